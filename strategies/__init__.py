@@ -1,0 +1,3 @@
+"""Strategies for mixed-precision training; empty until the first one lands."""
+
+__all__: list[str] = []
