@@ -1,0 +1,310 @@
+"""A ``torch.amp.GradScaler`` with a floor, a ceiling and one decision on all ranks."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Self
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp import gradients
+from lightning_mp.host_copy import HostCopy
+from lightning_mp.loss_scale_rule import ScaleRule, ScaleState, update_scale_
+
+__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler"]
+
+#: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
+FLOOR_PATIENCE_STEPS = 20
+
+
+class LossScaleFloorError(RuntimeError):
+    """The loss scale is at its floor and the gradients still overflow."""
+
+
+def _check_rule(rule: ScaleRule, init_scale: float, on_floor: str) -> None:
+    def refuse(name: str, got: object, allowed: str) -> None:
+        raise ValueError(f"LossScaler({name}={got!r}) is not valid: {name} must be {allowed}.")
+
+    if not rule.growth_factor > 1.0:
+        refuse("growth_factor", rule.growth_factor, "greater than 1; for a constant scale use LossScaler.static(scale)")
+    if not 0.0 < rule.backoff_factor < 1.0:
+        refuse("backoff_factor", rule.backoff_factor, "between 0 and 1, both excluded")
+    if rule.growth_interval < 1:
+        refuse("growth_interval", rule.growth_interval, "a number of steps, 1 or more")
+    if not 0.0 <= rule.min_scale <= rule.max_scale:
+        refuse("min_scale", rule.min_scale, f"from 0 to max_scale={rule.max_scale!r}")
+    if not (math.isfinite(init_scale) and rule.min_scale <= init_scale <= rule.max_scale and init_scale > 0):
+        refuse("init_scale", init_scale, f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}")
+    if rule.hysteresis < 1:
+        refuse("hysteresis", rule.hysteresis, "1 (every overflow lowers the scale) or more")
+    if rule.hysteresis_refill not in ("step", "growth"):
+        refuse("hysteresis_refill", rule.hysteresis_refill, "'step' or 'growth'")
+    if on_floor not in ("raise", "warn", "ignore"):
+        refuse("on_floor", on_floor, "'raise', 'warn' or 'ignore'")
+
+
+def _resolve_device_type(device: str | torch.device | None) -> str:
+    """The device type a scaler is for; the accelerator, else the CPU, when None."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None else "cpu"
+    device_type = torch.device(device).type
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"LossScaler(device={str(device)!r}): CUDA is not available on this machine."
+            " Leave `device` out to use the device that is there, or pass enabled=False."
+        )
+    return device_type
+
+
+class LossScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` that cannot run away, and that lets all ranks decide alike.
+
+    Use it wherever a ``GradScaler`` is asked for: in our plugins, in Lightning's, in Fabric, in a hand-written loop.
+    Differences from torch's class: the scale stays within ``[min_scale, max_scale]``; gradients may be fp16, plain
+    tensors and DTensors mixed; in a distributed run one reduction of one scalar makes all ranks skip together; the
+    scaled loss is fp32; overflows that go on at the floor end the run with a clear error. The update rule is printed in
+    :func:`lightning_mp.loss_scale_rule.update_scale_`.
+
+    Args:
+        device: device type; None takes the accelerator if there is one, else the CPU.
+        init_scale: first scale.
+        growth_factor: factor after ``growth_interval`` healthy steps in a row.
+        backoff_factor: factor after an overflow.
+        growth_interval: healthy steps in a row before the scale grows.
+        enabled: False makes every method a no-op, as in torch.
+        min_scale: floor. The default 2^-24 keeps the inverse scale finite.
+        max_scale: ceiling.
+        hysteresis: overflows before the scale is lowered; 1 is torch's rule.
+        hysteresis_refill: "step" or "growth", see :func:`lightning_mp.loss_scale_rule.update_scale_`.
+        on_floor: what happens after ``FLOOR_PATIENCE_STEPS`` (20) overflows in a row at the floor: "raise"
+            :class:`LossScaleFloorError`, "warn" or "ignore". It is noticed one step late, which spares a wait for the
+            device.
+
+    Raises:
+        ValueError: if an argument is out of range, or CUDA is asked for and not there.
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", 2017, section 3.2, https://arxiv.org/abs/1710.03740
+
+    Example:
+        >>> import torch
+        >>> from lightning_mp import LossScaler
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = LossScaler("cpu", init_scale=4.0)
+        >>> scaler.scale((weight * torch.tensor([1.0, float("inf")])).sum()).backward()
+        >>> _ = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.tolist(), scaler.get_scale()
+        ([1.0, 1.0], 2.0)
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 2.0**-24,
+        max_scale: float = 2.0**24,
+        hysteresis: int = 1,
+        hysteresis_refill: Literal["step", "growth"] = "step",
+        on_floor: Literal["raise", "warn", "ignore"] = "raise",
+    ) -> None:
+        rule = ScaleRule(
+            growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, hysteresis_refill
+        )
+        _check_rule(rule, init_scale, on_floor)
+        device_type = _resolve_device_type(device) if enabled else (device or "cpu")
+        super().__init__(device_type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._min_scale = min_scale
+        self._max_scale = max_scale
+        self._hysteresis = hysteresis
+        self._hysteresis_refill = hysteresis_refill
+        self._on_floor = on_floor
+        self._init_hysteresis_tracker = hysteresis
+        self._init_floor_tracker = 0
+        self._hysteresis_tracker: Tensor | None = None
+        self._floor_tracker: Tensor | None = None
+        self._floor_copy: HostCopy | None = None
+
+    @classmethod
+    def static(cls, scale: float, device: str | None = None, *, enabled: bool = True) -> Self:
+        """A scaler whose scale never changes; steps that overflow are still skipped.
+
+        Example:
+            >>> LossScaler.static(2.0**15, "cpu").get_scale()
+            32768.0
+        """
+        return cls(device, init_scale=scale, enabled=enabled, min_scale=scale, max_scale=scale)
+
+    @property
+    def rule(self) -> ScaleRule:
+        """The constants of the update rule."""
+        return ScaleRule(
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_scale,
+            self._max_scale,
+            self._hysteresis,
+            self._hysteresis_refill,
+        )
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+        self._floor_tracker = torch.full((), self._init_floor_tracker, dtype=torch.int32, device=dev)
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies a loss, or an iterable of losses, by the scale, in float32.
+
+        A 16-bit loss is cast up first: 2.0 times 2^16 does not fit into fp16.
+        """
+        if not self._enabled:
+            return outputs
+        return super().scale(_map_tensors(outputs, _to_at_least_float32))
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parameters = gradients.parameters_with_gradient(optimizer)
+        gradients.reduce_partial_gradients_(parameters)
+        _coalesce_(parameters)
+        shards = [gradients.local_shard(p.grad) for p in parameters if p.grad is not None]
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        found_inf.copy_(~torch.isfinite(scale.reciprocal()))
+        if shards:
+            # torch passes 1 and allow_fp16 for fused optimizers, which multiply the scale in themselves.
+            found = gradients.any_nonfinite(shards) if allow_fp16 else gradients.unscale_(shards, inv_scale)
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device, non_blocking=True)))
+        gradients.sum_over_ranks_(found_inf)
+        return {found_inf.device: found_inf.clamp_(max=1.0)}
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale by its rule; call it once per step, after all optimizers.
+
+        Args:
+            new_scale: sets the scale instead; it is held within the bounds.
+
+        Raises:
+            LossScaleFloorError: see ``on_floor``.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            super().update(new_scale)
+            assert self._scale is not None
+            self._scale.clamp_(self._min_scale, self._max_scale)
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        assert self._hysteresis_tracker is not None
+        assert self._floor_tracker is not None
+        flags = [
+            flag.to(scale.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        if not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
+        state = ScaleState(scale, growth_tracker, self._hysteresis_tracker, self._floor_tracker)
+        update_scale_(state, found_inf, self.rule)
+        self._per_optimizer_states.clear()
+        self._watch_floor()
+
+    def _watch_floor(self) -> None:
+        if self._on_floor == "ignore":
+            return
+        assert self._floor_tracker is not None
+        previous, self._floor_copy = self._floor_copy, HostCopy(self._floor_tracker.reshape(1))
+        overflows = int(previous.read()[0]) if previous is not None else 0
+        if overflows == 0 or overflows % FLOOR_PATIENCE_STEPS:
+            return
+        message = (
+            f"The loss scale is at its floor {self._min_scale:g} and the last {overflows} steps in a row still"
+            " overflowed: the gradients are not finite at any scale. Look for the cause in the model or the data"
+            " (OverflowPostMortem names the parameters), or train in bf16. LossScaler(on_floor='warn') goes on."
+        )
+        if self._on_floor == "raise":
+            raise LossScaleFloorError(message)
+        rank_zero_warn(message, category=RuntimeWarning)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, then ours; ``GradScaler.load_state_dict`` takes it too."""
+        if not self._enabled:
+            return {}
+        return super().state_dict() | {
+            "min_scale": self._min_scale,
+            "max_scale": self._max_scale,
+            "hysteresis": self._hysteresis,
+            "hysteresis_refill": self._hysteresis_refill,
+            "on_floor": self._on_floor,
+            "_hysteresis_tracker": _read(self._hysteresis_tracker, self._init_hysteresis_tracker),
+            "_floor_tracker": _read(self._floor_tracker, self._init_floor_tracker),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a ``LossScaler`` or of a ``torch.amp.GradScaler``.
+
+        What a ``GradScaler`` does not know (bounds, hysteresis, floor policy) stays as it was; a scale outside the
+        bounds is brought inside, with a warning.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            super().load_state_dict(state_dict)  # raises torch's error about an empty state
+        self._min_scale = state_dict.get("min_scale", self._min_scale)
+        self._max_scale = state_dict.get("max_scale", self._max_scale)
+        self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
+        self._hysteresis_refill = state_dict.get("hysteresis_refill", self._hysteresis_refill)
+        self._on_floor = state_dict.get("on_floor", self._on_floor)
+        scale = min(max(state_dict["scale"], self._min_scale), self._max_scale)
+        if scale != state_dict["scale"]:
+            rank_zero_warn(
+                f"The checkpoint's loss scale {state_dict['scale']:g} is outside [{self._min_scale:g},"
+                f" {self._max_scale:g}]; going on with {scale:g}. Widen min_scale or max_scale to keep it."
+            )
+        super().load_state_dict({**state_dict, "scale": scale})
+        self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
+        self._init_floor_tracker = state_dict.get("_floor_tracker", 0)
+        self._floor_copy = None
+        if self._hysteresis_tracker is not None and self._floor_tracker is not None:
+            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+            self._floor_tracker.fill_(self._init_floor_tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        if self._enabled:
+            state["_init_hysteresis_tracker"] = _read(self._hysteresis_tracker, self._init_hysteresis_tracker)
+            state["_init_floor_tracker"] = _read(self._floor_tracker, self._init_floor_tracker)
+        return state | {"_hysteresis_tracker": None, "_floor_tracker": None, "_floor_copy": None}
+
+
+def _read(tracker: Tensor | None, initial: int) -> int:
+    return initial if tracker is None else int(tracker.item())
+
+
+def _to_at_least_float32(output: Tensor) -> Tensor:
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def _map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(outputs, Tensor):
+        return function(outputs)
+    if isinstance(outputs, Iterable) and not isinstance(outputs, str | Mapping):
+        mapped = (_map_tensors(output, function) for output in outputs)
+        return type(outputs)(mapped) if isinstance(outputs, list | tuple) else mapped
+    return outputs
+
+
+def _coalesce_(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()

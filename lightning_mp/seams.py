@@ -1,0 +1,104 @@
+"""The one file that touches what is not public in Lightning or torch.
+
+Each entry of :data:`PRIVATE_NAMES` says which private name the pack relies on and why; a guard test fails when an
+upgrade takes one away.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "amp_unscale_",
+    "amp_update_scale_",
+    "call_before_optimizer_step_hooks",
+    "callbacks_of",
+    "clip_through_module",
+    "grad_scaler_scale",
+    "profiler_of",
+    "record_found_inf",
+    "set_callbacks",
+]
+
+#: (owner, private name, why it is needed)
+PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
+    (torch, "_amp_update_scale_", "torch's own scale update, so that ours is bit-identical"),
+    (torch, "_amp_foreach_non_finite_check_and_unscale_", "torch's own unscaling with its check, in one kernel"),
+    (torch, "_foreach_norm", "the norm of all gradients in one kernel"),
+    (torch, "_foreach_mul_", "all gradients multiplied in one kernel"),
+    (torch.amp.GradScaler, "_unscale_grads_", "both GradScaler paths, fused and not, check gradients here"),
+    (torch.amp.GradScaler, "_check_scale_growth_tracker", "the scale tensor with torch's error if there is none"),
+    (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "where the scale tensor is made"),
+    (torch.amp.GradScaler, "_get_scale_async", "the scale without waiting for the device"),
+    (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
+)
+
+
+def amp_update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """torch's own update of the loss scale, in place, on the device."""
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+
+
+def amp_unscale_(shards: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """torch's own unscaling of plain tensors of one device and dtype, in place; sets ``found_inf`` to 1.0."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(shards), found_inf, inverse_scale)
+
+
+def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
+    """The scale as a device tensor; None before the first loss was scaled."""
+    return scaler._get_scale_async()
+
+
+def record_found_inf(scaler: "GradScaler", optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Hands a scaler the decision of a step that was made outside of it; ``scaler.update()`` reads it."""
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+
+
+def call_before_optimizer_step_hooks(model: "pl.LightningModule", optimizer: Optimizer) -> None:
+    """Calls ``on_before_optimizer_step`` of all callbacks and of the module, as Lightning's plugins do."""
+    _call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
+    _call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
+
+
+def callbacks_of(trainer: "pl.Trainer") -> list[Callback]:
+    """The Trainer's callbacks, a public attribute that a connector sets and type checkers cannot see."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return callbacks
+
+
+def set_callbacks(trainer: "pl.Trainer", callbacks: list[Callback]) -> None:
+    """Gives the Trainer a new list of callbacks."""
+    vars(trainer)["callbacks"] = callbacks
+
+
+def profiler_of(trainer: "pl.Trainer") -> Profiler:
+    """The Trainer's profiler, a public attribute that a connector sets and type checkers cannot see."""
+    profiler: Profiler = vars(trainer)["profiler"]
+    return profiler
+
+
+def clip_through_module(plugin: Precision, model: "pl.LightningModule", optimizer: Any) -> None:
+    """Calls the module's ``configure_gradient_clipping`` with the Trainer's settings."""
+    trainer = model.trainer
+    plugin._clip_gradients(
+        model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm
+    )
