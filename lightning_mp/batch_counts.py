@@ -1,0 +1,138 @@
+"""How much a batch weighs: its samples and its loss-bearing tokens, and how to hide tokens from the loss."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "IGNORE_INDEX",
+    "count_samples",
+    "find_labels",
+    "loss_bearing",
+    "replaceable_labels",
+    "shifts_labels_inside",
+    "trim_labels_",
+]
+
+#: Label that the loss leaves out: the default ``ignore_index`` of ``torch.nn.functional.cross_entropy``.
+IGNORE_INDEX = -100
+
+
+def find_labels(batch: Any) -> Tensor | None:
+    """The token labels of a batch, or None.
+
+    They are ``batch["labels"]`` of a mapping, or the second entry of a list or tuple, if that is an integer tensor with
+    two dimensions or more, ``[batch, tokens, ...]``. One-dimensional labels are classes of whole samples, not tokens.
+
+    Example:
+        >>> import torch
+        >>> find_labels({"labels": torch.tensor([[1, 2, -100]])})
+        tensor([[   1,    2, -100]])
+        >>> find_labels([torch.randn(4, 8), torch.tensor([0, 1, 0, 1])]) is None
+        True
+    """
+    candidate: Any = None
+    if isinstance(batch, Mapping):
+        candidate = batch.get("labels")
+    elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 1:
+        candidate = batch[1]
+    if not isinstance(candidate, Tensor) or candidate.is_floating_point() or candidate.ndim < 2:
+        return None
+    return candidate
+
+
+def shifts_labels_inside(module: nn.Module) -> bool:
+    """Whether the module holds a Hugging Face causal language model, whose loss never uses the first label.
+
+    Such a model compares position ``t`` with label ``t + 1`` by itself: ``labels[:, 0]`` bears no loss.
+    """
+    for submodule in module.modules():
+        names = [cls.__name__ for cls in type(submodule).__mro__]
+        if "PreTrainedModel" in names and names[0].endswith(("ForCausalLM", "LMHeadModel")):
+            return True
+    return False
+
+
+def loss_bearing(labels: Tensor, *, shifted: bool) -> Tensor:
+    """Boolean mask of the labels that reach the loss, same shape as ``labels``.
+
+    Args:
+        labels: integer tensor, shape ``[batch, tokens, ...]``.
+        shifted: the model shifts labels itself (:func:`shifts_labels_inside`), so the first column is left out.
+
+    Example:
+        >>> import torch
+        >>> loss_bearing(torch.tensor([[5, -100, 7]]), shifted=True)
+        tensor([[False, False,  True]])
+    """
+    mask = labels != IGNORE_INDEX
+    if shifted:
+        mask[:, 0] = False
+    return mask
+
+
+def count_samples(batch: Any) -> int:
+    """Size of the first dimension of the first tensor in the batch.
+
+    Raises:
+        ValueError: if there is no tensor with a dimension in the batch.
+
+    Example:
+        >>> import torch
+        >>> count_samples({"x": torch.zeros(3, 5)})
+        3
+    """
+    for tensor in _tensors(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise ValueError(
+        f"No samples can be counted in a batch of type {type(batch).__name__!r}: it holds no tensor with a batch"
+        " dimension. Pass count=, a function from a batch to its number of items, or weight_by='batch'."
+    )
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def replaceable_labels(batch: Any) -> bool:
+    """Whether the labels of this batch can be exchanged: they sit in a mutable mapping or list."""
+    return find_labels(batch) is not None and isinstance(batch, MutableMapping | MutableSequence)
+
+
+def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> None:
+    """Hides all but the first ``keep_tokens`` loss-bearing tokens of a batch from the loss.
+
+    The label tensor is exchanged in its container, never written to: it may be a view of the data set.
+
+    Args:
+        batch: a batch with :func:`replaceable_labels`.
+        keep_tokens: loss-bearing tokens that stay, counted in row order.
+        shifted: see :func:`loss_bearing`.
+
+    Example:
+        >>> import torch
+        >>> batch = [torch.zeros(2, 2), torch.tensor([[1, 2], [3, 4]])]
+        >>> trim_labels_(batch, 3, shifted=False)
+        >>> batch[1]
+        tensor([[   1,    2],
+                [   3, -100]])
+    """
+    labels = find_labels(batch)
+    assert labels is not None
+    mask = loss_bearing(labels, shifted=shifted)
+    position = mask.flatten().cumsum(0).view_as(labels)
+    trimmed = torch.where(mask & (position > keep_tokens), IGNORE_INDEX, labels)
+    if isinstance(batch, MutableMapping):
+        batch["labels"] = trimmed
+    else:
+        batch[1] = trimmed
