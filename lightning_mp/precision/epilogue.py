@@ -1,0 +1,183 @@
+"""The gradient epilogue: everything between the end of backward and the optimizer's own kernel.
+
+Loss scale, item count and clip coefficient are gathered as scalars on the device and applied together. One reduction of
+a small vector makes every rank decide alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp import gradients
+
+__all__ = ["Epilogue", "applies_grad_scale", "momentum_is_missing"]
+
+
+def applies_grad_scale(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own kernel divides gradients by ``optimizer.grad_scale`` and skips on ``found_inf``."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def momentum_is_missing(optimizer: Optimizer) -> bool:
+    """Whether a fused SGD would make a momentum buffer in this step.
+
+    If that very step is skipped on the device, the buffer stays uninitialised memory.
+    """
+    return any(
+        "momentum" in group and group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
+@dataclass
+class _Plan:
+    """Scalars on the device; the gradient to step with is ``raw * factor * coefficient``."""
+
+    factor: Tensor | None = None
+    coefficient: Tensor | None = None
+
+    def combined(self) -> Tensor | None:
+        if self.factor is None or self.coefficient is None:
+            return self.factor if self.coefficient is None else self.coefficient
+        return self.factor * self.coefficient
+
+
+class Epilogue:
+    """One optimizer step's gradients, from raw to what the optimizer may take.
+
+    .. code-block:: text
+
+        norms       = |g_p| of every local shard                      one pass over the gradients
+        sum, totals = sum over ranks of (sum_p norm_p^2 / copies_p, window totals)
+        factor      = normalisation(totals) / scale
+        found_inf   = sum or 1/scale is not finite
+        coefficient = min(1, max_norm / (sqrt(sum) * factor + 1e-6))
+        fused:   optimizer.grad_scale = 1 / (factor * coefficient); the kernel divides, and skips on found_inf
+        else:    g *= factor * coefficient                             two passes
+
+    Args:
+        optimizer: its gradients are worked on.
+        scale: the loss scale, a scalar tensor; None without a scaler.
+        plain_replicas: ranks that hold the same plain gradient, see :func:`lightning_mp.gradients.replicas`.
+        device: where scalars live if the optimizer has no gradient at all.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, scale: Tensor | None, *, plain_replicas: int, device: torch.device
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = gradients.parameters_with_gradient(optimizer)
+        gradients.reduce_partial_gradients_(self.parameters)
+        self._plain_replicas = plain_replicas
+        self._device = self.parameters[0].device if self.parameters else device
+        # A copy: the scaler updates its own in place before the outcome is read.
+        self.scale = scale.to(self._device, copy=True, non_blocking=True) if scale is not None else None
+        self._plan = _Plan()
+        self.norms: Tensor | None = None
+        self.grad_norm: Tensor = torch.zeros((), device=self._device)
+        self.found_inf: Tensor = torch.zeros((), device=self._device)
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """The local gradients as they are now."""
+        return [gradients.local_shard(p.grad) for p in self.parameters if p.grad is not None]
+
+    def reduce(self, totals: Tensor | None) -> Tensor | None:
+        """Reads the gradients once and adds norm and window totals over all ranks.
+
+        Args:
+            totals: window totals of this rank, shape ``[num_totals]``, or None.
+
+        Returns:
+            The totals over all ranks.
+        """
+        vector = self._local_square_sum().reshape(1)
+        if totals is not None:
+            vector = torch.cat([vector, totals.to(device=vector.device, dtype=vector.dtype)])
+        gradients.sum_over_ranks_(vector)
+        self.grad_norm = vector[0].sqrt()
+        self.found_inf = (~torch.isfinite(self.grad_norm)).float()
+        return vector[1:] if totals is not None else None
+
+    def _local_square_sum(self) -> Tensor:
+        shards = self.shards
+        if not shards:
+            return torch.zeros((), dtype=gradients.accumulation_dtype(self._device), device=self._device)
+        self.norms = gradients.shard_norms(shards)
+        return gradients.square_sum(self.norms, self._copies())
+
+    def _copies(self) -> Sequence[int]:
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return [
+            gradients.replicas(p.grad, world_size=world_size, plain_replicas=self._plain_replicas)
+            for p in self.parameters
+            if p.grad is not None
+        ]
+
+    def plan_factor(self, normalisation: Tensor | None) -> None:
+        """Sets the factor from raw to true gradients: normalisation over loss scale."""
+        factor = normalisation
+        if self.scale is not None:
+            inverse = self.scale.to(self.grad_norm.dtype).reciprocal()
+            self.found_inf = torch.maximum(self.found_inf, (~torch.isfinite(inverse)).float())
+            factor = inverse if factor is None else factor.to(inverse) * inverse
+        self._plan.factor = factor
+        if factor is not None:
+            self.grad_norm = self.grad_norm * factor.to(self.grad_norm)
+
+    def make_true(self) -> None:
+        """Turns raw gradients into true ones in place, for those who look at them (two passes)."""
+        if self._plan.factor is not None:
+            gradients.multiply_(self.shards, self._plan.factor)
+            self._plan.factor = None
+
+    def clip_by_norm(self, max_norm: float, *, fresh: bool) -> None:
+        """Plans the clip coefficient.
+
+        Args:
+            max_norm: largest two-norm over all parameters and ranks.
+            fresh: the gradients may have changed since :meth:`reduce`; their norm is taken again (one pass).
+        """
+        norm = self.grad_norm
+        if fresh:
+            norm = gradients.sum_over_ranks_(self._local_square_sum()).sqrt()
+            self.found_inf = torch.maximum(self.found_inf, (~torch.isfinite(norm)).float())
+        self._plan.coefficient = gradients.clip_coefficient(norm, max_norm)
+
+    def clip_by_value(self, limit: float) -> None:
+        """Limits every element to ``[-limit, limit]``, measured on true gradients (two passes)."""
+        bound = torch.full((), limit, dtype=self.grad_norm.dtype, device=self._device)
+        if self._plan.factor is not None:
+            bound = bound / self._plan.factor.to(bound)
+        gradients.clamp_(self.shards, bound)
+
+    def clip_scaled(self, limit: float, *, by_value: bool) -> None:
+        """Clips by the size of the true gradients but leaves them scaled, for manual optimization.
+
+        Gradients that are not finite stay so, and the step that follows is skipped.
+        """
+        if by_value:
+            self.clip_by_value(limit)
+            # Clamping has turned every inf into the bound.
+            keep = torch.where(self.found_inf > 0, torch.nan, 1.0)
+            gradients.multiply_(self.shards[:1], keep)
+        else:
+            gradients.multiply_(self.shards, gradients.clip_coefficient(self.grad_norm, limit))
+
+    def apply(self) -> None:
+        """Multiplies what was planned into the gradients (two passes)."""
+        combined = self._plan.combined()
+        if combined is not None:
+            gradients.multiply_(self.shards, combined)
+        self._plan = _Plan()
+
+    def fused_grad_scale(self) -> Tensor | None:
+        """What the optimizer's kernel has to divide the gradients by; None if nothing is planned."""
+        combined = self._plan.combined()
+        return None if combined is None else combined.reciprocal().float()
