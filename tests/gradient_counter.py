@@ -1,0 +1,91 @@
+"""Counts, at torch's dispatcher, what happens to gradients between backward and the optimizer's own kernel."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+VIEWS = {"aten::detach", "aten::view", "aten::alias", "aten::t", "aten::_unsafe_view", "aten::slice"}
+
+
+@dataclass
+class Row:
+    """One micro-batch, with its optimizer step if it has one. A pass is every gradient byte read or written once."""
+
+    passes: float
+    host_waits: int
+    weight_casts: int
+    kernels: dict[str, int] = field(default_factory=dict)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.parameters = list(module.parameters())
+        self.between = False
+        self.in_optimizer = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.bytes, self.waits, self.casts = 0, 0, 0
+        self.kernels: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if name == "aten::_local_scalar_dense" and not self.in_optimizer:
+            self.waits += 1
+        weights = {p.untyped_storage().data_ptr() for p in self.parameters}
+        if name == "aten::_to_copy" and any(t.untyped_storage().data_ptr() in weights for t in tensors):
+            self.casts += 1
+        if self.between and not self.in_optimizer and name not in VIEWS:
+            grads = {p.grad.untyped_storage().data_ptr(): p.grad.nbytes for p in self.parameters if p.grad is not None}
+            touched = sum(grads.get(t.untyped_storage().data_ptr(), 0) for t in tensors)
+            if touched:
+                self.bytes += touched * (2 if func._schema.is_mutable else 1)
+                self.kernels[name] += 1
+        return func(*args, **kwargs)
+
+
+class CountGradientTraffic(Callback):
+    """One :class:`Row` per micro-batch in ``rows``, from its forward to the next one's start.
+
+    Put it first among the callbacks: what later ones do is then counted too.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.mode = _Mode(module)
+        self.rows: list[Row] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer = trainer.optimizers[0]
+        optimizer.register_step_pre_hook(lambda *_: setattr(self.mode, "in_optimizer", True))
+        optimizer.register_step_post_hook(lambda *_: setattr(self.mode, "in_optimizer", False))
+        self.mode.__enter__()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mode.between = True
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._close(pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mode.__exit__(None, None, None)
+        self._close(pl_module)
+
+    def _close(self, pl_module: pl.LightningModule) -> None:
+        if not self.mode.between:
+            return
+        self.mode.between = False
+        parameter_bytes = sum(p.nbytes for p in pl_module.parameters())
+        mode = self.mode
+        self.rows.append(Row(mode.bytes / parameter_bytes, mode.waits, mode.casts, dict(mode.kernels)))
+        mode.reset()
