@@ -217,6 +217,10 @@ class WindowKeeper(Callback):
             self.budget_reached = True
             trainer.should_stop = True
 
+    def needs_gradients(self, step_index: int) -> bool:
+        """Our precision plugins need not make true gradients for the keeper: they normalise themselves."""
+        return False
+
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
     def window_totals(self, device: torch.device) -> Tensor | None:
