@@ -110,12 +110,15 @@ class WindowKeeper(Callback):
             keeper = cls(trainer.accumulate_grad_batches)
             # A new list: Lightning is walking through the old one while callbacks are set up.
             seams.set_callbacks(trainer, [keeper, *seams.callbacks_of(trainer)])
+        elif keeper._weighting is None:
+            keeper._constant = trainer.accumulate_grad_batches
         return keeper
 
-    def detach(self, trainer: "pl.Trainer") -> None:
-        """Leaves the Trainer as it was before :meth:`attach`."""
-        seams.set_callbacks(trainer, [c for c in seams.callbacks_of(trainer) if c is not self])
+    def release(self, trainer: "pl.Trainer") -> None:
+        """Ends a fit. The keeper stays among the callbacks, so that ``trainer.save_checkpoint`` still saves its state."""
         trainer.accumulate_grad_batches = self._constant
+        self._schedule = self._weighting = self._budget = None
+        self._resolved = self._is_open = False
 
     def follow(self, schedule: Callable[["pl.Trainer"], int]) -> None:
         """Window lengths come from ``schedule``, asked once when a window opens.
@@ -161,15 +164,16 @@ class WindowKeeper(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends a resumed run at once if its budget is spent."""
-        if self.budget_reached:
+        if self.budget_reached and self._budget is not None:
             trainer.should_stop = True
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
-        self._resolve(trainer, pl_module, batch)
-        assert self._weighting is not None
+        if self._weighting is None:
+            return
+        self._resolve(pl_module, batch)
         opens = not self._is_open
         if opens:
             self._planned = self._schedule(trainer) if self._schedule is not None else self._constant
@@ -183,6 +187,8 @@ class WindowKeeper(Callback):
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
+        if self._weighting is None:
+            return
         assert self._measure is not None
         assert self._totals is not None
         items = self._measure.items
@@ -211,6 +217,8 @@ class WindowKeeper(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Moves on to the next micro-batch, or ends the run."""
+        if self._weighting is None:
+            return
         self._position += 1
         self._is_open = not self._closes
         if self._lands:
@@ -312,11 +320,10 @@ class WindowKeeper(Callback):
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
-    def _resolve(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+    def _resolve(self, pl_module: "pl.LightningModule", batch: Any) -> None:
         if self._resolved:
             return
-        if self._weighting is None:
-            self._weighting = Weighting()
+        assert self._weighting is not None
         shifted = batch_counts.shifts_labels_inside(pl_module)
         self._weighting.resolve(batch, shifted=shifted, budgeted=self._budget is not None)
         self._resolved = True
@@ -326,12 +333,12 @@ class WindowKeeper(Callback):
         self.ledger.settle()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Leaves the Trainer as it was."""
-        self.detach(trainer)
+        """Gives the Trainer its own setting back."""
+        self.release(trainer)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Leaves the Trainer as it was."""
-        self.detach(trainer)
+        """Gives the Trainer its own setting back."""
+        self.release(trainer)
 
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]

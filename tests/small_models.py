@@ -107,8 +107,8 @@ def token_batches(lengths: Sequence[int], batch_size: int = 2, vocabulary: int =
 
 
 def loader(batches: list[Any]) -> "DataLoader[Any]":
-    """Hands out ready batches in order."""
-    return DataLoader(batches, batch_size=None, shuffle=False)
+    """Hands out ready batches in order, as they are: torch's own conversion would turn tuples into lists."""
+    return DataLoader(batches, batch_size=None, shuffle=False, collate_fn=lambda batch: batch)
 
 
 def quiet_trainer(**arguments: Any) -> pl.Trainer:
