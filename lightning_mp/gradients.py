@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
-from lightning_mp.seams import amp_unscale_
+from lightning_mp import seams
 
 __all__ = [
     "accumulation_dtype",
@@ -112,9 +112,10 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
     norms: list[Tensor] = [torch.empty(0)] * len(shards)
     for (_, dtype), indices in groups.items():
         norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        for index, norm in zip(
-            indices, torch._foreach_norm([shards[i] for i in indices], 2, dtype=norm_dtype), strict=True
-        ):
+        group = torch.stack(tuple(seams.foreach_norm([shards[i] for i in indices], 2, norm_dtype)))
+        # torch does not square a single number.
+        group = torch.where(group.square().isinf(), torch.inf, group)
+        for index, norm in zip(indices, group.unbind(), strict=True):
             norms[index] = norm
     if len(groups) > 1:
         widest = torch.float64 if any(dtype == torch.float64 for _, dtype in groups) else torch.float32
@@ -134,7 +135,7 @@ def unscale_(shards: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
     found = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
     for (device, _), members in groups.items():
         found_here = torch.zeros((), dtype=torch.float32, device=device)
-        amp_unscale_(members, found_here, inverse_scale.to(device=device, non_blocking=True))
+        seams.amp_unscale_(members, found_here, inverse_scale.to(device=device, non_blocking=True))
         found = torch.maximum(found, found_here.to(found.device, non_blocking=True))
     return found
 
@@ -150,8 +151,8 @@ def any_nonfinite(shards: Sequence[Tensor]) -> Tensor:
     filled = [shard for shard in shards if shard.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float32, device=shards[0].device if shards else None)
-    largest = torch.stack([norm.to(filled[0].device).float() for norm in torch._foreach_norm(filled, math.inf)])
-    return (~torch.isfinite(largest)).any().float()
+    finite = [torch.isfinite(norm).to(filled[0].device) for norm in seams.foreach_norm(filled, math.inf)]
+    return (~torch.stack(finite)).any().float()
 
 
 def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
@@ -200,7 +201,7 @@ def multiply_(shards: Sequence[Tensor], factor: Tensor) -> None:
     for (device, is_double), members in groups.items():
         # Another dtype than the members' makes torch leave the fused kernel.
         dtype = torch.float64 if is_double else torch.float32
-        torch._foreach_mul_(members, factor.to(device=device, dtype=dtype, non_blocking=True))
+        seams.foreach_mul_(members, factor.to(device=device, dtype=dtype, non_blocking=True))
 
 
 def clamp_(shards: Sequence[Tensor], bound: Tensor) -> None:

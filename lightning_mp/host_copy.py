@@ -35,7 +35,7 @@ class HostCopy:
         self._buffer.copy_(values, non_blocking=on_cuda)
         self._event: torch.cuda.Event | None = None
         if on_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+            self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[float]:

@@ -26,6 +26,8 @@ __all__ = [
     "call_before_optimizer_step_hooks",
     "callbacks_of",
     "clip_through_module",
+    "foreach_mul_",
+    "foreach_norm",
     "grad_scaler_scale",
     "profiler_of",
     "record_found_inf",
@@ -61,6 +63,16 @@ def amp_update_scale_(
 def amp_unscale_(shards: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """torch's own unscaling of plain tensors of one device and dtype, in place; sets ``found_inf`` to 1.0."""
     torch._amp_foreach_non_finite_check_and_unscale_(list(shards), found_inf, inverse_scale)
+
+
+def foreach_norm(shards: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """The norm of each tensor, in one kernel where torch can."""
+    return torch._foreach_norm(list(shards), order, dtype=dtype)
+
+
+def foreach_mul_(shards: Sequence[Tensor], factor: Tensor) -> None:
+    """All tensors times one scalar tensor in place, in one kernel where torch can."""
+    torch._foreach_mul_(list(shards), factor)
 
 
 def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import batch_counts, gradients, seams
-from lightning_mp.landing import TokenBudget, land
+from lightning_mp.landing import TokenBudget
 from lightning_mp.ledger import TokenLedger, WindowTotals
+from lightning_mp.spending import OpenWindow, Spending
 from lightning_mp.weighting import CountFunction, Measure, WeightBy, Weighting
 
 __all__ = ["Window", "WindowKeeper"]
@@ -83,10 +84,12 @@ class WindowKeeper(Callback):
         self._schedule: Callable[[pl.Trainer], int] | None = None
         self._weighting: Weighting | None = None
         self._budget: TokenBudget | None = None
+        self._spending: Spending | None = None
         self._resolved = False
         self.ledger = TokenLedger()
         self.reference_items: float | None = None
         self.budget_reached = False
+        self._num_data_ranks = 1
         self._planned = 1
         self._position = 0
         self._is_open = False
@@ -115,9 +118,9 @@ class WindowKeeper(Callback):
         return keeper
 
     def release(self, trainer: "pl.Trainer") -> None:
-        """Ends a fit. The keeper stays among the callbacks, so that ``trainer.save_checkpoint`` still saves its state."""
+        """Ends a fit. The keeper stays among the callbacks, so that a checkpoint written later holds its state."""
         trainer.accumulate_grad_batches = self._constant
-        self._schedule = self._weighting = self._budget = None
+        self._schedule = self._weighting = self._budget = self._spending = None
         self._resolved = self._is_open = False
 
     def follow(self, schedule: Callable[["pl.Trainer"], int]) -> None:
@@ -173,15 +176,14 @@ class WindowKeeper(Callback):
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
         if self._weighting is None:
             return
-        self._resolve(pl_module, batch)
+        self._resolve(trainer, pl_module, batch)
         opens = not self._is_open
         if opens:
             self._planned = self._schedule(trainer) if self._schedule is not None else self._constant
             self._position = 0
             self._totals = WindowTotals()
-        self._measure = self._weighting.measure(batch)
         last_of_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
-        self._lands = self._land(trainer, pl_module.device, batch)
+        self._lands = self._begin(trainer, pl_module.device, batch)
         self._closes = self._lands or last_of_epoch or self._position + 1 >= self._planned
         trainer.accumulate_grad_batches = Window(self._planned, batch_idx=batch_idx, opens=opens, closes=self._closes)
 
@@ -250,82 +252,36 @@ class WindowKeeper(Callback):
         local, self._totals = self._totals, None
         assert local is not None
         assert self.reference_items is not None
-        self.ledger.close_window(totals, local.micro_batches)
         num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        # Ranks that share their data (tensor parallel) have counted it once each.
+        self.ledger.close_window(totals / (num_ranks // self._num_data_ranks), local.micro_batches)
         expected_items = num_ranks * self.reference_items * self._planned
         if num_ranks == 1 and local.host_items == expected_items:
             return None
         return expected_items / totals[0].clamp(min=1.0)
 
-    # -- the budget ----------------------------------------------------------------------------------------------------
-
-    def _land(self, trainer: "pl.Trainer", device: torch.device, batch: Any) -> bool:
-        """Whether the run ends with this micro-batch; trims it if it must. Waits for the device only near the end."""
-        if self._budget is None:
-            return False
-        assert self._measure is not None
+    def _begin(self, trainer: "pl.Trainer", device: torch.device, batch: Any) -> bool:
+        """Measures the micro-batch, trims it if the budget ends in it, and returns whether it does."""
         assert self._weighting is not None
         assert self._totals is not None
-        micro_batches_in_flight = self.ledger.unread_micro_batches + self._position + 2
-        # Twice the largest micro-batch seen so far, since sequence lengths vary.
-        reach = self.ledger.tokens + 2 * self.ledger.largest_micro_batch * micro_batches_in_flight
-        if self.ledger.largest_micro_batch and reach < self._budget.tokens:
+        self._measure = self._weighting.measure(batch)
+        if self._spending is None or self._spending.is_far_from_the_end(self._position):
             return False
-        self.ledger.settle()
-        window_tokens, counts = self._gather(device)
-        remaining = self._budget.tokens - self.ledger.tokens - window_tokens
-        if self.ledger.windows == 0 and self._position == 0:
-            self._check_first(batch, sum(counts), len(counts))
-        largest = max(self.ledger.largest_micro_batch, self._measure.presented_tokens * len(counts))
-        landing = land(counts, remaining, self._budget.landing, largest)
-        rank = trainer.global_rank
-        if landing.keep_tokens[rank] != counts[rank]:
-            batch_counts.trim_labels_(batch, landing.keep_tokens[rank], shifted=self._weighting.shifted)
-            self._measure = self._weighting.measure(batch)
-        return landing.is_last
-
-    def _gather(self, device: torch.device) -> tuple[int, list[int]]:
-        """Tokens of the open window over all ranks, and of this micro-batch on each rank."""
-        assert self._totals is not None
-        assert self._measure is not None
-        tokens = torch.as_tensor(self._measure.tokens, device=device)
-        local = torch.stack([self._totals.tokens(device), tokens.to(gradients.accumulation_dtype(device))])
-        ranks = [local]
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-            dist.all_gather(ranks, local)
-        rows = torch.stack(ranks).tolist()
-        return round(sum(row[0] for row in rows)), [round(row[1]) for row in rows]
-
-    def _check_first(self, batch: Any, tokens: int, num_ranks: int) -> None:
-        assert self._budget is not None
-        if self._budget.tokens < tokens:
-            raise MisconfigurationException(
-                f"The budget of {self._budget.tokens:,} tokens is smaller than one micro-batch, which has {tokens:,}"
-                " tokens over all ranks. Raise the budget or make the batch smaller."
-            )
-        if self._budget.landing != "exact":
-            return
-        if not batch_counts.replaceable_labels(batch):
-            raise MisconfigurationException(
-                f"landing='exact' must hide surplus labels in the last batch, but a batch of type"
-                f" {type(batch).__name__!r} has no labels that can be exchanged. Give batches as a list"
-                " [inputs, labels] or a dict with 'labels', or choose landing='floor' or landing='ceil'."
-            )
-        if tokens < 2 * num_ranks:
-            raise MisconfigurationException(
-                f"landing='exact' needs micro-batches of 2 tokens or more per rank, got {tokens} tokens on {num_ranks}"
-                " ranks. Make the batch larger or choose landing='ceil'."
-            )
+        window = OpenWindow(self._totals, self._position, self._measure, _data_parallel(trainer).get("rank", 0), device)
+        lands, self._measure = self._spending.begin_micro_batch(window, batch)
+        return lands
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
-    def _resolve(self, pl_module: "pl.LightningModule", batch: Any) -> None:
+    def _resolve(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         if self._resolved:
             return
         assert self._weighting is not None
         shifted = batch_counts.shifts_labels_inside(pl_module)
         self._weighting.resolve(batch, shifted=shifted, budgeted=self._budget is not None)
+        if self._budget is not None:
+            self._spending = Spending(self._budget, self.ledger, self._weighting)
+        self._num_data_ranks = _data_parallel(trainer).get("num_replicas", 1)
         self._resolved = True
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -364,3 +320,9 @@ class WindowKeeper(Callback):
         self.ledger.load_state_dict(state_dict["ledger"])
         self.reference_items = state_dict["reference_items"]
         self.budget_reached = state_dict["budget_reached"]
+
+
+def _data_parallel(trainer: "pl.Trainer") -> dict[str, int]:
+    """``rank`` and ``num_replicas`` of this process among those that see different data; empty on a single device."""
+    sampler: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
+    return sampler

@@ -1,4 +1,4 @@
-"""Two to four real processes under DDP: the same decision and the same weights on every rank, the exact mean over all."""
+"""Real processes under DDP: the same decision and the same weights on every rank, the exact mean over all of them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Skipped steps: who learns of them, and what holds. With our plugin no callback is needed; with stock ones a monitor."""
+"""Skipped steps: who learns of them, and what holds. Our plugin needs no callback for it; stock ones, a monitor."""
 
 import json
 from collections.abc import Iterable
