@@ -1,0 +1,60 @@
+# What a stranger types: `make demo`, then `make test`. Both make .venv when it is missing.
+# Needs Python >= 3.11, git and make. Choose the Python with: make test PYTHON=python3.12
+
+PYTHON ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+# any Python with torch and lightning will do for the benchmark: make bench-gpu PYTHON_BENCH=python3
+PYTHON_BENCH ?= $(RUN)
+# for `make demo` and `make bench-gpu`: make demo ARGS="--precision 16-mixed"
+ARGS ?=
+
+# a later step reads what an earlier one wrote, and two of them would fight for the cores
+.NOTPARALLEL:
+.PHONY: help install demo test test-full lint format notebooks bench-gpu clean
+
+help:
+	@echo "make demo        train the demo; options in ARGS, for instance ARGS='--precision 16-mixed'"
+	@echo "make test        lint, types, tests, doctests (at most 6 minutes on 2 cores)"
+	@echo "make test-full   the same, and the slow tests and the notebooks"
+	@echo "make lint        ruff and mypy only;  make format rewrites the files"
+	@echo "make notebooks   run the notebooks, keeping nothing"
+	@echo "make bench-gpu   the GPU benchmark, into docs/results; PYTHON_BENCH=python3 needs no .venv"
+	@echo "make clean       remove .venv, caches and builds"
+
+install: $(INSTALLED)
+
+# written last, so an install that was cut short is done again
+$(INSTALLED): pyproject.toml constraints.txt scripts/make_venv.sh
+	@sh scripts/make_venv.sh $(VENV) "$(PYTHON)"
+	@touch $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(RUN) -m lightning_mp demo $(ARGS)
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(INSTALLED)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+test: lint
+	$(RUN) -m pytest -m "not full"
+
+test-full: lint
+	$(RUN) -m pytest
+	$(MAKE) notebooks
+
+notebooks: $(INSTALLED)
+	$(RUN) -m pytest --nbmake --nbmake-timeout=90 notebooks
+
+bench-gpu: $(if $(filter $(RUN),$(PYTHON_BENCH)),$(INSTALLED))
+	PYTHONPATH="$(CURDIR)" $(PYTHON_BENCH) tests/benchmarks/bench_gpu.py --out docs/results $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
