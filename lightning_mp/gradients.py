@@ -29,6 +29,7 @@ __all__ = [
     "parameters_with_gradient",
     "reduce_partial_gradients_",
     "replicas",
+    "scaled_clamp_",
     "shard_norms",
     "square_sum",
     "sum_over_ranks_",
@@ -202,6 +203,20 @@ def multiply_(shards: Sequence[Tensor], factor: Tensor) -> None:
         # Another dtype than the members' makes torch leave the fused kernel.
         dtype = torch.float64 if is_double else torch.float32
         seams.foreach_mul_(members, factor.to(device=device, dtype=dtype, non_blocking=True))
+
+
+def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None:
+    """``factor * clamp(shard, -bound, bound)`` for all local shards, in place (two passes).
+
+    Example:
+        >>> import torch
+        >>> shard = torch.tensor([1.0, -8.0])
+        >>> scaled_clamp_([shard], factor=0.5, bound=4.0)
+        >>> shard
+        tensor([ 0.5000, -2.0000])
+    """
+    for shard in shards:
+        seams.scaled_clamp_(shard, factor, bound)
 
 
 def clamp_(shards: Sequence[Tensor], bound: Tensor) -> None:

@@ -26,11 +26,13 @@ __all__ = [
     "call_before_optimizer_step_hooks",
     "callbacks_of",
     "clip_through_module",
+    "has_found_inf",
     "foreach_mul_",
     "foreach_norm",
     "grad_scaler_scale",
     "profiler_of",
     "record_found_inf",
+    "scaled_clamp_",
     "set_callbacks",
 ]
 
@@ -40,6 +42,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_amp_foreach_non_finite_check_and_unscale_", "torch's own unscaling with its check, in one kernel"),
     (torch, "_foreach_norm", "the norm of all gradients in one kernel"),
     (torch, "_foreach_mul_", "all gradients multiplied in one kernel"),
+    (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
     (torch.amp.GradScaler, "_unscale_grads_", "both GradScaler paths, fused and not, check gradients here"),
     (torch.amp.GradScaler, "_check_scale_growth_tracker", "the scale tensor with torch's error if there is none"),
     (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "where the scale tensor is made"),
@@ -75,14 +78,31 @@ def foreach_mul_(shards: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(shards), factor)
 
 
+def scaled_clamp_(shard: Tensor, factor: float, bound: float) -> None:
+    """``factor * clamp(shard, -bound, bound)`` in place, in one kernel: it is the derivative of Huber's loss."""
+    scalar = torch.full((), factor, dtype=shard.dtype, device=shard.device)
+    zero = torch.zeros((), dtype=shard.dtype, device=shard.device)
+    torch.ops.aten.huber_loss_backward.out(scalar, shard, zero, 0, bound, grad_input=shard)
+
+
 def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
     """The scale as a device tensor; None before the first loss was scaled."""
     return scaler._get_scale_async()
 
 
 def record_found_inf(scaler: "GradScaler", optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Hands a scaler the decision of a step that was made outside of it; ``scaler.update()`` reads it."""
-    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+    """Hands a scaler the decision of a step that was made outside of it; ``scaler.update()`` reads and clears it.
+
+    Two steps of one optimizer before an update count as one that overflowed if either did.
+    """
+    recorded = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    before = recorded.get(found_inf.device)
+    recorded[found_inf.device] = found_inf if before is None else torch.maximum(before, found_inf)
+
+
+def has_found_inf(scaler: "GradScaler") -> bool:
+    """Whether a decision was recorded since the last ``scaler.update()``."""
+    return any(state["found_inf_per_device"] for state in scaler._per_optimizer_states.values())
 
 
 def call_before_optimizer_step_hooks(model: "pl.LightningModule", optimizer: Optimizer) -> None:

@@ -35,6 +35,21 @@ class _Mode(TorchDispatchMode):
         self.bytes, self.waits, self.casts = 0, 0, 0
         self.kernels: Counter[str] = Counter()
 
+    def _gradient_bytes(self, schema: Any, args: Any, kwargs: Any) -> tuple[int, int]:
+        """Bytes of gradients that one kernel reads and writes. An in-place argument is both; ``out=`` is written."""
+        grads = {p.grad.untyped_storage().data_ptr(): p.grad.nbytes for p in self.parameters if p.grad is not None}
+        read, written = set(), set()
+        for argument, value in zip(
+            schema.arguments,
+            [*args, *(kwargs[a.name] for a in schema.arguments[len(args) :] if a.name in kwargs)],
+            strict=False,
+        ):
+            storages = {t.untyped_storage().data_ptr() for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            written |= storages if writes else set()
+            read |= set() if writes and argument.kwarg_only else storages
+        return sum(grads.get(s, 0) for s in read), sum(grads.get(s, 0) for s in written)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
@@ -45,10 +60,9 @@ class _Mode(TorchDispatchMode):
         if name == "aten::_to_copy" and any(t.untyped_storage().data_ptr() in weights for t in tensors):
             self.casts += 1
         if self.between and not self.in_optimizer and name not in VIEWS:
-            grads = {p.grad.untyped_storage().data_ptr(): p.grad.nbytes for p in self.parameters if p.grad is not None}
-            touched = sum(grads.get(t.untyped_storage().data_ptr(), 0) for t in tensors)
-            if touched:
-                self.bytes += touched * (2 if func._schema.is_mutable else 1)
+            read, written = self._gradient_bytes(func._schema, args, kwargs)
+            if read or written:
+                self.bytes += read + written
                 self.kernels[name] += 1
         return func(*args, **kwargs)
 

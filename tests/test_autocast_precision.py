@@ -160,18 +160,25 @@ def test_a_weight_is_cast_at_most_once_per_forward(precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "clip", "passes", "waits"),
-    [(fused_adamw, None, 1, 0), (fused_adamw, 1.0, 1, 0), (adamw, None, 3, 1), (adamw, 1.0, 3, 1)],
-    ids=["fused", "fused-clipped", "unfused", "unfused-clipped"],
+    [
+        (fused_adamw, {}, 1, 0),
+        (fused_adamw, {"gradient_clip_val": 1.0}, 1, 0),
+        (fused_adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 3, 0),
+        (adamw, {}, 3, 1),
+        (adamw, {"gradient_clip_val": 1.0}, 3, 1),
+        (adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 3, 1),
+    ],
+    ids=["fused", "fused-norm", "fused-value", "unfused", "unfused-norm", "unfused-value"],
 )
 @pytest.mark.parametrize("monitors", [False, True], ids=["bare", "monitored"])
 def test_promise_5_passes_over_gradients_and_host_waits(
-    optimizer: Any, clip: float | None, passes: int, waits: int, monitors: bool
+    optimizer: Any, clip: dict[str, Any], passes: int, waits: int, monitors: bool
 ) -> None:
     """Promise 5: one pass with a fused optimizer, at most three otherwise; no wait when fused."""
     module = Regression(optimizer)
     counter = CountGradientTraffic(module)
     callbacks: list[Callback] = [counter, *([OverflowMonitor()] if monitors else [])]
-    trainer = quiet_trainer(plugins=[plugin("16-mixed")], callbacks=callbacks, gradient_clip_val=clip)
+    trainer = quiet_trainer(plugins=[plugin("16-mixed")], callbacks=callbacks, **clip)
     trainer.fit(module, loader(regression_batches(5)))
     healthy = counter.rows[-2]
     assert healthy.passes == passes, healthy
@@ -264,6 +271,53 @@ def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float) 
     quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(batches))
     for ours, theirs in zip(weights(module), weights(reference), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+class TwoOptimizers(Regression):
+    """Each layer has an optimizer of its own; the loss of the first one's step is infinite at batch 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scales: list[tuple[float, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[index].parameters(), lr=1e-2) for index in (0, 2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        scales = []
+        for optimizer in self.optimizers():
+            loss = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+            first_overflows = batch_idx == 1 and not scales
+            optimizer.zero_grad()
+            self.manual_backward(loss * torch.inf if first_overflows else loss)
+            optimizer.step()
+            scales.append(self.trainer.precision_plugin.scaler.get_scale())
+        self.scales.append((scales[0], scales[1]))
+
+
+def test_one_scale_update_per_batch_with_several_optimizers(tmp_path: Any) -> None:
+    """D09: with stock, the first optimizer's overflow halves the scale that the second one's gradients still have."""
+    batches = regression_batches(3)
+    reference = Regression()
+    first, second = (torch.optim.SGD(reference.net[index].parameters(), lr=1e-2) for index in (0, 2))
+    for batch_idx, (x, y) in enumerate(batches):
+        for optimizer in (first, second):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.mse_loss(reference.net(x).float(), y)
+            optimizer.zero_grad()
+            (loss * 1024.0).backward()
+            for p in reference.parameters():
+                p.grad.div_(1024.0)
+            if not (batch_idx == 1 and optimizer is first):
+                optimizer.step()
+
+    module = TwoOptimizers()
+    trainer = quiet_trainer(plugins=[plugin("16-mixed")])
+    trainer.fit(module, loader(batches))
+    assert module.scales == [(1024.0, 1024.0), (1024.0, 1024.0), (512.0, 512.0)]
+    for ours, theirs in zip(weights(module), weights(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The base of our precision plugins: accepted by every stock strategy, it ends each step with the gradient epilogue."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -88,6 +88,7 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """Takes every wrapper away; Lightning calls this at the end and after exceptions."""
         dispatcher, self._dispatcher = self._dispatcher, None
         self._trainer = None
+        self._update_scale_of_last_batch()
         if dispatcher is not None:
             dispatcher.detach()
         super().teardown()
@@ -136,6 +137,8 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         try:
             items = self._finish_gradients(epilogue, model)
             waited = self._step_or_skip(epilogue, **kwargs)
+            # Manual optimization may go on with a forward under the same autocast, which has cached the old weights.
+            torch.clear_autocast_cache()
         finally:
             self._epilogue = None
         if self._dispatcher is not None:
@@ -145,6 +148,17 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
             self._dispatcher.record(optimizer, report, settle_now=waited)
         self._update_scale(epilogue, model)
         return closure_result
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """The forward context; a batch of manual optimization begins here, and the last one's scale update is made."""
+        self._update_scale_of_last_batch()
+        with self.forward_context():
+            yield
+
+    def _update_scale_of_last_batch(self) -> None:
+        if self.scaler is not None and seams.has_found_inf(self.scaler):
+            self.scaler.update()
 
     def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> Epilogue:
         scale = seams.grad_scaler_scale(self.scaler) if self.scaler is not None else None
@@ -174,7 +188,7 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """Returns whether the device was waited for."""
         optimizer = epilogue.optimizer
         on_device = applies_grad_scale(optimizer) and not momentum_is_missing(optimizer)
-        if not on_device and epilogue.found_inf.item():
+        if not on_device and epilogue.wait_for_decision():
             return True
         if not applies_grad_scale(optimizer):
             epilogue.apply()
@@ -193,9 +207,12 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         return not on_device
 
     def _update_scale(self, epilogue: Epilogue, model: "pl.LightningModule") -> None:
+        """One update per batch. In manual optimization the batch may hold more steps, so it waits for the next one."""
         if self.scaler is None or seams.grad_scaler_scale(self.scaler) is None or not epilogue.parameters:
             return
         seams.record_found_inf(self.scaler, epilogue.optimizer, epilogue.found_inf)
+        if not model.automatic_optimization:
+            return
         try:
             self.scaler.update()
         except LossScaleFloorError as error:
@@ -263,6 +280,7 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without a scaler."""
+        self._update_scale_of_last_batch()
         return self.scaler.state_dict() if self.scaler is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

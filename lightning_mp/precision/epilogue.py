@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import gradients
+from lightning_mp.host_copy import HostCopy
 
 __all__ = ["Epilogue", "applies_grad_scale", "momentum_is_missing"]
 
@@ -37,10 +38,11 @@ def momentum_is_missing(optimizer: Optimizer) -> bool:
 
 @dataclass
 class _Plan:
-    """Scalars on the device; the gradient to step with is ``raw * factor * coefficient``."""
+    """Scalars on the device; the gradient to step with is ``raw * factor * coefficient``, or limited by value."""
 
     factor: Tensor | None = None
     coefficient: Tensor | None = None
+    value_limit: float | None = None
 
     def combined(self) -> Tensor | None:
         if self.factor is None or self.coefficient is None:
@@ -79,6 +81,7 @@ class Epilogue:
         # A copy: the scaler updates its own in place before the outcome is read.
         self.scale = scale.to(self._device, copy=True, non_blocking=True) if scale is not None else None
         self._plan = _Plan()
+        self._host_factor: float | None = None
         self.norms: Tensor | None = None
         self.grad_norm: Tensor = torch.zeros((), device=self._device)
         self.found_inf: Tensor = torch.zeros((), device=self._device)
@@ -151,7 +154,16 @@ class Epilogue:
         self._plan.coefficient = gradients.clip_coefficient(norm, max_norm)
 
     def clip_by_value(self, limit: float) -> None:
-        """Limits every element to ``[-limit, limit]``, measured on true gradients (two passes)."""
+        """Limits every element to ``[-limit, limit]``, measured on true gradients (two passes).
+
+        Without a fused optimizer it waits for :meth:`apply`, where it shares its passes with the factor.
+        """
+        if self._plan.factor is not None and not applies_grad_scale(self.optimizer):
+            self._plan.value_limit = limit
+            return
+        self._clamp(limit)
+
+    def _clamp(self, limit: float) -> None:
         bound = torch.full((), limit, dtype=self.grad_norm.dtype, device=self._device)
         if self._plan.factor is not None:
             bound = bound / self._plan.factor.to(bound)
@@ -163,7 +175,7 @@ class Epilogue:
         Gradients that are not finite stay so, and the step that follows is skipped.
         """
         if by_value:
-            self.clip_by_value(limit)
+            self._clamp(limit)
             # Clamping has turned every inf into the bound.
             keep = torch.where(self.found_inf > 0, torch.nan, 1.0)
             gradients.multiply_(self.shards[:1], keep)
@@ -173,9 +185,22 @@ class Epilogue:
     def apply(self) -> None:
         """Multiplies what was planned into the gradients (two passes)."""
         combined = self._plan.combined()
-        if combined is not None:
+        if self._plan.value_limit is not None:
+            assert self._host_factor is not None
+            bound = self._plan.value_limit / self._host_factor
+            gradients.scaled_clamp_(self.shards, self._host_factor, bound)
+        elif combined is not None:
             gradients.multiply_(self.shards, combined)
         self._plan = _Plan()
+
+    def wait_for_decision(self) -> bool:
+        """Whether the step is to be skipped; waits for the device once."""
+        plan = self._plan
+        factor = None if plan.value_limit is None or plan.factor is None else HostCopy(plan.factor.reshape(1))
+        found_inf = bool(self.found_inf.item())
+        if factor is not None:
+            self._host_factor = factor.read()[0]
+        return found_inf
 
     def fused_grad_scale(self) -> Tensor | None:
         """What the optimizer's kernel has to divide the gradients by; None if nothing is planned."""
