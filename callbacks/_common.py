@@ -1,10 +1,14 @@
-"""What every callback of the pack does alike: refusing foreign Trainers, and logging numbers the host already has."""
+"""What callbacks of the pack do alike: refusing foreign Trainers and rivals, logging numbers the host already has."""
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-__all__ = ["log_host_number", "refuse_other_trainers"]
+from lightning_mp.seams import callbacks_of
+
+__all__ = ["log_host_number", "refuse_other_trainers", "refuse_rivals"]
 
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
@@ -19,6 +23,37 @@ def refuse_other_trainers(callback: object, trainer: object) -> None:
             f" {type(trainer).__module__.partition('.')[0]}.{type(trainer).__name__}:"
             " use `import lightning.pytorch as pl`, not `import pytorch_lightning as pl`."
         )
+
+
+def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    """Refuses what decides about accumulation windows besides the window keeper.
+
+    Raises:
+        MisconfigurationException: says what, and what to use instead.
+    """
+    name = type(callback).__name__
+    if not pl_module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{name} needs automatic optimization; with automatic_optimization=False the module decides itself when"
+            " to step. Remove the callback or turn automatic optimization on."
+        )
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        raise MisconfigurationException(
+            f"{name} cannot be used with DeepSpeed, which accumulates gradients itself. Set"
+            " gradient_accumulation_steps in the DeepSpeed config, or use strategy='fsdp'."
+        )
+    for other in callbacks_of(trainer):
+        if isinstance(other, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"{name} cannot be used with StochasticWeightAveraging, which sets accumulate_grad_batches itself and"
+                " steps the optimizer while it renews batch norms. Remove one of them; EMAWeightAveraging works beside"
+                " it."
+            )
+        if isinstance(other, GradientAccumulationScheduler):
+            raise MisconfigurationException(
+                f"{name} and {type(other).__name__} both set accumulate_grad_batches. Remove the latter and give its"
+                " schedule to lightning_mp.AccumulationScheduler."
+            )
 
 
 def log_host_number(pl_module: "pl.LightningModule", name: str, value: float, *, prog_bar: bool = False) -> None:

@@ -1,15 +1,13 @@
 """Gradient accumulation by schedule, with the exact mean."""
 
+import operator
 from collections.abc import Mapping
 from typing import Literal, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 
-from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.seams import callbacks_of
+from lightning_mp.callbacks._common import refuse_other_trainers, refuse_rivals
 from lightning_mp.weighting import CountFunction, WeightBy, Weighting
 from lightning_mp.windows import WindowKeeper
 
@@ -41,16 +39,20 @@ def parse_schedule(schedule: Mapping[int | str, int | str] | Mapping[int, int] |
                 f"AccumulationScheduler(schedule={dict(schedule)!r}): the entry {threshold!r}: {micro_batches!r} is not"
                 " valid. A threshold is an integer from 0, a number of micro-batches an integer from 1."
             )
+        if key in parsed:
+            raise ValueError(
+                f"AccumulationScheduler(schedule={dict(schedule)!r}): the threshold {key} is given twice. Keep one entry."
+            )
         parsed[key] = value
     return dict(sorted(parsed.items()))
 
 
 def _integer(value: object) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if isinstance(value, bool):
         return None
     try:
-        return int(value)
-    except ValueError:
+        return int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]  # tried
+    except (TypeError, ValueError):
         return None
 
 
@@ -117,30 +119,7 @@ class AccumulationScheduler(Callback):
         refuse_other_trainers(self, trainer)
         if stage != "fit":
             return
-        self._refuse_rivals(trainer, pl_module)
+        refuse_rivals(self, trainer, pl_module)
         keeper = WindowKeeper.attach(trainer)
         keeper.follow(self.micro_batches)
         keeper.weigh(self.weight_by, self.count)
-
-    def _refuse_rivals(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        name = type(self).__name__
-        if not pl_module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{name} needs automatic optimization; with automatic_optimization=False the module decides itself when"
-                " to step. Remove the callback or turn automatic optimization on."
-            )
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(
-                f"{name} cannot be used with DeepSpeed, which accumulates gradients itself. Set"
-                " gradient_accumulation_steps in the DeepSpeed config, or use strategy='fsdp'."
-            )
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
-                raise MisconfigurationException(
-                    f"{name} and {type(callback).__name__} both set accumulate_grad_batches. Remove one of them"
-                    + (
-                        "; EMAWeightAveraging works beside it."
-                        if isinstance(callback, StochasticWeightAveraging)
-                        else "."
-                    )
-                )

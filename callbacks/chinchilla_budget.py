@@ -5,11 +5,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, refuse_rivals
 from lightning_mp.landing import LandingMode, TokenBudget
-from lightning_mp.weighting import CountFunction
+from lightning_mp.weighting import CountFunction, Weighting
 from lightning_mp.windows import WindowKeeper
 
 __all__ = ["ChinchillaBudget"]
@@ -25,7 +24,7 @@ class ChinchillaBudget(Callback):
     Args:
         tokens_per_parameter: 20 is the ratio of Hoffmann et al. 2022. All parameters count, embeddings too; tied ones
             once.
-        tokens: the budget itself, instead of the ratio.
+        tokens: the budget itself, instead of the ratio; a whole number (1e9 is one).
         count: a function from a batch to its number of tokens on this rank, where they are not the labels other than
             -100.
         landing: "exact" hides surplus tokens of the last micro-batch from the loss by label -100; "floor" ends before
@@ -49,18 +48,22 @@ class ChinchillaBudget(Callback):
         self,
         tokens_per_parameter: float = 20,
         *,
-        tokens: int | None = None,
+        tokens: float | None = None,
         count: CountFunction | None = None,
         landing: LandingMode = "exact",
     ) -> None:
-        if tokens is None and not 0 < tokens_per_parameter < float("inf"):
+        is_number = isinstance(tokens_per_parameter, int | float) and not isinstance(tokens_per_parameter, bool)
+        if tokens is None and not (is_number and 0 < tokens_per_parameter < float("inf")):
             raise ValueError(
                 f"ChinchillaBudget(tokens_per_parameter={tokens_per_parameter!r}) must be a positive number, for"
                 " instance 20."
             )
-        TokenBudget(1 if tokens is None else tokens, landing)  # raises on a wrong argument now, not at set-up
+        self._tokens = None if tokens is None else _whole_tokens(tokens)
+        # These raise on a wrong argument now, not at set-up.
+        TokenBudget(1 if self._tokens is None else self._tokens, landing)
+        Weighting("auto", count)
         self.tokens_per_parameter = tokens_per_parameter
-        self.budget_tokens: int | None = tokens
+        self.budget_tokens: int | None = self._tokens
         self.count = count
         self.landing: LandingMode = landing
         self._keeper: WindowKeeper | None = None
@@ -80,17 +83,14 @@ class ChinchillaBudget(Callback):
         refuse_other_trainers(self, trainer)
         if stage != "fit":
             return
-        if not pl_module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(self).__name__} needs automatic optimization: with automatic_optimization=False nobody knows"
-                " where a window ends."
-            )
+        refuse_rivals(self, trainer, pl_module)
         self._keeper = WindowKeeper.attach(trainer)
         self._keeper.weigh("auto", self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Counts parameters and sets the budget."""
         assert self._keeper is not None
+        self.budget_tokens = self._tokens
         if self.budget_tokens is None:
             parameters = sum(p.numel() for p in pl_module.parameters())
             self.budget_tokens = round(self.tokens_per_parameter * parameters)
@@ -112,9 +112,21 @@ class ChinchillaBudget(Callback):
         assert self._keeper is not None
         assert self.budget_tokens is not None
         self._keeper.ledger.settle()
+        if self._keeper.budget_reached and self.landing == "exact" and self.tokens_seen != self.budget_tokens:
+            rank_zero_warn(
+                f"The run ended on {self.tokens_seen:,} tokens instead of {self.budget_tokens:,}: its last micro-batches"
+                " had less than two tokens per rank, or one was several times longer than all before it."
+            )
         if not self._keeper.budget_reached:
             rank_zero_warn(
                 f"The run ended after {self.tokens_seen:,} of {self.budget_tokens:,} budgeted tokens"
                 f" ({self.fraction:.1%}): max_steps, max_epochs, max_time or another callback ended it first. Use"
                 " Trainer(max_epochs=-1) and resume from the last checkpoint to spend the rest."
             )
+
+
+def _whole_tokens(tokens: object) -> int:
+    is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
+    if not is_number or tokens != tokens // 1 or tokens < 1:  # type: ignore[operator]  # a number here
+        raise ValueError(f"ChinchillaBudget(tokens={tokens!r}): it must be a whole number of tokens, 1 or more.")
+    return int(tokens)  # type: ignore[call-overload, no-any-return]  # a number here

@@ -11,6 +11,7 @@ __all__ = [
     "count_samples",
     "find_labels",
     "loss_bearing",
+    "replace_labels_",
     "replaceable_labels",
     "shifts_labels_inside",
     "trim_labels_",
@@ -18,6 +19,11 @@ __all__ = [
 
 #: Label that the loss leaves out: the default ``ignore_index`` of ``torch.nn.functional.cross_entropy``.
 IGNORE_INDEX = -100
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+# Class names of Hugging Face models whose loss can shift labels (transformers 5, `ForCausalLMLoss`).
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def find_labels(batch: Any) -> Tensor | None:
@@ -38,21 +44,32 @@ def find_labels(batch: Any) -> Tensor | None:
         candidate = batch.get("labels")
     elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 1:
         candidate = batch[1]
-    if not isinstance(candidate, Tensor) or candidate.is_floating_point() or candidate.ndim < 2:
+    if not isinstance(candidate, Tensor) or candidate.dtype not in _INTEGERS or candidate.ndim < 2:
         return None
     return candidate
 
 
-def shifts_labels_inside(module: nn.Module) -> bool:
-    """Whether the module holds a Hugging Face causal language model, whose loss never uses the first label.
+def shifts_labels_inside(module: nn.Module, batch: Any) -> bool:
+    """Whether a Hugging Face model in the module shifts the labels of such a batch by itself.
 
-    Such a model compares position ``t`` with label ``t + 1`` by itself: ``labels[:, 0]`` bears no loss.
+    A causal language model given ``labels`` that repeat its ``input_ids`` compares position ``t`` with label ``t + 1``,
+    so that ``labels[:, 0]`` bears no loss. Labels that differ from the inputs (shifted already, masked language models,
+    translation) are used as they are.
     """
-    for submodule in module.modules():
-        names = [cls.__name__ for cls in type(submodule).__mro__]
-        if "PreTrainedModel" in names and names[0].endswith(("ForCausalLM", "LMHeadModel")):
-            return True
-    return False
+    labels = find_labels(batch)
+    input_ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if labels is None or not isinstance(input_ids, Tensor) or input_ids.shape != labels.shape:
+        return False
+    if not bool(((labels == input_ids) | (labels == IGNORE_INDEX)).all()):
+        return False
+    return any(_is_causal(submodule) for submodule in module.modules())
+
+
+def _is_causal(module: nn.Module) -> bool:
+    is_pretrained = any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+    if not (is_pretrained and type(module).__name__.endswith(_CAUSAL_SUFFIXES)):
+        return False
+    return not getattr(module.config, "is_encoder_decoder", False)
 
 
 def loss_bearing(labels: Tensor, *, shifted: bool) -> Tensor:
@@ -109,7 +126,7 @@ def replaceable_labels(batch: Any) -> bool:
     return find_labels(batch) is not None and isinstance(batch, MutableMapping | MutableSequence)
 
 
-def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> None:
+def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> Tensor:
     """Hides all but the first ``keep_tokens`` loss-bearing tokens of a batch from the loss.
 
     The label tensor is exchanged in its container, never written to: it may be a view of the data set.
@@ -119,10 +136,13 @@ def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> None:
         keep_tokens: loss-bearing tokens that stay, counted in row order.
         shifted: see :func:`loss_bearing`.
 
+    Returns:
+        The labels before, for :func:`replace_labels_`.
+
     Example:
         >>> import torch
         >>> batch = [torch.zeros(2, 2), torch.tensor([[1, 2], [3, 4]])]
-        >>> trim_labels_(batch, 3, shifted=False)
+        >>> _ = trim_labels_(batch, 3, shifted=False)
         >>> batch[1]
         tensor([[   1,    2],
                 [   3, -100]])
@@ -132,7 +152,13 @@ def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> None:
     mask = loss_bearing(labels, shifted=shifted)
     position = mask.flatten().cumsum(0).view_as(labels)
     trimmed = torch.where(mask & (position > keep_tokens), IGNORE_INDEX, labels)
+    replace_labels_(batch, trimmed)
+    return labels
+
+
+def replace_labels_(batch: Any, labels: Tensor) -> None:
+    """Puts other labels into a batch with :func:`replaceable_labels`."""
     if isinstance(batch, MutableMapping):
-        batch["labels"] = trimmed
+        batch["labels"] = labels
     else:
-        batch[1] = trimmed
+        batch[1] = labels

@@ -79,11 +79,11 @@ def land(counts: Sequence[int], remaining: int, mode: LandingMode, largest_micro
 
 
 def _spread(counts: Sequence[int], total: int) -> tuple[int, ...]:
-    """``total`` tokens given to the ranks in order, one at least to each."""
-    kept = [1] * len(counts)
-    spare = total - len(counts)
+    """``total`` tokens given to the ranks in order, one at least to each that has one."""
+    kept = [min(1, count) for count in counts]
+    spare = total - sum(kept)
     for rank, count in enumerate(counts):
-        more = min(count - 1, spare)
+        more = max(0, min(count - kept[rank], spare))
         kept[rank] += more
         spare -= more
     return tuple(kept)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from lightning_mp import batch_counts
 from lightning_mp.gradients import accumulation_dtype
@@ -48,6 +49,7 @@ class Spending:
         self._budget = budget
         self._ledger = ledger
         self._weighting = weighting
+        self._trimmed: tuple[Any, Tensor] | None = None
 
     def is_far_from_the_end(self, position: int) -> bool:
         """Whether the budget cannot end in the next micro-batch. All ranks answer alike, and nothing is waited for.
@@ -70,17 +72,23 @@ class Spending:
         self._ledger.settle()
         window_tokens, counts = _gather(window)
         if self._ledger.windows == 0 and window.position == 0:
-            self._check_first(batch, sum(counts), len(counts))
+            self._check_first(batch, sum(counts))
         remaining = self._budget.tokens - self._ledger.tokens - window_tokens
         largest = max(self._ledger.largest_micro_batch, window.measure.presented_tokens * len(counts))
         landing = land(counts, remaining, self._budget.landing, largest)
         kept = landing.keep_tokens[window.data_rank]
         if kept == counts[window.data_rank]:
             return landing.is_last, window.measure
-        batch_counts.trim_labels_(batch, kept, shifted=self._weighting.shifted)
+        self._trimmed = batch, batch_counts.trim_labels_(batch, kept, shifted=self._weighting.shifted)
         return landing.is_last, self._weighting.measure(batch)
 
-    def _check_first(self, batch: Any, tokens: int, num_ranks: int) -> None:
+    def restore_labels(self) -> None:
+        """Puts the labels back into a trimmed batch: the data set may hold the very same container."""
+        if self._trimmed is not None:
+            batch_counts.replace_labels_(*self._trimmed)
+            self._trimmed = None
+
+    def _check_first(self, batch: Any, tokens: int) -> None:
         if self._budget.tokens < tokens:
             raise MisconfigurationException(
                 f"The budget of {self._budget.tokens:,} tokens is smaller than one micro-batch, which has {tokens:,}"
@@ -98,11 +106,6 @@ class Spending:
                 f"landing='exact' must hide surplus labels in the last batch, but a batch of type"
                 f" {type(batch).__name__!r} has no labels that can be exchanged. Give batches as a list"
                 " [inputs, labels] or a dict with 'labels', or choose landing='floor' or landing='ceil'."
-            )
-        if tokens < 2 * num_ranks:
-            raise MisconfigurationException(
-                f"landing='exact' needs micro-batches of 2 tokens or more per rank, got {tokens} tokens on {num_ranks}"
-                " ranks. Make the batch larger or choose landing='ceil'."
             )
 
 

@@ -15,7 +15,7 @@ __all__ = ["CountFunction", "Measure", "WeightBy", "Weighting"]
 WeightBy = Literal["auto", "batch", "sample", "token"]
 
 #: From a batch to its number of items on this rank: an int, or an integer scalar tensor on any device.
-CountFunction = Callable[[Any], int | Tensor]
+CountFunction = Callable[[Any], int] | Callable[[Any], Tensor] | Callable[[Any], int | Tensor]
 
 
 @dataclass(frozen=True)

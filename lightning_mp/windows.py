@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_mp import batch_counts, gradients, seams
 from lightning_mp.landing import TokenBudget
@@ -120,6 +120,7 @@ class WindowKeeper(Callback):
     def release(self, trainer: "pl.Trainer") -> None:
         """Ends a fit. The keeper stays among the callbacks, so that a checkpoint written later holds its state."""
         trainer.accumulate_grad_batches = self._constant
+        self._restore_labels()
         self._schedule = self._weighting = self._budget = self._spending = None
         self._resolved = self._is_open = False
 
@@ -160,10 +161,25 @@ class WindowKeeper(Callback):
             MisconfigurationException: if there is a budget already.
         """
         if self._budget is not None:
-            raise MisconfigurationException("There are two ChinchillaBudgets; a run has one budget.")
+            raise MisconfigurationException(
+                "There are two ChinchillaBudgets; a run has one budget. Remove one of them."
+            )
         self._budget = budget
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Refuses an optimizer that evaluates the loss several times in one step.
+
+        Raises:
+            MisconfigurationException: with LBFGS.
+        """
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise MisconfigurationException(
+                "AccumulationScheduler and ChinchillaBudget cannot be used with LBFGS, which evaluates the loss several"
+                " times in one step: tokens and windows would be counted more than once. Use another optimizer, or"
+                " remove the callbacks."
+            )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends a resumed run at once if its budget is spent."""
@@ -176,6 +192,7 @@ class WindowKeeper(Callback):
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
         if self._weighting is None:
             return
+        self._restore_labels()
         self._resolve(trainer, pl_module, batch)
         opens = not self._is_open
         if opens:
@@ -273,11 +290,15 @@ class WindowKeeper(Callback):
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
+    def _restore_labels(self) -> None:
+        if self._spending is not None:
+            self._spending.restore_labels()
+
     def _resolve(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         if self._resolved:
             return
         assert self._weighting is not None
-        shifted = batch_counts.shifts_labels_inside(pl_module)
+        shifted = bool(trainer.strategy.broadcast(batch_counts.shifts_labels_inside(pl_module, batch)))
         self._weighting.resolve(batch, shifted=shifted, budgeted=self._budget is not None)
         if self._budget is not None:
             self._spending = Spending(self._budget, self.ledger, self._weighting)
@@ -286,6 +307,7 @@ class WindowKeeper(Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Settles the ledger."""
+        self._restore_labels()
         self.ledger.settle()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:

@@ -62,7 +62,9 @@ class AutocastPrecision(EpiloguePrecision):
                 f"AutocastPrecision('bf16-mixed') takes no scaler, got {type(scaler).__name__}: bf16 has the range of"
                 " fp32. Leave the scaler out, or use '16-mixed'."
             )
+        _check_device_and_scaler(device, scaler)
         self.precision = precision
+        self._asked_device = device
         self.device: str | None = device  # type: ignore[assignment]  # None until the Trainer is known
         if precision == "16-mixed" and scaler is None:
             scaler = LossScaler(device)
@@ -82,8 +84,7 @@ class AutocastPrecision(EpiloguePrecision):
         module = super().convert_module(module)
         assert self._trainer is not None
         root = self._trainer.strategy.root_device.type
-        if self.device is None:
-            self.device = root
+        self.device = self._asked_device or root
         if torch.device(self.device).type != root:
             raise MisconfigurationException(
                 f"AutocastPrecision(device={self.device!r}) but the Trainer runs on {root!r}: nothing would be cast."
@@ -91,6 +92,11 @@ class AutocastPrecision(EpiloguePrecision):
             )
         self._check_device(root)
         return module
+
+    def teardown(self) -> None:
+        """Forgets the Trainer and its device."""
+        super().teardown()
+        self.device = self._asked_device
 
     def _check_device(self, device_type: str) -> None:
         if not torch.amp.is_autocast_available(device_type) or (
@@ -124,3 +130,22 @@ class AutocastPrecision(EpiloguePrecision):
         from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
         return FSDPMixedPrecision(param_dtype=self.dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+
+
+def _check_device_and_scaler(device: object, scaler: object) -> None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(
+            f"AutocastPrecision(scaler={scaler!r}): it must be a torch.amp.GradScaler, for instance"
+            " lightning_mp.LossScaler(init_scale=1024.0)."
+        )
+    if device is None:
+        return
+    try:
+        device_type = torch.device(device).type if isinstance(device, str) else None
+    except RuntimeError:
+        device_type = None
+    if device_type is None:
+        raise ValueError(
+            f"AutocastPrecision(device={device!r}): it must be a device type such as 'cuda' or 'cpu', or None for the"
+            " Trainer's."
+        )
