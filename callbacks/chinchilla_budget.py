@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, refuse_rivals
 from lightning_mp.landing import LandingMode, TokenBudget
+from lightning_mp.planning import tokens_for
 from lightning_mp.weighting import CountFunction, Weighting
 from lightning_mp.windows import WindowKeeper
 
@@ -93,7 +94,7 @@ class ChinchillaBudget(Callback):
         self.budget_tokens = self._tokens
         if self.budget_tokens is None:
             parameters = sum(p.numel() for p in pl_module.parameters())
-            self.budget_tokens = round(self.tokens_per_parameter * parameters)
+            self.budget_tokens = tokens_for(parameters, self.tokens_per_parameter)
             rank_zero_info(
                 f"Chinchilla budget: {self.tokens_per_parameter:g} tokens x {parameters:,} parameters (all of them,"
                 f" tied ones once) = {self.budget_tokens:,} tokens."
@@ -126,7 +127,6 @@ class ChinchillaBudget(Callback):
 
 
 def _whole_tokens(tokens: object) -> int:
-    is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
-    if not is_number or tokens != tokens // 1 or tokens < 1:  # type: ignore[operator]  # a number here
+    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 != 0 or tokens < 1:
         raise ValueError(f"ChinchillaBudget(tokens={tokens!r}): it must be a whole number of tokens, 1 or more.")
-    return int(tokens)  # type: ignore[call-overload, no-any-return]  # a number here
+    return int(tokens)

@@ -1,0 +1,74 @@
+"""The rule of thumb of compute-optimal training: about 20 tokens per parameter, C = 6 N D.
+
+Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models" (arXiv:2203.15556): in Table 3 the optimal
+number of tokens stays between 20.0 and 21.6 per parameter from 400 million to 10 trillion parameters.
+"""
+
+import math
+
+TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. 2022, Table 3 (Approach 1), rounded."""
+
+FLOPS_PER_PARAMETER_AND_TOKEN = 6
+"""2 forward and 4 backward: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1."""
+
+
+def tokens_for(parameters: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> int:
+    """Training tokens that match a model size under the rule of a fixed ratio.
+
+    Args:
+        parameters: Number of parameters N. Hoffmann et al. count all of them, embeddings included.
+        tokens_per_parameter: The ratio D / N.
+
+    Returns:
+        D in tokens, rounded to the nearest integer.
+
+    Raises:
+        ValueError: An argument is not positive and finite, or the product rounds to no token at all.
+
+    Example:
+        Chinchilla followed the rule. GPT-3, with 300 billion tokens, had seen a twelfth of it.
+
+        >>> tokens_for(70e9)
+        1400000000000
+        >>> gpt3_parameters, gpt3_tokens = 175e9, 300e9
+        >>> round(gpt3_tokens / gpt3_parameters, 1)
+        1.7
+        >>> round(tokens_for(gpt3_parameters) / gpt3_tokens, 1)
+        11.7
+    """
+    _require_positive("parameters", parameters)
+    _require_positive("tokens_per_parameter", tokens_per_parameter)
+    tokens = round(parameters * tokens_per_parameter)
+    if tokens < 1:
+        raise ValueError(
+            f"{parameters:g} parameters times {tokens_per_parameter:g} tokens per parameter is less than one token. "
+            "Pass a larger `tokens_per_parameter`."
+        )
+    return tokens
+
+
+def training_flops(parameters: float, tokens: float) -> float:
+    """Training compute C = 6 N D, attention scores not counted.
+
+    Args:
+        parameters: Number of parameters N.
+        tokens: Number of training tokens D.
+
+    Raises:
+        ValueError: An argument is not positive and finite.
+
+    Example:
+        GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, arXiv:2005.14165, Table D.1), 6 N D says the same to 1%.
+
+        >>> f"{training_flops(174_600e6, 300e9):.2e}"
+        '3.14e+23'
+    """
+    _require_positive("parameters", parameters)
+    _require_positive("tokens", tokens)
+    return FLOPS_PER_PARAMETER_AND_TOKEN * float(parameters) * float(tokens)
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` must be a positive finite number, got {value!r}.")
