@@ -1,0 +1,183 @@
+"""Training throughput on one GPU: ours beside stock Lightning beside a plain PyTorch loop.
+
+    python tests/benchmarks/bench_gpu.py --out docs/results
+
+Trains the demo's GPT at the size of GPT-2 small in bf16-mixed, 16-mixed, TF32 and fp32, eager and compiled, and writes
+`bench_gpu_<date>.md` and `.json`. The most important comparisons come first, files are written after every step, and
+`--minutes` or SIGTERM ends the run with what it has. `--toy` runs all of it in seconds on a CPU, to test the benchmark.
+"""
+
+import argparse
+import gc
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from types import FrameType
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+for folder in (REPOSITORY, Path(__file__).resolve().parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import lightning  # noqa: E402
+import torch  # noqa: E402
+from bench_cells import PEAK_FORMATS, Workload, make_group  # noqa: E402
+from bench_report import Header, as_record, write_report  # noqa: E402
+from bench_schedule import Budget, Group, run_groups  # noqa: E402
+
+from lightning_mp.demo.model import GPTConfig  # noqa: E402
+from lightning_mp.planning import CONVENTIONS, find_chip, flops_per_token  # noqa: E402
+
+FULL_ORDER = [
+    ("bf16-mixed", False),
+    ("16-mixed", False),
+    ("bf16-mixed", True),
+    ("16-mixed", True),
+    ("tf32", False),
+    ("fp32", False),
+    ("tf32", True),
+    ("fp32", True),
+]
+"""Most important first: a run that is cut short keeps these."""
+TOY_ORDER = [("16-mixed", False), ("fp32", False), ("bf16-mixed", True)]
+FIRST_WARM_UP_SECONDS = {False: 10.0, True: 75.0}
+"""Assumed until one was seen (eager, compiled): GPT-2 small compiles in about a minute from cold."""
+CUT_SHORT = "cut short by SIGTERM"
+
+
+class CutShort(BaseException):
+    """SIGTERM arrived. Not an Exception, so that no cell takes it for an error of its own."""
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Ours beside stock Lightning beside plain PyTorch on one GPU.")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for the .md and .json")
+    parser.add_argument("--minutes", type=float, default=8.5, help="nothing new begins after this long")
+    parser.add_argument("--repeats", type=int, help="timed segments per cell; 5, or 2 with --toy")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
+    parser.add_argument("--toy", action="store_true", help="a tiny model on the CPU, to test the benchmark itself")
+    parsed = parser.parse_args(arguments)
+    if parsed.repeats is None:
+        parsed.repeats = 2 if parsed.toy else 5
+    if parsed.repeats < 1 or parsed.batch_size < 1:
+        parser.error("--repeats and --batch-size must be at least 1")
+    if not parsed.minutes >= 0:
+        parser.error("--minutes must not be negative")
+    return parsed
+
+
+def make_workload(toy: bool, batch_size: int) -> Workload:
+    if toy:
+        config = GPTConfig(layers=1, heads=2, width=16, block_tokens=16, vocab=64)
+        # dynamo runs, the C++ compiler does not
+        return Workload(config, 2, torch.device("cpu"), "eager", 1, segment_seconds=0.02, min_steps=2, max_steps=4)
+    config = GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50_304)
+    return Workload(
+        config, batch_size, torch.device("cuda", 0), "inductor", 3, segment_seconds=0.8, min_steps=3, max_steps=60
+    )
+
+
+def make_header(options: argparse.Namespace, workload: Workload, arguments: Sequence[str]) -> Header:
+    config = workload.config
+    # Parameters that take part in matmuls: the blocks' matrices and the head, which the token table shares.
+    parameters = 12 * config.layers * config.width**2 + config.vocab * config.width
+    device = torch.cuda.get_device_name(workload.device) if workload.device.type == "cuda" else "CPU"
+    chip = find_chip(device)
+    peaks = chip.peak_flops if chip is not None else {}
+    versions = {"torch": torch.__version__, "lightning": lightning.__version__, "python": sys.version.split()[0]}
+    if torch.version.cuda:
+        versions["CUDA"] = torch.version.cuda
+    return Header(
+        date=date.today().isoformat(),
+        command=shlex.join(["python", "tests/benchmarks/bench_gpu.py", *arguments]),
+        device=device,
+        versions=versions,
+        model=f"GPT, {config.parameters:,} parameters: {config.layers} layers, {config.heads} heads, "
+        f"width {config.width}, vocabulary {config.vocab}, {config.block_tokens} tokens",
+        settings={
+            "batch size": workload.batch_size,
+            "gradient accumulation": 1,
+            "repeats": options.repeats,
+            "compile backend": workload.compile_backend,
+            "data": "random tokens on the device",
+        },
+        flops_per_token=flops_per_token(
+            parameters, layers=config.layers, width=config.width, context_tokens=config.block_tokens, convention="palm"
+        ),
+        flops_convention=f"palm convention, {CONVENTIONS['palm'].formula}, N = {parameters:,} parameters in matmuls",
+        flops_parameters=parameters,
+        peak_flops_per_second={name: peaks[key] for name, key in PEAK_FORMATS.items() if key in peaks},
+        peak_source=chip.source if chip is not None else f"no peak is known for {device!r}",
+        toy=options.toy,
+    )
+
+
+def free_stem(folder: Path, name: str) -> Path:
+    """A file stem that overwrites no earlier run of the day."""
+    stem, number = folder / name, 2
+    while stem.with_name(stem.name + ".json").exists():
+        stem, number = folder / f"{name}-{number}", number + 1
+    return stem
+
+
+def run(options: argparse.Namespace, groups: list[Group], header: Header, stem: Path) -> str:
+    """Measures and writes; returns the final status."""
+
+    def save(status: str) -> None:
+        write_report(as_record(header, groups, status), stem)
+
+    def on_progress(message: str) -> None:
+        print(message, flush=True)
+        save("running: if this line stays, the run was killed, and what stands below is what it had")
+
+    gc.freeze()  # each segment collects garbage first, which need not look at all that was imported
+    budget = Budget(60 * options.minutes, time.monotonic)
+    if not options.toy:
+        budget.expected_warm_up_seconds.update(FIRST_WARM_UP_SECONDS)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if not budget.cancelled:
+            budget.cancelled = True  # an exception raised inside a finalizer is lost; this is not
+            raise CutShort
+
+    signal.signal(signal.SIGTERM, stop)
+    status = "stopped by an error"
+    try:
+        with suppress(CutShort):
+            run_groups(groups, repeats=options.repeats, budget=budget, on_progress=on_progress)
+        all_repeats = all(len(cell.rates) == options.repeats for group in groups for cell in group.cells)
+        status = "complete" if all_repeats else "finished with gaps: see the notes"
+        if budget.cancelled:
+            status = CUT_SHORT
+    except (KeyboardInterrupt, SystemExit):  # the Trainer turns the first into the second
+        status = "cut short by Ctrl-C"
+        raise
+    finally:
+        save(status)
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse_arguments(given)
+    if not options.toy and not torch.cuda.is_available():
+        print("This benchmark needs a CUDA device and torch sees none. Use --toy to try the benchmark itself on a CPU.")
+        return 2
+    if options.toy:
+        torch.set_num_threads(1)
+    workload = make_workload(options.toy, options.batch_size)
+    groups = [make_group(workload, *key) for key in (TOY_ORDER if options.toy else FULL_ORDER)]
+    header = make_header(options, workload, given)
+    stem = free_stem(options.out, f"bench_gpu_{'toy_' if options.toy else ''}{header.date}")
+    status = run(options, groups, header, stem)
+    print(f"{status}: {stem}.md and .json")
+    return 128 + signal.SIGTERM if status == CUT_SHORT else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
