@@ -41,7 +41,8 @@ def parse_schedule(schedule: Mapping[int | str, int | str] | Mapping[int, int] |
             )
         if key in parsed:
             raise ValueError(
-                f"AccumulationScheduler(schedule={dict(schedule)!r}): the threshold {key} is given twice. Keep one entry."
+                f"AccumulationScheduler(schedule={dict(schedule)!r}): the threshold {key} is given twice."
+                " Keep one entry."
             )
         parsed[key] = value
     return dict(sorted(parsed.items()))

@@ -115,8 +115,8 @@ class ChinchillaBudget(Callback):
         self._keeper.ledger.settle()
         if self._keeper.budget_reached and self.landing == "exact" and self.tokens_seen != self.budget_tokens:
             rank_zero_warn(
-                f"The run ended on {self.tokens_seen:,} tokens instead of {self.budget_tokens:,}: its last micro-batches"
-                " had less than two tokens per rank, or one was several times longer than all before it."
+                f"The run ended on {self.tokens_seen:,} tokens instead of {self.budget_tokens:,}: its last"
+                " micro-batches had less than two tokens per rank, or one was several times longer than all before it."
             )
         if not self._keeper.budget_reached:
             rank_zero_warn(
