@@ -1,0 +1,30 @@
+"""The command line: ``lightning-mp COMMAND`` or ``python -m lightning_mp COMMAND``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_mp.demo.cli import OneLineParser, add_demo_command
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: The words of the command line; None takes those of this process.
+
+    Returns:
+        The exit code: 0, 130 after Ctrl-C. Wrong input ends the process with code 2 and one line that says why.
+    """
+    parser = OneLineParser(prog="lightning-mp", description="Mixed precision for PyTorch Lightning.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
+    add_demo_command(commands)
+    parsed: argparse.Namespace = parser.parse_args(arguments)
+    code: int = parsed.run(parsed)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

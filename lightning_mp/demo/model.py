@@ -1,0 +1,221 @@
+"""A small GPT: pre-norm blocks, causal attention, tied head, no biases."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_WIDTH_STEP = 16  # matmul dimensions in multiples of 16 suit every 16-bit and fp8 kernel
+_SIZE_TOLERANCE = 0.05
+_INIT_STD = 0.02  # GPT-2: Radford et al. 2019 and the released code
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a :class:`GPT`.
+
+    Args:
+        layers: Number of transformer blocks.
+        heads: Attention heads per block; must divide ``width``.
+        width: Size of the residual stream.
+        block_tokens: Longest sequence, in tokens.
+        vocab: Number of token ids; 256 for bytes.
+
+    Raises:
+        ValueError: If a number is below 1 or ``width`` is not a multiple of ``heads``.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    block_tokens: int = 128
+    vocab: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "width", "block_tokens", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPTConfig.{name} is {getattr(self, name)}: it must be 1 or more.")
+        if self.width % self.heads:
+            raise ValueError(
+                f"GPTConfig.width is {self.width}, which {self.heads} heads do not divide: "
+                "choose a width that is a multiple of the number of heads."
+            )
+
+    @property
+    def parameters(self) -> int:
+        """Number of trainable parameters, the tied head counted once.
+
+        Per block 12 w^2 for the matrices (4 w^2 attention, 8 w^2 MLP) and 2 w for the two norms; besides that the
+        token and position tables and the last norm.
+
+        Example:
+            >>> GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257).parameters
+            124337664
+        """
+        per_block = 12 * self.width**2 + 2 * self.width
+        return self.layers * per_block + (self.vocab + self.block_tokens + 1) * self.width
+
+
+def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: int = 256) -> GPTConfig:
+    """Picks a shape with about ``parameters`` parameters.
+
+    Minimises ``|log(width / depth / 64)| + 20 * max(0, |log(size / parameters)| - 0.05)``: within 5% of the wished size
+    any shape will do, and of those the one in GPT-2 small's proportion (768 wide, 12 deep) wins.
+
+    Args:
+        parameters: The wished number of trainable parameters, tied head counted once.
+        block_tokens: Longest sequence, in tokens.
+        vocab: Number of token ids.
+
+    Raises:
+        ValueError: If ``parameters`` is smaller than the smallest shape that can be built.
+
+    Example:
+        >>> config_for_parameters(124_000_000, block_tokens=1024, vocab=50257)
+        GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257)
+        >>> config_for_parameters(100_000).parameters
+        101712
+    """
+    smallest = GPTConfig(1, _heads_for_width(_WIDTH_STEP), _WIDTH_STEP, block_tokens, vocab)
+    if parameters < smallest.parameters:
+        raise ValueError(
+            f"a model of {parameters} parameters cannot be built: the smallest has {smallest.parameters} "
+            f"(1 layer, width {_WIDTH_STEP}, {vocab} token ids, blocks of {block_tokens}); ask for at least that many."
+        )
+
+    def cost(config: GPTConfig) -> float:
+        excess = max(0.0, abs(math.log(config.parameters / parameters)) - _SIZE_TOLERANCE)
+        return abs(math.log(config.width / config.layers / 64)) + 20 * excess
+
+    shapes = []
+    for width in _widths():
+        one_layer = GPTConfig(1, _heads_for_width(width), width, block_tokens, vocab)
+        per_block = 12 * width**2 + 2 * width
+        layers = 1 + max(0, round((parameters - one_layer.parameters) / per_block))
+        shapes.append(replace(one_layer, layers=layers))
+        if one_layer.parameters > parameters:
+            break
+    return min(shapes, key=cost)
+
+
+def _widths() -> Iterator[int]:
+    """Multiples of 16, coarser from 64 on and whole heads of 64 from 256 on."""
+    yield from range(_WIDTH_STEP, 64, _WIDTH_STEP)
+    yield from range(64, 256, 32)
+    yield from count(256, 64)
+
+
+def _heads_for_width(width: int) -> int:
+    """Heads of 64 where there are four or more of them, else up to four narrower ones of 16 or more."""
+    return width // 64 if width >= 256 else min(4, max(1, width // 24))
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a token sees itself and what came before it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query_key_value = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, tokens, width]`` to ``[batch, tokens, width]``."""
+        batch, tokens, width = x.shape
+        qkv = self.query_key_value(x).view(batch, tokens, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return projected
+
+
+class MLP(nn.Module):
+    """Two matrices with a GELU (tanh form, as in GPT-2) between them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` to ``[..., width]``."""
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, bias=False)
+        self.attention = CausalSelfAttention(config)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=False)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, tokens, width]`` to ``[batch, tokens, width]``."""
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class GPT(nn.Module):
+    """A decoder-only language model in the shape of GPT-2 (Radford et al. 2019), without biases and dropout.
+
+    Weights start as in GPT-2: normal with standard deviation 0.02, the two projections that write into the residual
+    stream divided by ``sqrt(2 * layers)``. The head shares the token table's weights.
+
+    Example:
+        >>> import torch
+        >>> model = GPT(GPTConfig(layers=2, heads=2, width=32))
+        >>> model(torch.zeros(1, 5, dtype=torch.int64)).shape
+        torch.Size([1, 5, 256])
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab, config.width)
+        self.position_embedding = nn.Embedding(config.block_tokens, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = nn.LayerNorm(config.width, bias=False)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        self.head.weight = self.token_embedding.weight
+        self.apply(_initialise)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for projection in (block.attention.output, block.mlp.down):
+                nn.init.normal_(projection.weight, std=_INIT_STD / math.sqrt(2 * config.layers))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Next-token logits.
+
+        Args:
+            idx: Token ids, int64 ``[batch, tokens]``, at most ``block_tokens`` long.
+
+        Returns:
+            Logits ``[batch, tokens, vocab]``; position ``t`` depends on ``idx[:, : t + 1]`` only.
+
+        Raises:
+            ValueError: If the sequence is longer than ``block_tokens``.
+        """
+        tokens = idx.shape[-1]
+        if tokens > self.config.block_tokens:
+            raise ValueError(
+                f"a sequence of {tokens} tokens was given to a model for at most {self.config.block_tokens}: "
+                "cut it, or build the model with a larger block_tokens."
+            )
+        x = self.token_embedding(idx) + self.position_embedding.weight[:tokens]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.final_norm(x))
+        return logits
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=_INIT_STD)
