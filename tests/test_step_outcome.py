@@ -270,6 +270,16 @@ def test_a_checkpoint_holds_settled_totals(plugin: str, tmp_path: Path) -> None:
     assert saved["callbacks"]["OverflowMonitor"] == {"attempted_steps": 3, "skipped_steps": 1}
 
 
+def test_a_checkpoint_holds_the_right_learning_rate_with_no_callback_to_settle_it(tmp_path: Path) -> None:
+    """The scheduler has stepped by then and must have gone back: the optimizer's state is asked for before its."""
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    trainer = quiet_trainer(plugins=[ours()], callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(Regression(fused_adamw, scheduler=step_lr, overflows=[2]), loader(regression_batches(3)))
+    saved = torch.load(tmp_path / "step=3.ckpt", weights_only=True)
+    assert saved["lr_schedulers"][0]["last_epoch"] == 2
+    assert saved["optimizer_states"][0]["param_groups"][0]["lr"] == 1e-2 * 0.25
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 def test_the_monitor_counts_and_logs(plugin: str, optimizer: Any) -> None:
