@@ -66,8 +66,8 @@ def shifts_labels_inside(module: nn.Module, batch: Any) -> bool:
 
 
 def _is_causal(module: nn.Module) -> bool:
-    is_pretrained = any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
-    if not (is_pretrained and type(module).__name__.endswith(_CAUSAL_SUFFIXES)):
+    names = [cls.__name__ for cls in type(module).__mro__]
+    if "PreTrainedModel" not in names or not any(name.endswith(_CAUSAL_SUFFIXES) for name in names):
         return False
     return not getattr(module.config, "is_encoder_decoder", False)
 
@@ -151,7 +151,9 @@ def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> Tensor:
     assert labels is not None
     mask = loss_bearing(labels, shifted=shifted)
     position = mask.flatten().cumsum(0).view_as(labels)
-    trimmed = torch.where(mask & (position > keep_tokens), IGNORE_INDEX, labels)
+    # Bytes as labels cannot hold -100.
+    signed = labels.long() if labels.dtype == torch.uint8 else labels
+    trimmed = torch.where(mask & (position > keep_tokens), IGNORE_INDEX, signed)
     replace_labels_(batch, trimmed)
     return labels
 

@@ -216,7 +216,11 @@ def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None
         tensor([ 0.5000, -2.0000])
     """
     for shard in shards:
-        seams.scaled_clamp_(shard, factor, bound)
+        if shard.dtype in (torch.float16, torch.bfloat16):
+            # The factor itself may not fit into 16 bits.
+            shard.copy_(shard.float().clamp_(-bound, bound).mul_(factor))
+        else:
+            seams.scaled_clamp_(shard, factor, bound)
 
 
 def clamp_(shards: Sequence[Tensor], bound: Tensor) -> None:

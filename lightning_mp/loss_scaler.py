@@ -265,7 +265,9 @@ class LossScaler(torch.amp.GradScaler):
         self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
         self._hysteresis_refill = state_dict.get("hysteresis_refill", self._hysteresis_refill)
         self._on_floor = state_dict.get("on_floor", self._on_floor)
-        scale = min(max(state_dict["scale"], self._min_scale), self._max_scale)
+        # The scale is a float32 number and the bounds need not be.
+        low, high = torch.tensor([self._min_scale, self._max_scale], dtype=torch.float32).tolist()
+        scale = min(max(state_dict["scale"], low), high)
         if scale != state_dict["scale"]:
             rank_zero_warn(
                 f"The checkpoint's loss scale {state_dict['scale']:g} is outside [{self._min_scale:g},"

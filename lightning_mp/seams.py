@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import lightning.pytorch.trainer.call
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
@@ -47,6 +48,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.amp.GradScaler, "_check_scale_growth_tracker", "the scale tensor with torch's error if there is none"),
     (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "where the scale tensor is made"),
     (torch.amp.GradScaler, "_get_scale_async", "the scale without waiting for the device"),
+    (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step of callbacks, with the profiler"),
+    (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
 )
 
