@@ -5,6 +5,7 @@ upgrade takes one away.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -24,10 +26,12 @@ __all__ = [
     "PRIVATE_NAMES",
     "amp_unscale_",
     "amp_update_scale_",
+    "backward_outside_autocast",
     "call_before_optimizer_step_hooks",
     "callbacks_of",
     "clip_through_module",
     "has_found_inf",
+    "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
     "grad_scaler_scale",
@@ -35,6 +39,7 @@ __all__ = [
     "record_found_inf",
     "scaled_clamp_",
     "set_callbacks",
+    "version_of",
 ]
 
 #: (owner, private name, why it is needed)
@@ -43,12 +48,15 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_amp_foreach_non_finite_check_and_unscale_", "torch's own unscaling with its check, in one kernel"),
     (torch, "_foreach_norm", "the norm of all gradients in one kernel"),
     (torch, "_foreach_mul_", "all gradients multiplied in one kernel"),
+    (torch, "_foreach_copy_", "all weights or gradients cast in one kernel"),
+    (torch.Tensor, "_version", "tells that a weight was changed in place by somebody else"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
     (torch.amp.GradScaler, "_unscale_grads_", "both GradScaler paths, fused and not, check gradients here"),
     (torch.amp.GradScaler, "_check_scale_growth_tracker", "the scale tensor with torch's error if there is none"),
     (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "where the scale tensor is made"),
     (torch.amp.GradScaler, "_get_scale_async", "the scale without waiting for the device"),
-    (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step of callbacks, with the profiler"),
+    (functorch_config, "backward_pass_autocast", "a compiled backward runs outside of autocast, as an eager one does"),
+    (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
 )
@@ -86,6 +94,26 @@ def scaled_clamp_(shard: Tensor, factor: float, bound: float) -> None:
     scalar = torch.full((), factor, dtype=shard.dtype, device=shard.device)
     zero = torch.zeros((), dtype=shard.dtype, device=shard.device)
     torch.ops.aten.huber_loss_backward.out(scalar, shard, zero, 0, bound, grad_input=shard)
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, casting, in one kernel where torch can."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, views of it included and ``tensor.data`` left out."""
+    return tensor._version
+
+
+def backward_outside_autocast() -> AbstractContextManager[None]:
+    """While this is entered, torch.compile traces backwards without autocast.
+
+    Otherwise it traces them under the autocast that is on around the compiled function, and what ran in fp32 inside
+    (``torch.autocast(enabled=False)``) gets 16-bit gradients.
+    """
+    patched: AbstractContextManager[None] = functorch_config.patch(backward_pass_autocast="off")
+    return patched
 
 
 def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
