@@ -1,0 +1,153 @@
+"""Matrix products of linear layers in fp8, the rest in bf16."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_mp.float8_conversion import Float8Conversion, convert_to_float8, float8_config
+from lightning_mp.float8_device import try_float8, why_no_float8_on
+from lightning_mp.float8_layers import Float8Layer, Float8Skip, choose_float8_layers, summarise_float8_layers
+from lightning_mp.precision.base import EpiloguePrecision
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+
+__all__ = ["Float8Precision"]
+
+
+class Float8Precision(EpiloguePrecision):
+    """fp32 weights; linear layers multiply in fp8, all else runs under bf16 autocast; fp32 gradients, no loss scale.
+
+    ::
+
+        trainer = L.Trainer(plugins=[Float8Precision("rowwise", skip=["*.router"])])
+
+    At set-up the chosen ``nn.Linear`` layers become torchao's fp8 layers, in place: parameters, names, tying, hooks and
+    ``requires_grad`` stay (:func:`~lightning_mp.float8_conversion.convert_to_float8`). When the Trainer is done, also
+    by an exception, they are ordinary layers again. Validation, test and predict multiply in fp8 too.
+
+    Speed needs large layers and ``torch.compile``, which joins the rounding with what comes before it.
+
+    A layer in fp8 multiplies in fp8 even where the module switches autocast off around it: name it in ``skip``.
+
+    Args:
+        recipe: How values are scaled before they are rounded. "tensorwise", one factor per tensor (fastest), "rowwise",
+            one per row, or "rowwise_with_gw_hp", rowwise with the weight gradients multiplied in bf16 (most accurate).
+        skip: Layers to leave in bf16: names and globs, which match a layer or a module around it, and classes.
+        emulate: True rounds to fp8 and multiplies in fp32, slowly, on devices without fp8 units as well. None and False
+            use the device's own fp8 product (NVIDIA from Ada on, AMD from MI300 on, CPU) and refuse other devices.
+        skip_first_and_last: Whether the first and the last Linear of the model stay in bf16.
+        fsdp_all_gather: Whether FSDP2 gathers weights in fp8. Only with "tensorwise", and the layers must be converted
+            before they are sharded: in ``configure_model`` call ``self.trainer.precision_plugin.convert_module(self)``
+            before ``fully_shard``. Such layers stay converted.
+
+    Attributes:
+        layers: What was decided about each Linear, after set-up; see
+            :func:`~lightning_mp.float8_layers.choose_float8_layers`.
+
+    Raises:
+        ModuleNotFoundError: if torchao is not installed.
+        ValueError: if ``recipe`` is unknown; at set-up, if an entry of ``skip`` matches no Linear.
+        MisconfigurationException: at set-up, if the device cannot do it or no layer is left to multiply in fp8.
+
+    Example:
+        >>> from lightning_mp import Float8Precision
+        >>> Float8Precision("tensorwise").precision
+        'fp8-mixed'
+    """
+
+    def __init__(
+        self,
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise",
+        *,
+        skip: Sequence[Float8Skip] = (),
+        emulate: bool | None = None,
+        skip_first_and_last: bool = True,
+        fsdp_all_gather: bool = False,
+    ) -> None:
+        self._config = float8_config(recipe, emulate=bool(emulate), fsdp_all_gather=fsdp_all_gather)
+        self.recipe = recipe
+        self.skip = skip
+        self.emulate = bool(emulate)
+        self.skip_first_and_last = skip_first_and_last
+        self.fsdp_all_gather = fsdp_all_gather
+        self.precision = "fp8-mixed"  # type: ignore[assignment]  # Lightning has no name for it
+        self.scaler = None
+        self.layers: list[Float8Layer] = []
+        self._device_type = "cpu"
+        self._conversion: Float8Conversion | None = None
+        self._converted_module: nn.Module | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Checks the device, chooses the layers and converts them, in place; what is converted already stays.
+
+        Raises:
+            ValueError: if an entry of ``skip`` matches no Linear.
+            MisconfigurationException: if the device cannot do it, or no layer is left to multiply in fp8.
+        """
+        module = super().convert_module(module)
+        assert self._trainer is not None
+        device = self._trainer.strategy.root_device
+        self._device_type = device.type
+        if self._conversion is not None and self._converted_module is module:
+            return module
+        refusal = why_no_float8_on(device, emulate=self.emulate) or try_float8(self._config, device)
+        if refusal is not None:
+            raise MisconfigurationException(f"Float8Precision({self.recipe!r}) cannot run on {device}: {refusal}")
+        self.layers = choose_float8_layers(module, self.skip, skip_first_and_last=self.skip_first_and_last)
+        summary = summarise_float8_layers(self.layers)
+        if all(layer.skipped_because is not None for layer in self.layers):
+            raise MisconfigurationException(
+                f"Float8Precision({self.recipe!r}) would multiply nothing in fp8: {summary}. Shorten skip, give"
+                " skip_first_and_last=False, or use AutocastPrecision('bf16-mixed')."
+            )
+        self._conversion, self._converted_module = convert_to_float8(self.layers, self._config), module
+        rank_zero_info(f"fp8 ({self.recipe}{', emulated' if self.emulate else ''}): {summary}.")
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Starts telling outcomes, if this is a fit.
+
+        Raises:
+            MisconfigurationException: if FSDP2 was to gather in fp8 and has nothing to gather.
+        """
+        chosen = [layer for layer in self.layers if layer.skipped_because is None]
+        whole = [layer.name for layer in chosen if not isinstance(layer.module.weight, DTensor)]
+        if self.fsdp_all_gather and whole:
+            raise MisconfigurationException(
+                f"Float8Precision(fsdp_all_gather=True), but {whole[0]} was not sharded by fully_shard: there is"
+                " nothing to gather. Use ModelParallelStrategy and shard it in configure_model, or leave"
+                " fsdp_all_gather out."
+            )
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def teardown(self) -> None:
+        """Makes the layers ordinary again; those that FSDP2 gathers in fp8 stay as they are."""
+        if self._conversion is not None and not self._conversion.is_final:
+            self._conversion.undo()
+            self._conversion = self._converted_module = None
+        super().teardown()
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """bf16 autocast for everything besides the fp8 products, with its weight cache on."""
+        return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=True)
+
+    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]  # the parents disagree
+        """Autocast, for training, validation, test and predict steps."""
+        return self.autocast_context_manager()
+
+    @property
+    def mixed_precision_config(self) -> "FSDPMixedPrecision":
+        """For ``FSDPStrategy``: bf16 parameters in forward and backward, gradients reduced in fp32, fp32 buffers."""
+        from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+
+        return FSDPMixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
