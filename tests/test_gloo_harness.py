@@ -44,6 +44,19 @@ def test_ranks_compute_together_and_return_in_order():
     assert all(torch.equal(result[3], torch.arange(100_000)) for result in results)
 
 
+def test_ranks_leave_their_process_group_together(tmp_path):
+    """Who has nothing to do waits for who has, instead of closing the connections."""
+
+    def work_on_zero(rank):
+        with process_group():
+            if rank == 0:
+                time.sleep(0.3)
+                (tmp_path / "done").touch()
+        return (tmp_path / "done").exists()
+
+    assert run_ranks(work_on_zero, 2) == [True, True]
+
+
 def test_lightning_takes_the_ranks_for_launched_ones():
     def look_around(rank):
         environment = LightningEnvironment()
