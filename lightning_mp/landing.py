@@ -49,7 +49,8 @@ def land(counts: Sequence[int], remaining: int, mode: LandingMode, largest_micro
     """Decides about the next micro-batch.
 
     With "exact" every rank keeps one token or more, since a mean over no token is nan. Therefore the micro-batch before
-    the last one is shortened when it would leave fewer tokens than there are ranks.
+    the last one is shortened when it would leave fewer tokens than there are ranks. Where micro-batches have less than
+    two tokens per rank that cannot always be, and up to one token per rank too much is trained on.
 
     Args:
         counts: loss-bearing tokens of this micro-batch on each rank.

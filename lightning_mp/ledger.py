@@ -13,15 +13,15 @@ __all__ = ["TokenLedger", "WindowTotals"]
 
 
 class WindowTotals:
-    """Running totals of one window on one rank: items, loss-bearing tokens and presented tokens.
+    """Running totals of one window on one rank: items, loss-bearing and presented tokens, largest micro-batch.
 
     Numbers that the host knows stay on the host; counts made on the device stay there, as int64, so that nothing waits.
     """
 
     def __init__(self) -> None:
         self.micro_batches = 0
-        self._host = [0.0, 0.0, 0.0]
-        self._device: list[Tensor | None] = [None, None, None]
+        self._host = [0.0, 0.0, 0.0, 0.0]
+        self._device: list[Tensor | None] = [None, None, None, None]
 
     def add(self, items: float | Tensor, tokens: float | Tensor, presented_tokens: int) -> None:
         """Adds one micro-batch that was trained on."""
@@ -32,6 +32,7 @@ class WindowTotals:
                 self._device[index] = number if sum_before is None else sum_before + number
             else:
                 self._host[index] += number
+        self._host[3] = max(self._host[3], presented_tokens)
 
     @property
     def host_items(self) -> float | None:
@@ -39,9 +40,12 @@ class WindowTotals:
         return self._host[0] if self._device[0] is None else None
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Items, tokens and presented tokens as one vector, shape ``[3]``, on ``device``."""
+        """Items, tokens, presented tokens, and those of the largest micro-batch, shape ``[4]``, on ``device``.
+
+        Summed over ranks, the last one bounds the largest micro-batch over all ranks from above.
+        """
         dtype = accumulation_dtype(device)
-        return torch.stack([self._entry(index, device, dtype) for index in range(3)])
+        return torch.stack([self._entry(index, device, dtype) for index in range(4)])
 
     def tokens(self, device: torch.device) -> Tensor:
         """The loss-bearing tokens, a scalar tensor on ``device``."""
@@ -61,7 +65,7 @@ class TokenLedger:
         tokens: loss-bearing tokens.
         presented_tokens: tokens shown to the model, padding included.
         windows: windows closed.
-        largest_micro_batch: presented tokens of the largest micro-batch over all ranks, as far as known.
+        largest_micro_batch: upper bound of the presented tokens of the largest micro-batch over all ranks.
     """
 
     def __init__(self) -> None:
@@ -84,12 +88,12 @@ class TokenLedger:
     def settle(self) -> None:
         """Reads everything that is still on its way."""
         while self._unread:
-            copy, micro_batches = self._unread.popleft()
-            _, tokens, presented_tokens = (round(number) for number in copy.read())
+            copy, _ = self._unread.popleft()
+            _, tokens, presented_tokens, largest = (round(number) for number in copy.read())
             self.tokens += tokens
             self.presented_tokens += presented_tokens
             self.windows += 1
-            self.largest_micro_batch = max(self.largest_micro_batch, -(-presented_tokens // max(micro_batches, 1)))
+            self.largest_micro_batch = max(self.largest_micro_batch, largest)
 
     def state_dict(self) -> dict[str, Any]:
         """All totals, settled."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import gradients
+from lightning_mp.fused_optimizers import applies_grad_scale, momentum_is_missing
 from lightning_mp.host_copy import HostCopy
 from lightning_mp.loss_scale_rule import ScaleRule, ScaleState, update_scale_
 
@@ -31,13 +32,13 @@ def _check_rule(rule: ScaleRule, init_scale: float, on_floor: str) -> None:
         refuse("growth_factor", rule.growth_factor, "greater than 1; for a constant scale use LossScaler.static(scale)")
     if not 0.0 < rule.backoff_factor < 1.0:
         refuse("backoff_factor", rule.backoff_factor, "between 0 and 1, both excluded")
-    if rule.growth_interval < 1:
+    if not isinstance(rule.growth_interval, int) or rule.growth_interval < 1:
         refuse("growth_interval", rule.growth_interval, "a number of steps, 1 or more")
     if not 0.0 <= rule.min_scale <= rule.max_scale:
         refuse("min_scale", rule.min_scale, f"from 0 to max_scale={rule.max_scale!r}")
     if not (math.isfinite(init_scale) and rule.min_scale <= init_scale <= rule.max_scale and init_scale > 0):
         refuse("init_scale", init_scale, f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}")
-    if rule.hysteresis < 1:
+    if not isinstance(rule.hysteresis, int) or rule.hysteresis < 1:
         refuse("hysteresis", rule.hysteresis, "1 (every overflow lowers the scale) or more")
     if rule.hysteresis_refill not in ("step", "growth"):
         refuse("hysteresis_refill", rule.hysteresis_refill, "'step' or 'growth'")
@@ -170,6 +171,20 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         return super().scale(_map_tensors(outputs, _to_at_least_float32))
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Makes the optimizer's step, or skips it on non-finite gradients, as ``torch.amp.GradScaler.step``.
+
+        Where a fused SGD is about to make its momentum, the device is waited for: a step skipped there would leave the
+        momentum uninitialised, with torch's class too.
+        """
+        if self._enabled and applies_grad_scale(optimizer) and momentum_is_missing(optimizer):
+            state = self._per_optimizer_states[id(optimizer)]
+            if not state["found_inf_per_device"]:
+                self.unscale_(optimizer)
+            if any(found_inf.item() for found_inf in state["found_inf_per_device"].values()):
+                return None
+        return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

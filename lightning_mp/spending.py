@@ -51,14 +51,19 @@ class Spending:
         self._weighting = weighting
         self._trimmed: tuple[Any, Tensor] | None = None
 
-    def is_far_from_the_end(self, position: int) -> bool:
+    def is_far_from_the_end(self, position: int, certain_tokens: int) -> bool:
         """Whether the budget cannot end in the next micro-batch. All ranks answer alike, and nothing is waited for.
 
         Tokens that are still on their way are bounded by twice the largest micro-batch so far, since lengths vary.
+
+        Args:
+            position: micro-batches of the window before this one.
+            certain_tokens: the most that this micro-batch can hold, if there is one rank; else 0, since the others'
+                are not known.
         """
         largest = self._ledger.largest_micro_batch
         in_flight = self._ledger.unread_micro_batches + position + 2
-        return largest > 0 and self._ledger.tokens + 2 * largest * in_flight < self._budget.tokens
+        return largest > 0 and self._ledger.tokens + 2 * largest * in_flight + certain_tokens < self._budget.tokens
 
     def begin_micro_batch(self, window: OpenWindow, batch: Any) -> tuple[bool, Measure]:
         """Trims the micro-batch if it must. Waits for the device; ask :meth:`is_far_from_the_end` first.

@@ -251,7 +251,7 @@ class WindowKeeper(Callback):
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
     def window_totals(self, device: torch.device) -> Tensor | None:
-        """Items, tokens and presented tokens of the open window on this rank, shape ``[3]``; None if there are none.
+        """Items, tokens and presented tokens of the open window on this rank, shape ``[4]``; None if there are none.
 
         The caller adds them over all ranks and hands them to :meth:`close_window`.
         """
@@ -282,7 +282,10 @@ class WindowKeeper(Callback):
         assert self._weighting is not None
         assert self._totals is not None
         self._measure = self._weighting.measure(batch)
-        if self._spending is None or self._spending.is_far_from_the_end(self._position):
+        if self._spending is None:
+            return False
+        certain_tokens = self._measure.presented_tokens if self._num_data_ranks == 1 else 0
+        if self._spending.is_far_from_the_end(self._position, certain_tokens):
             return False
         window = OpenWindow(self._totals, self._position, self._measure, _data_parallel(trainer).get("rank", 0), device)
         lands, self._measure = self._spending.begin_micro_batch(window, batch)

@@ -95,6 +95,21 @@ def test_other_landings(landing: Any, expected: int) -> None:
     assert module.trained_tokens == budget.tokens_seen == expected
 
 
+def test_it_lands_although_one_micro_batch_is_a_hundred_times_longer() -> None:
+    module = TokenModel()
+    budget = ChinchillaBudget(tokens=700)
+    trainer = quiet_trainer(callbacks=[budget], max_epochs=-1)
+    trainer.fit(module, loader(token_batches([10] * 20 + [1000] + [10] * 5)))
+    assert module.trained_tokens == budget.tokens_seen == 700
+
+
+def test_floor_does_not_pass_the_budget_with_uneven_micro_batches() -> None:
+    module, budget = TokenModel(), ChinchillaBudget(tokens=1210, landing="floor")
+    trainer = quiet_trainer(callbacks=[budget, AccumulationScheduler({0: 2})], max_epochs=-1)
+    trainer.fit(module, loader(token_batches([4, 400] * 3)))
+    assert module.trained_tokens == budget.tokens_seen <= 1210
+
+
 class StatefulTokens:
     """A resumable loader over ready batches."""
 

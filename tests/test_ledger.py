@@ -20,8 +20,9 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def closed(ledger, items, tokens, presented_tokens, micro_batches=1):
-    ledger.close_window(torch.tensor([items, tokens, presented_tokens], dtype=torch.float64), micro_batches)
+def closed(ledger, items, tokens, presented_tokens, micro_batches=1, largest=None):
+    largest = -(-presented_tokens // max(micro_batches, 1)) if largest is None else largest
+    ledger.close_window(torch.tensor([items, tokens, presented_tokens, largest], dtype=torch.float64), micro_batches)
 
 
 def sums(ledger):
@@ -35,7 +36,7 @@ def test_an_empty_window_holds_nothing():
     totals = WindowTotals()
     assert totals.micro_batches == 0
     assert totals.host_items == 0.0
-    assert totals.tensor(CPU).tolist() == [0.0, 0.0, 0.0]
+    assert totals.tensor(CPU).tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
 measures = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 10_000)), max_size=20)
@@ -55,6 +56,7 @@ def test_totals_are_the_sums_whether_counted_on_the_host_or_on_the_device(number
             presented_tokens,
         )
     expected = [float(sum(column)) for column in zip(*numbers, strict=True)] or [0.0] * 3
+    expected.append(float(max((presented for *_, presented in numbers), default=0)))
     assert totals.tensor(CPU).tolist() == expected
     assert totals.tokens(CPU).item() == expected[1]
     assert totals.micro_batches == len(numbers)
@@ -65,14 +67,14 @@ def test_totals_are_one_vector_in_double_precision():
     totals = WindowTotals()
     totals.add(1, torch.tensor(3), 4)
     vector = totals.tensor(CPU)
-    assert (vector.shape, vector.dtype, totals.tokens(CPU).shape) == ((3,), torch.float64, ())
+    assert (vector.shape, vector.dtype, totals.tokens(CPU).shape) == ((4,), torch.float64, ())
 
 
 def test_more_tokens_than_single_precision_counts_are_exact():
     totals = WindowTotals()
     totals.add(torch.tensor(2**24), 2**24, 2**40)
     totals.add(torch.tensor(1), 1, 1)
-    assert totals.tensor(CPU).tolist() == [2**24 + 1, 2**24 + 1, 2**40 + 1]
+    assert totals.tensor(CPU).tolist() == [2**24 + 1, 2**24 + 1, 2**40 + 1, 2**40]
 
 
 def test_a_counted_tensor_is_not_written_to():
@@ -82,7 +84,7 @@ def test_a_counted_tensor_is_not_written_to():
     totals.add(counted, 1, 5)
     totals.tensor(CPU).add_(1)
     assert counted.item() == 5
-    assert totals.tensor(CPU).tolist() == [10.0, 6.0, 10.0]
+    assert totals.tensor(CPU).tolist() == [10.0, 6.0, 10.0, 5.0]
 
 
 # -- many windows ------------------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def test_a_window_is_read_when_the_next_one_closes():
 
 def test_totals_are_copied_when_a_window_closes():
     ledger = TokenLedger()
-    totals = torch.tensor([4.0, 4.0, 4.0], dtype=torch.float64)
+    totals = torch.tensor([4.0, 4.0, 4.0, 4.0], dtype=torch.float64)
     ledger.close_window(totals, 1)
     totals.zero_()
     ledger.settle()
@@ -141,7 +143,7 @@ def test_a_long_run_is_counted_to_the_token():
 
 
 def test_closing_windows_reads_no_scalar_on_the_host():
-    ledger, totals = TokenLedger(), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    ledger, totals = TokenLedger(), torch.tensor([1.0, 2.0, 3.0, 3.0], dtype=torch.float64)
     with CountReads() as counter:
         for _ in range(3):
             window = WindowTotals()
@@ -158,6 +160,9 @@ def test_the_largest_micro_batch_is_remembered():
         closed(ledger, 1, 1, presented_tokens, micro_batches)
         ledger.settle()
         assert ledger.largest_micro_batch == largest
+    closed(ledger, 1, 1, 404, micro_batches=2, largest=400)
+    ledger.settle()
+    assert ledger.largest_micro_batch == 400, "the largest, not the window's mean"
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

@@ -754,3 +754,22 @@ def test_in_fabric_it_takes_the_place_of_grad_scaler():
         results.append((scaler.get_scale(), weights(model)))
     assert results[0][0] == results[1][0] == 2.0**10  # halved once, doubled once
     assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_fused_momentum_is_right_if_the_first_step_is_skipped(overflows):
+    """D47, in a hand-written loop: torch leaves the momentum uninitialised."""
+    weight, reference = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    fused = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    plain = torch.optim.SGD([reference], lr=0.1, momentum=0.9)
+    scaler = LossScaler("cpu", init_scale=4.0)
+    for overflow in (overflows, False, False):
+        fused.zero_grad()
+        scaler.scale((weight * (torch.inf if overflow else 2.0)).sum()).backward()
+        scaler.step(fused)
+        scaler.update()
+        if not overflow:
+            reference.grad = torch.full((3,), 2.0)
+            plain.step()
+    assert torch.equal(weight, reference)
+    assert scaler.get_scale() == (2.0 if overflows else 4.0)

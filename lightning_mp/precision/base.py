@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp import seams
+from lightning_mp.fused_optimizers import applies_grad_scale, momentum_is_missing
 from lightning_mp.loss_scaler import LossScaleFloorError
 from lightning_mp.outcome import StepDispatcher, StepReport
-from lightning_mp.precision.epilogue import Epilogue, applies_grad_scale, momentum_is_missing
+from lightning_mp.precision.epilogue import Epilogue
 from lightning_mp.precision.observers import someone_looks_at_gradients
 from lightning_mp.windows import WindowKeeper
 

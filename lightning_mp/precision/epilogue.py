@@ -13,27 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import gradients
+from lightning_mp.fused_optimizers import applies_grad_scale
 from lightning_mp.host_copy import HostCopy
 
-__all__ = ["Epilogue", "applies_grad_scale", "momentum_is_missing"]
-
-
-def applies_grad_scale(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own kernel divides gradients by ``optimizer.grad_scale`` and skips on ``found_inf``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def momentum_is_missing(optimizer: Optimizer) -> bool:
-    """Whether a fused SGD would make a momentum buffer in this step.
-
-    If that very step is skipped on the device, the buffer stays uninitialised memory.
-    """
-    return any(
-        "momentum" in group and group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    )
+__all__ = ["Epilogue"]
 
 
 @dataclass
@@ -178,7 +161,7 @@ class Epilogue:
             self._clamp(limit)
             # Clamping has turned every inf into the bound.
             keep = torch.where(self.found_inf > 0, torch.nan, 1.0)
-            gradients.multiply_(self.shards[:1], keep)
+            gradients.multiply_([shard for shard in self.shards if shard.numel()][:1], keep)
         else:
             gradients.multiply_(self.shards, gradients.clip_coefficient(self.grad_norm, limit))
 
