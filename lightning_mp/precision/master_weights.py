@@ -1,0 +1,358 @@
+"""16-bit weights with fp32 masters in the optimizer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_mp import seams
+from lightning_mp.loss_scaler import LossScaler
+from lightning_mp.master_store import MasterStore, Storage, make_store, refine
+from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.precision.epilogue import Epilogue
+from lightning_mp.precision.full_state import FullWeightsInState
+from lightning_mp.precision.main_gradients import MainGradientEpilogue, MainGradients
+from lightning_mp.precision.master_hooks import MasterHooks
+from lightning_mp.working_weights import cast_weights_, keeps_float32
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["MasterWeightsPrecision"]
+
+_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+_STORAGES = ("fp32", "remainder")
+
+
+class MasterWeightsPrecision(EpiloguePrecision):
+    """fp16 or bf16 weights, activations and gradients; the optimizer works on fp32 masters of the weights.
+
+    Lightning's "bf16-true" and "16-true", without what they lose: an update smaller than half the last bit of a 16-bit
+    weight (1e-3 on a bf16 weight of 1) is not lost, moments are fp32, and fp16 has a loss scale::
+
+        trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
+
+    A weight is cast once per optimizer step, however many micro-batches and forwards the step has. Bytes per trainable
+    parameter, with Adam:
+
+    =========================================== ====== ======== ====== ======= ===
+    between two steps                           weight gradient master moments sum
+    =========================================== ====== ======== ====== ======= ===
+    ``storage="fp32"``                          2      2        4      8       16
+    ``storage="remainder"``                     2      2        2      8       14
+    ``storage="fp32", fp32_gradients=True``     2      4        4      8       18
+    ``AutocastPrecision``                       4      4        0      8       16
+    Lightning's "bf16-true"                     2      2        0      4       8
+    =========================================== ====== ======== ====== ======= ===
+
+    During a step come an fp32 copy of the gradients (4 bytes) and, with "remainder", the fp32 masters (4 bytes). A
+    frozen parameter takes 2 bytes and has no master. One that is unfrozen later gets its master from its 16-bit weight.
+
+    As in Lightning's "bf16-true", floating-point tensors in a batch are cast to 16 bit, and tensors made in ``forward``
+    are 16 bit by default. Unlike there, modules are made in fp32, so that masters start from the true initial weights,
+    and buffers stay fp32, with the weights of norms that have running statistics. A buffer that is added to activations
+    therefore promotes them to fp32; cast it where it is used: ``x + self.table.to(x.dtype)``.
+
+    Works with any ``torch.optim.Optimizer`` that finds its parameters in its ``param_groups``. Under ``FSDPStrategy``
+    the fp32 shards are the masters: weights are cast when they are gathered, and gradients are reduced in fp32.
+
+    Args:
+        precision: "bf16-true" or "16-true".
+        storage: "fp32" keeps whole masters; "remainder" only the 16 bits that a bf16 weight lacks, which gives the same
+            masters to the last bit (:mod:`lightning_mp.remainder`) in 2 bytes less and a little more work per step.
+        scaler: any ``torch.amp.GradScaler`` for "16-true"; None makes a :class:`~lightning_mp.LossScaler`.
+        fp32_gradients: accumulate the gradients of a window in fp32; on a single device.
+        fp32_checkpoints: ``state_dict`` of the module holds the fp32 masters in the place of 16-bit weights, so that
+            anybody can load a checkpoint in full precision. Resuming is exact without it, too: the optimizer's state
+            has the masters.
+
+    Raises:
+        ValueError: if ``precision`` or ``storage`` is unknown.
+        MisconfigurationException: if arguments contradict each other, or, at set-up, the strategy.
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", 2017, section 3.1, https://arxiv.org/abs/1710.03740
+
+    Example:
+        >>> from lightning_mp import MasterWeightsPrecision
+        >>> MasterWeightsPrecision("16-true").scaler.get_scale()
+        65536.0
+    """
+
+    def __init__(
+        self,
+        precision: Literal["bf16-true", "16-true"],
+        *,
+        storage: Storage = "fp32",
+        scaler: "torch.amp.GradScaler | None" = None,
+        fp32_gradients: bool = False,
+        fp32_checkpoints: bool = False,
+    ) -> None:
+        _check(precision, storage, scaler)
+        self.precision = precision
+        if precision == "16-true" and scaler is None:
+            scaler = LossScaler()
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.storage: Storage = storage
+        self.fp32_gradients = fp32_gradients
+        self.fp32_checkpoints = fp32_checkpoints
+        self._before: dict[nn.Parameter, Tensor] = {}
+        self._were_16_bit: set[nn.Parameter] = set()
+        self._masters: MasterStore | None = None
+        self._hooks: list[MasterHooks] = []
+        self._main_gradients = MainGradients()
+        self._full_state: RemovableHandle | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The 16-bit dtype."""
+        return _DTYPES[self.precision]
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Casts the weights in place and keeps what they were, for the masters.
+
+        Raises:
+            MisconfigurationException: if the strategy cannot do what is asked for.
+        """
+        module = super().convert_module(module)
+        assert self._trainer is not None
+        strategy = self._trainer.strategy
+        _check_strategy(self, strategy, module)
+        if isinstance(strategy, FSDPStrategy):
+            return module
+        if self._masters is not None:
+            self._masters.follow_devices()
+        before = cast_weights_(module, self.dtype)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._before = {p: self._full_value(p, data) for p, data in before.items() if p.requires_grad}
+            self._were_16_bit = {p for p in self._before if before[p].dtype != torch.float32}
+        return module
+
+    def _full_value(self, parameter: Tensor, before: Tensor) -> Tensor:
+        """What a parameter held, or its master if it was 16 bit and has one from an earlier fit."""
+        if before.dtype == torch.float32 or self._masters is None or parameter not in self._masters:
+            return before
+        return refine(parameter.detach(), self._masters.get(parameter).detach().to(parameter.device))
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Makes the masters and hooks the optimizers, if this is a fit."""
+        result = super().connect(model, optimizers, lr_schedulers)
+        assert self._trainer is not None
+        if self._trainer.state.fn == TrainerFn.FITTING and not isinstance(self._trainer.strategy, FSDPStrategy):
+            self._make_masters(self._trainer, optimizers)
+        return result
+
+    def _make_masters(self, trainer: "pl.Trainer", optimizers: list[Optimizer]) -> None:
+        for hooks in self._hooks:
+            hooks.remove()
+        if self._full_state is not None:
+            self._full_state.remove()
+        before, self._before = self._before, {}
+        self._masters = masters = make_store(self.storage)
+        # In the order of the optimizers, which is the same on all ranks.
+        for parameter in (p for o in optimizers for group in o.param_groups for p in group["params"]):
+            if parameter not in before or parameter in masters:
+                continue
+            value = before[parameter].detach().to(device=parameter.device, dtype=torch.float32)
+            if isinstance(trainer.strategy, DDPStrategy):
+                # DDP has given every rank the 16-bit weights of rank 0; below them ranks may still differ.
+                dist.broadcast(value, src=0)
+            masters.set(parameter, value)
+            if self.fp32_gradients:
+                parameter.grad_dtype = torch.float32
+        self._hooks = [MasterHooks(optimizer, masters) for optimizer in optimizers]
+        if self.fp32_checkpoints:
+            module: nn.Module = trainer.lightning_module
+            self._full_state = module.register_state_dict_post_hook(FullWeightsInState(masters))
+
+    def teardown(self) -> None:
+        """Leaves 16-bit weights. Masters stay with the optimizers, for a checkpoint that is written after the fit."""
+        before, self._before = self._before, {}
+        for parameter, data in before.items():
+            # The set-up failed before there were masters: the next one starts from the same weights.
+            if not isinstance(parameter, DTensor):
+                parameter.data = data
+        self._give_back()
+        self._main_gradients.settle()
+        if self._masters is not None:
+            self._masters.follow_devices()
+            for working in self._masters.parameters if self.fp32_gradients else ():
+                working.grad = None
+                working.grad_dtype = working.dtype
+        super().teardown()
+
+    # -- inputs --------------------------------------------------------------------------------------------------------
+
+    def convert_input(self, data: Any) -> Any:
+        """Casts the floating-point tensors of a batch to 16 bit."""
+        return apply_to_collection(data, Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Tensors made in training, validation, test and predict steps are 16 bit by default."""
+        with _default_dtype(self.dtype):
+            try:
+                yield
+            except RuntimeError as error:
+                if "dtype" in str(error) or "scalar type" in str(error):
+                    error.add_note(
+                        f"HINT: under MasterWeightsPrecision({self.precision!r}) weights and inputs are {self.dtype},"
+                        " buffers are fp32, and what is computed with a buffer becomes fp32. Cast it where it is used:"
+                        " `x + self.table.to(x.dtype)`; or use AutocastPrecision."
+                    )
+                raise
+
+    def _outside_forward(self) -> AbstractContextManager[None]:
+        """In manual optimization steps are made in the forward's context, and optimizers would count steps in bf16."""
+        return _default_dtype(torch.float32) if torch.get_default_dtype() == self.dtype else nullcontext()
+
+    @property
+    def mixed_precision_config(self) -> "FSDPMixedPrecision":
+        """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers."""
+        from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+
+        return FSDPMixedPrecision(param_dtype=self.dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+
+    # -- loss and step -------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+        """Scales the loss; then calls ``on_before_backward``."""
+        self._main_gradients.settle()
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Runs the closure on 16-bit weights, then the epilogue, then the step on the masters."""
+        default_dtype = torch.get_default_dtype()
+
+        def closure_as_called() -> Any:
+            with _default_dtype(default_dtype):
+                return closure()
+
+        try:
+            with self._outside_forward():
+                return super().optimizer_step(optimizer, model, closure_as_called, **kwargs)
+        finally:
+            self._give_back()
+            self._main_gradients.put_back(p for group in optimizer.param_groups for p in group["params"])
+
+    def _give_back(self) -> None:
+        """After an exception inside of a step; does nothing otherwise."""
+        for hooks in self._hooks:
+            hooks.give_back()
+
+    def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> Epilogue:
+        return MainGradientEpilogue(
+            optimizer,
+            seams.grad_scaler_scale(self.scaler) if self.scaler is not None else None,
+            self._main_gradients,
+            plain_replicas=self._plain_replicas(model),
+            device=model.device,
+        )
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips true gradients in fp32."""
+        with self._outside_forward():
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Reads the scaler's state; and masters from fp32 weights, which were just loaded into a 16-bit module.
+
+        Lightning loads the optimizer's state after this; if it holds masters, those count.
+        """
+        super().on_load_checkpoint(checkpoint)
+        if self._masters is None or self._trainer is None:
+            return
+        weights = checkpoint.get("state_dict", {})
+        for name, parameter in self._trainer.lightning_module.named_parameters():
+            value = weights.get(name)
+            if parameter in self._were_16_bit and isinstance(value, Tensor) and value.dtype == torch.float32:
+                self._masters.refine_from(parameter, value)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _check(precision: str, storage: str, scaler: object) -> None:
+    if precision not in _DTYPES:
+        raise ValueError(
+            f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(_DTYPES)}."
+            " For fp32 weights cast at each use take AutocastPrecision('bf16-mixed') or ('16-mixed')."
+        )
+    if storage not in _STORAGES:
+        raise ValueError(f"MasterWeightsPrecision(storage={storage!r}) is unknown; it must be one of {_STORAGES}.")
+    if storage == "remainder" and precision != "bf16-true":
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision({precision!r}, storage='remainder'): a fp32 number is not an fp16 number and 16"
+            " bits more, because fp16 has another exponent. Use storage='fp32', or 'bf16-true'."
+        )
+    if scaler is not None and precision == "bf16-true":
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision('bf16-true') takes no scaler, got {type(scaler).__name__}: bf16 has the range of"
+            " fp32. Leave the scaler out, or use '16-true'."
+        )
+
+
+def _check_strategy(plugin: MasterWeightsPrecision, strategy: Strategy, module: nn.Module) -> None:
+    name = type(strategy).__name__
+    if isinstance(strategy, DeepSpeedStrategy):
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision cannot be used with {name}, which makes optimizer and masters itself."
+            " Use DeepSpeedStrategy with Trainer(precision=...), or strategy='ddp' or 'fsdp' with this plugin."
+        )
+    if isinstance(strategy, FSDPStrategy):
+        if plugin.storage == "remainder":
+            raise MisconfigurationException(
+                f"MasterWeightsPrecision(storage='remainder') cannot be used with {name}: its shards are fp32 already"
+                " and serve as masters. Leave storage out."
+            )
+        return
+    if plugin.fp32_gradients and not isinstance(strategy, SingleDeviceStrategy):
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision(fp32_gradients=True) works on a single device only, got {name}: gradients are"
+            " reduced over ranks in the dtype of the weights. Leave it out, or use strategy='fsdp', which reduces and"
+            " accumulates in fp32."
+        )
+    kept = {p for m in module.modules() if keeps_float32(m) for p in m.parameters(recurse=False)}
+    if any(isinstance(p, DTensor) for p in kept):
+        raise MisconfigurationException(
+            "MasterWeightsPrecision keeps norms with running statistics (BatchNorm) in fp32, and here their weights are"
+            f" sharded, under {name}. Leave them out of fully_shard (ignored_params), or use GroupNorm or LayerNorm."
+        )

@@ -1,0 +1,213 @@
+"""What MasterWeightsPrecision casts, what it leaves alone, and what it leaves behind."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from master_loops import DTYPES, master_weights, masters_of
+from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
+from torch import Tensor, nn
+
+
+class Adapters(pl.LightningModule):
+    """A frozen base and a trainable low-rank adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        return (self.base(x) + self.up(self.down(x))).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # All parameters, as many do; the frozen ones never have a gradient.
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+def test_a_frozen_base_is_16_bit_without_masters(storage: str) -> None:
+    module = Adapters()
+    base = [p.detach().to(torch.bfloat16) for p in module.base.parameters()]
+    before = weights(module.down)
+    trainer = quiet_trainer(plugins=[master_weights(storage=storage)])
+    trainer.fit(module, loader(regression_batches(4)))
+    assert all(torch.equal(a, b) for a, b in zip(base, module.base.parameters(), strict=True))
+    assert not torch.equal(module.down.weight.float(), before[0].bfloat16().float())
+    masters = [i for i, entry in trainer.optimizers[0].state_dict()["state"].items() if "master_param" in entry]
+    assert masters == [2, 3]
+
+
+class WithStatistics(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 1))
+        self.register_buffer("table", torch.linspace(0, 1, 8))
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.counter += 1
+        self.seen = {"input": x.dtype, "made": torch.zeros(1).dtype, "counter": self.counter.dtype}
+        out = self.net((x + self.table.to(x.dtype)).unsqueeze(1))
+        self.seen["output"] = out.dtype
+        return nn.functional.mse_loss(out.float(), y.float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self.parameters())
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_buffers_and_norms_with_statistics_stay_fp32(precision: str) -> None:
+    """D49."""
+    module = WithStatistics()
+    table = module.table
+    quiet_trainer(plugins=[master_weights(precision)]).fit(module, loader(regression_batches(3)))
+    dtype = DTYPES[precision]
+    assert {name: b.dtype for name, b in module.named_buffers()} == {
+        "table": torch.float32,
+        "counter": torch.int64,
+        "net.1.running_mean": torch.float32,
+        "net.1.running_var": torch.float32,
+        "net.1.num_batches_tracked": torch.int64,
+    }
+    assert torch.equal(module.table, table)
+    assert {name: p.dtype for name, p in module.named_parameters()} == {
+        "net.0.weight": dtype,
+        "net.0.bias": dtype,
+        "net.1.weight": torch.float32,
+        "net.1.bias": torch.float32,
+        "net.4.weight": dtype,
+        "net.4.bias": dtype,
+    }
+    assert module.seen == {"input": dtype, "made": dtype, "counter": torch.int64, "output": dtype}
+    assert (module.net[1].weight != 1).any()
+    assert module.net[1].running_mean.abs().sum() > 0
+    assert module.dtype == dtype
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_buffer_that_promotes_gets_a_hint() -> None:
+    class Promotes(WithStatistics):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net[-1]((batch[0] + self.table).repeat(1, 3)).sum()
+
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        quiet_trainer(plugins=[master_weights()]).fit(Promotes(), loader(regression_batches(1)))
+    assert "buffers are fp32" in caught.value.__notes__[0]
+    assert "x + self.table.to(x.dtype)" in caught.value.__notes__[0]
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_other_dtypes_are_left_alone_and_named() -> None:
+    class WithOthers(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.angle = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+            self.precise = nn.Parameter(torch.full((2,), 1 / 3, dtype=torch.float64))
+
+    module = WithOthers()
+    with pytest.warns(UserWarning, match="stay as they are, without masters: .*'angle'.*'precise'"):
+        quiet_trainer(plugins=[master_weights()]).fit(module, loader(regression_batches(1)))
+    assert module.angle.dtype == torch.complex64
+    assert module.precise.dtype == torch.float64
+    assert module.precise[0].item() == 1 / 3
+
+
+def test_parameters_are_the_same_objects_before_and_after() -> None:
+    module = Regression()
+    before = list(map(id, module.parameters()))
+    trainer = quiet_trainer(plugins=[master_weights()])
+    trainer.fit(module, loader(regression_batches(2)))
+    assert list(map(id, module.parameters())) == before
+    assert [id(p) for p in trainer.optimizers[0].param_groups[0]["params"]] == before
+
+
+def test_tied_weights_stay_tied() -> None:
+    module = Regression()
+    module.net[0].weight = nn.Parameter(torch.randn(16, 8))
+    module.again = module.net[0]
+    trainer = quiet_trainer(plugins=[master_weights()])
+    trainer.fit(module, loader(regression_batches(2)))
+    assert module.again.weight is module.net[0].weight
+    assert len(masters_of(trainer)) == 4
+
+
+def test_validation_and_prediction_run_in_16_bit_without_masters() -> None:
+    seen: list[Any] = []
+
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.net(batch[0]).dtype)
+
+    ours, module = master_weights(), Validated()
+    quiet_trainer(plugins=[ours]).validate(module, loader(regression_batches(1)), verbose=False)
+    assert seen == [torch.bfloat16]
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+
+
+def test_an_exception_in_training_leaves_16_bit_weights() -> None:
+    class Breaks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            raise KeyError("after the update")
+
+    module = Regression(lambda p: Breaks(p, lr=0.1))
+    before = weights(module)
+    trainer = quiet_trainer(plugins=[master_weights()])
+    with pytest.raises(KeyError):
+        trainer.fit(module, loader(regression_batches(1)))
+    optimizer = trainer.optimizers[0]
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in module.parameters()]
+    for master, parameter, start in zip(masters_of(trainer), module.parameters(), before, strict=True):
+        assert torch.equal(master.bfloat16(), parameter), "the weights say what the masters say"
+        assert not torch.equal(master, start)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_an_exception_that_the_module_catches_leaves_16_bit_weights() -> None:
+    class BreaksOnce(torch.optim.SGD):
+        attempts = 0
+
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            self.attempts += 1
+            if self.attempts == 1:
+                raise KeyError("after the update")
+
+    class Catches(Regression):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            try:
+                optimizer.step(closure=optimizer_closure)
+            except KeyError:
+                groups = self.trainer.optimizers[0].param_groups
+                self.caught = [id(p) for p in groups[0]["params"]], {p.grad.dtype for p in self.parameters()}
+
+    module = Catches(lambda p: BreaksOnce(p, lr=0.1))
+    quiet_trainer(plugins=[master_weights()], gradient_clip_val=0.1).fit(module, loader(regression_batches(2)))
+    assert module.caught == ([id(p) for p in module.parameters()], {torch.bfloat16})
+
+
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+def test_a_second_fit_goes_on_in_full_precision(storage: str) -> None:
+    """The module is 16 bit by then; its masters are not lost."""
+    ours, module = master_weights(storage=storage), Regression(lambda p: torch.optim.SGD(p, lr=1e-4))
+    trainer = quiet_trainer(plugins=[ours])
+    trainer.fit(module, loader(regression_batches(3)))
+    first = masters_of(trainer)
+    quiet_trainer(plugins=[ours]).test(_with_test_step(module), loader(regression_batches(1)), verbose=False)
+    module.make_optimizer = lambda p: torch.optim.SGD(p, lr=0.0)
+    again = quiet_trainer(plugins=[ours])
+    again.fit(module, loader(regression_batches(1)))
+    assert all(torch.equal(a, b) for a, b in zip(first, masters_of(again), strict=True))
+
+
+def _with_test_step(module: Regression) -> Regression:
+    module.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    return module

@@ -1,0 +1,240 @@
+"""What master weights cost: bytes, casts, passes over gradients, waits, compiled graphs."""
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import HalfPrecision
+from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
+
+SIDE = 128
+
+
+class OneMatrix(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIDE, SIDE, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.fixture
+def _only_new_objects() -> Iterator[None]:
+    """Hides what lives already from the garbage collector, which makes it fast, too."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def live_bytes() -> int:
+    """Bytes of all new tensors that have at least as many elements as the matrix; each memory counted once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.numel() >= SIDE * SIDE:
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            # A gradient has no Python object until somebody asks for it.
+            if thing.is_leaf and thing.grad is not None:
+                storages[thing.grad.untyped_storage().data_ptr()] = thing.grad.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+class Measure(Callback):
+    """Bytes per parameter between two steps, and inside of one."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers[0].register_step_pre_hook(lambda *_: setattr(self, "in_step", live_bytes()))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.between = live_bytes()
+
+
+ROWS: dict[str, Any] = {
+    '``storage="fp32"``': lambda: MasterWeightsPrecision("bf16-true"),
+    '``storage="remainder"``': lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    '``storage="fp32", fp32_gradients=True``': lambda: MasterWeightsPrecision("bf16-true", fp32_gradients=True),
+    "``AutocastPrecision``": lambda: AutocastPrecision("bf16-mixed"),
+    'Lightning\'s "bf16-true"': lambda: HalfPrecision("bf16-true"),
+}
+
+
+def documented() -> dict[str, list[int]]:
+    """The table in the plugin's docstring."""
+    lines = (MasterWeightsPrecision.__doc__ or "").splitlines()
+    rows = [re.fullmatch(r"\s*(\S.*?)((?:\s+\d+){5})", line) for line in lines]
+    return {row[1].strip(): [int(n) for n in row[2].split()] for row in rows if row is not None}
+
+
+def test_the_table_of_bytes_adds_up() -> None:
+    assert list(documented()) == list(ROWS)
+    assert all(sum(parts) == total for *parts, total in documented().values())
+
+
+@pytest.mark.usefixtures("_only_new_objects")
+@pytest.mark.parametrize("row", ROWS)
+def test_bytes_per_parameter_are_those_of_the_table(row: str) -> None:
+    measure = Measure()
+    trainer = quiet_trainer(plugins=[ROWS[row]()], callbacks=[measure])
+    trainer.fit(OneMatrix(), loader([torch.ones(2, SIDE)] * 3))
+    assert measure.between / SIDE**2 == documented()[row][-1]
+    during = {'``storage="fp32"``': 4, '``storage="remainder"``': 8}
+    if row in during:
+        assert measure.in_step / SIDE**2 == documented()[row][-1] + during[row]
+
+
+class CountCasts(TorchDispatchMode):
+    """How often a 16-bit weight is written, and how often any copy of a weight is made elsewhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self.written: Counter[int] = Counter()
+        self.copied: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_foreach_copy_"):
+            for target in tree_leaves(args[0]):
+                self.written[target.untyped_storage().data_ptr()] += 1
+        elif name in ("aten::_to_copy", "aten::clone"):
+            for source in tree_leaves(args):
+                if isinstance(source, Tensor) and source.untyped_storage().data_ptr() in self.weights:
+                    self.copied[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw])
+def test_a_weight_is_cast_once_per_step_however_many_micro_batches(optimizer: Any, storage: str) -> None:
+    class Watch(Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.mode = CountCasts(pl_module)
+            self.mode.__enter__()
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.mode.__exit__(None, None, None)
+
+    watch, module = Watch(), Regression(optimizer)
+    quiet_trainer(
+        plugins=[MasterWeightsPrecision("bf16-true", storage=storage)], callbacks=[watch], accumulate_grad_batches=4
+    ).fit(module, loader(regression_batches(12)))
+    assert [watch.mode.written[p.untyped_storage().data_ptr()] for p in module.parameters()] == [3] * 4
+    if storage == "fp32":
+        assert watch.mode.copied == {}
+
+
+class CountGradientBytes(TorchDispatchMode):
+    """Bytes read and written by the kernels over gradients, from the end of backward to the optimizer's own kernel."""
+
+    KERNELS = ("aten::_foreach_norm", "aten::_foreach_copy_", "aten::_foreach_mul_")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
+        self.bytes, self.waits = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if self.active:
+            self.waits += name == "aten::_local_scalar_dense"
+            if name in self.KERNELS:
+                factor = 2 if name == "aten::_foreach_mul_" else 1
+                self.bytes += factor * sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim())
+        return func(*args, **(kwargs or {}))
+
+
+class GradientBytes(Callback):
+    """Bytes per parameter and waits of each step."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mode, self.rows = CountGradientBytes(), []
+        trainer.optimizers[0].register_step_pre_hook(lambda *_: self.close(pl_module))
+        self.mode.__enter__()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mode.active, self.mode.bytes, self.mode.waits = True, 0, 0
+
+    def close(self, module: nn.Module) -> None:
+        self.mode.active = False
+        self.rows.append((self.mode.bytes / sum(p.numel() for p in module.parameters()), self.mode.waits))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mode.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clip", "bytes_each", "waits"),
+    # The norm reads 2 bytes; fp32 gradients read 2 and write 4; a factor that no kernel takes reads 4 and writes 4.
+    [(fused_adamw, None, 8, 0), (fused_adamw, 1.0, 8, 0), (adamw, None, 16, 1), (adamw, 1.0, 16, 1)],
+    ids=["fused", "fused-clipped", "unfused", "unfused-clipped"],
+)
+@pytest.mark.parametrize("monitors", [False, True], ids=["bare", "monitored"])
+def test_traffic_over_gradients_and_host_waits(
+    optimizer: Any, clip: float | None, bytes_each: int, waits: int, monitors: bool
+) -> None:
+    """Promise 5. Autocast's fp32 gradients take 4 bytes per pass: 1 pass when fused, 3 otherwise."""
+    counter = GradientBytes()
+    quiet_trainer(
+        plugins=[MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=2.0**10))],
+        callbacks=[counter, *([OverflowMonitor()] if monitors else [])],
+        gradient_clip_val=clip,
+    ).fit(Regression(optimizer), loader(regression_batches(4)))
+    assert counter.rows[1:] == [(bytes_each, waits)] * 3
+
+
+def test_bf16_without_a_factor_makes_fp32_gradients_and_nothing_more() -> None:
+    counter = GradientBytes()
+    quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")], callbacks=[counter]).fit(
+        Regression(adamw), loader(regression_batches(3))
+    )
+    assert counter.rows[1:] == [(8, 1)] * 2
+
+
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+def test_a_compiled_model_is_compiled_once(storage: str) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Compiled(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.compile(self.net, backend=backend, fullgraph=True)
+
+    ends = []
+    for module in (Compiled(), Regression()):
+        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true", storage=storage)]).fit(
+            module, loader(regression_batches(4))
+        )
+        ends.append([p.detach() for p in module.parameters()])
+    assert len(graphs) == 1
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_module_compiled_as_a_whole_trains_alike() -> None:
+    ends = []
+    for compile_it in (True, False):
+        module = Regression()
+        target = torch.compile(module, backend="aot_eager") if compile_it else module
+        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(target, loader(regression_batches(3)))
+        ends.append([p.detach() for p in module.parameters()])
+    for compiled, eager in zip(*ends, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=2**-7, atol=1e-3)

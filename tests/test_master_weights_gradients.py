@@ -1,0 +1,277 @@
+"""True gradients under MasterWeightsPrecision: below fp16's range, in hooks, clipped by hand, accumulated in fp32."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from master_loops import DTYPES, clipping, master_weights, masters_of, scale_of
+from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
+from torch import Tensor, nn
+
+from lightning_mp import LossScaler
+
+
+class Tiny(Regression):
+    """Gradients of 1e-8: zero in fp16, unless they are scaled."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * 1e-8
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+@pytest.mark.parametrize("clip", [None, ("norm", 1e-9), ("value", 1e-9)], ids=["unclipped", "norm", "value"])
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd_fused"])
+def test_gradients_below_fp16_arrive(optimizer: str, clip: tuple[str, float] | None, looked_at: bool) -> None:
+    """Unscaling in fp16 would make them zero; clipping and hooks must not."""
+    seen: list[Tensor] = []
+
+    class Witness(Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, _: Any) -> None:
+            seen.extend(p.grad.clone() for p in pl_module.parameters())
+
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=1e6),
+        "sgd_fused": lambda p: torch.optim.SGD(p, lr=1e6, fused=True),
+    }[optimizer]
+    batches = regression_batches(1)
+    module, fp32 = Tiny(make), Tiny(make)
+    trainer = quiet_trainer(
+        plugins=[master_weights("16-true", scaler=LossScaler(init_scale=2.0**20))],
+        callbacks=[Witness()] if looked_at else [],
+        **clipping(clip),
+    )
+    trainer.fit(module, loader(batches))
+    fp32_loss = fp32.training_step(batches[0], 0)
+    fp32_loss.backward()
+    raw = [p.grad.clone() for p in fp32.parameters()]
+    if clip is not None:
+        limit = nn.utils.clip_grad_norm_ if clip[0] == "norm" else nn.utils.clip_grad_value_
+        limit(fp32.parameters(), clip[1])
+    for master, start, parameter in zip(masters_of(trainer), weights(Tiny(make)), fp32.parameters(), strict=True):
+        if clip is not None and clip[0] == "norm":
+            # clip_grad_norm_ adds 1e-6 to the norm, much more than the norm is here.
+            continue
+        torch.testing.assert_close(master - start, -1e6 * parameter.grad, rtol=0.02, atol=1e-5)
+        assert (master != start).any()
+    if looked_at:
+        assert {g.dtype for g in seen} == {torch.float32}
+        for ours, theirs in zip(seen, raw, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=1e-11)
+
+
+def test_gradients_changed_by_a_hook_are_stepped_with() -> None:
+    class Double(Regression):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for p in self.parameters():
+                p.grad.mul_(2.0)
+
+    batches = regression_batches(3)
+    for precision in DTYPES:
+        for make in (lambda p: torch.optim.SGD(p, lr=1e-2), lambda p: torch.optim.SGD(p, lr=1e-2, fused=True)):
+            doubled, reference = Double(make), Regression(lambda p: torch.optim.SGD(p, lr=2e-2))
+            trainers = [quiet_trainer(plugins=[master_weights(precision)]) for _ in range(2)]
+            trainers[0].fit(doubled, loader(batches))
+            trainers[1].fit(reference, loader(batches))
+            for ours, theirs in zip(masters_of(trainers[0]), masters_of(trainers[1]), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("fp32_gradients", [False, True])
+def test_a_step_around_the_parents_step_is_one_step(fp32_gradients: bool) -> None:
+    """With fp32 gradients the optimizer changes the parameter's own gradient in place."""
+
+    class Around(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            parameters = self.param_groups[0]["params"]
+            for p in parameters:
+                p.grad.clamp_(-0.01, 0.01)
+            super().step(closure)
+            for p in parameters:
+                p.mul_(1 - 1e-5)
+
+    batches = regression_batches(4)
+    ends = []
+    for make in (lambda p: Around(p, lr=1e-2), lambda p: torch.optim.SGD(p, lr=1e-2)):
+        module = Regression(make)
+        start = weights(module)
+        trainer = quiet_trainer(plugins=[master_weights(fp32_gradients=fp32_gradients)], gradient_clip_val=10.0)
+        trainer.fit(module, loader(batches))
+        ends.append(masters_of(trainer))
+    for ours, plain, before in zip(*ends, start, strict=True):
+        # Clamping binds, and the weights decay by 1e-5 per step: neither may be lost to rounding.
+        assert (ours - before * (1 - 1e-5) ** 4).abs().max() <= 4.001e-4
+        assert (plain - before).abs().max() > 4.001e-4
+
+
+def test_after_the_step_gradients_are_16_bit_again() -> None:
+    seen: list[torch.dtype] = []
+
+    class Witness(Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None: ...
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            seen.extend({p.grad.dtype for p in pl_module.parameters()} | {p.grad_dtype for p in pl_module.parameters()})
+
+    quiet_trainer(plugins=[master_weights()], callbacks=[Witness()], gradient_clip_val=0.1).fit(
+        Regression(), loader(regression_batches(2))
+    )
+    assert set(seen) == {torch.bfloat16}
+
+
+class ManualClipping(Regression):
+    """Two optimizers in manual optimization: both are clipped before either steps."""
+
+    def __init__(self, algorithm: str, limit: float, **arguments: Any) -> None:
+        super().__init__(sgd, **arguments)
+        self.automatic_optimization = False
+        self.algorithm, self.limit = algorithm, limit
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in (first, second):
+            self.clip_gradients(optimizer, gradient_clip_val=self.limit, gradient_clip_algorithm=self.algorithm)
+        first.step()
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.net[0].parameters()), sgd(self.net[2].parameters())
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.1), ("value", 0.01)])
+def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float, precision: str) -> None:
+    batches = regression_batches(4)
+    module = ManualClipping(algorithm, limit)
+    trainer = quiet_trainer(plugins=[master_weights(precision)])
+    trainer.fit(module, loader(batches))
+
+    class TwoOptimizers(Regression):
+        def configure_optimizers(self) -> Any:
+            return sgd(self.parameters())
+
+    reference = TwoOptimizers(sgd)
+    expected = [p.detach().clone() for p in reference.parameters()]
+    masters = [nn.Parameter(p) for p in expected]
+    reference.to(DTYPES[precision])
+    for index, batch in enumerate(batches):
+        loss = reference.training_step([x.to(DTYPES[precision]) for x in batch], index)
+        (loss * scale_of(precision)).backward()
+        for master, parameter in zip(masters, reference.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad.float() / scale_of(precision), None
+        for pair in (masters[:2], masters[2:]):
+            limit_ = nn.utils.clip_grad_norm_ if algorithm == "norm" else nn.utils.clip_grad_value_
+            limit_(pair, limit)
+        with torch.no_grad():
+            for master, parameter in zip(masters, reference.parameters(), strict=True):
+                master.sub_(1e-2 * master.grad)
+                parameter.copy_(master)
+    ours = [trainer.optimizers[k].state_dict()["state"][i]["master_param"] for k in range(2) for i in range(2)]
+    for a, b in zip(ours, masters, strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_backward_after_clipping_finds_16_bit_gradients() -> None:
+    """Clipped without a step: another backward adds to what was clipped, and DDP finds gradients of its own dtype."""
+
+    class ClipsTwice(ManualClipping):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            first, _ = self.optimizers()
+            for _ in range(2):
+                self.manual_backward(Regression.training_step(self, batch, batch_idx))
+                self.after_backward = {p.grad.dtype for p in self.parameters()}
+                self.clip_gradients(first, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                self.norm = torch.stack([p.grad.float().norm() for p in self.net[0].parameters()]).norm().item()
+
+    module = ClipsTwice("norm", 0.1)
+    quiet_trainer(plugins=[master_weights()]).fit(module, loader(regression_batches(1)))
+    assert module.after_backward == {torch.bfloat16}
+    assert module.norm == pytest.approx(0.1, rel=1e-3)
+
+
+def test_optimizers_count_in_fp32_in_manual_optimization() -> None:
+    """There the step is made where new tensors are 16 bit, and a counter in bf16 ends at 256."""
+
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p].setdefault("step", torch.zeros(())).add_(1)
+            return super().step(closure)
+
+    class Manual(Regression):
+        def __init__(self) -> None:
+            super().__init__(lambda p: Counts(p, lr=1e-4))
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            assert torch.empty(0).dtype == torch.bfloat16
+
+            def closure() -> None:
+                assert torch.empty(0).dtype == torch.bfloat16
+                self.manual_backward(super(Manual, self).training_step(batch, batch_idx))
+
+            self.optimizers().step(closure=closure)
+
+    trainer = quiet_trainer(plugins=[master_weights()])
+    trainer.fit(Manual(), loader(regression_batches(2)))
+    assert {s["step"].dtype for s in trainer.optimizers[0].state.values()} == {torch.float32}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_module_that_calls_the_closure_itself_trains() -> None:
+    """D48."""
+
+    class OwnStep(Regression):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer_closure()
+            optimizer.step()
+
+    batches = regression_batches(4)
+    ends = []
+    for module in (OwnStep(), Regression()):
+        trainer = quiet_trainer(plugins=[master_weights("16-true")])
+        trainer.fit(module, loader(batches))
+        ends.append(masters_of(trainer))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_fp32_gradients_accumulate_what_16_bit_loses(precision: str) -> None:
+    """Sixteen micro-batches with one large gradient in front: in bf16 the small ones that follow vanish."""
+
+    class Sums(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return (self.weight * batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    small = 2.0**-10 if precision == "bf16-true" else 2.0**-12
+    batches = [torch.ones(1), *[torch.full((1,), small)] * 15]
+    ends = {}
+    for fp32_gradients in (False, True):
+        trainer = quiet_trainer(
+            plugins=[master_weights(precision, fp32_gradients=fp32_gradients)], accumulate_grad_batches=16
+        )
+        module = Sums()
+        trainer.fit(module, loader(batches))
+        ends[fp32_gradients] = masters_of(trainer)[0].item() * -16
+    assert ends[True] == 1 + 15 * small
+    assert ends[False] == 1.0
+
+
+def test_fp32_gradients_end_with_the_fit() -> None:
+    module = Regression()
+    quiet_trainer(plugins=[master_weights(fp32_gradients=True)]).fit(module, loader(regression_batches(1)))
+    assert {p.grad_dtype for p in module.parameters()} == {torch.bfloat16}
