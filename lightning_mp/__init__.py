@@ -10,17 +10,22 @@ from lightning_mp.callbacks import (
 )
 from lightning_mp.loss_scaler import LossScaleFloorError, LossScaler
 from lightning_mp.outcome import StepOutcome
-from lightning_mp.precision import AutocastPrecision
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 
 __all__ = [
     "AccumulationScheduler",
     "AutocastPrecision",
     "ChinchillaBudget",
+    "Float8Precision",
     "LossScaleFloorError",
     "LossScaler",
+    "MasterWeightsPrecision",
     "OverflowMonitor",
     "OverflowPostMortem",
     "OverflowReport",
+    "PrecisionPolicy",
     "StepOutcome",
+    "TF32Precision",
     "__version__",
 ]

@@ -10,7 +10,15 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-VIEWS = {"aten::detach", "aten::view", "aten::alias", "aten::t", "aten::_unsafe_view", "aten::slice"}
+VIEWS = {
+    "aten::empty_like",
+    "aten::detach",
+    "aten::view",
+    "aten::alias",
+    "aten::t",
+    "aten::_unsafe_view",
+    "aten::slice",
+}
 
 
 @dataclass
