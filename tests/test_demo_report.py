@@ -102,6 +102,7 @@ def test_the_title_says_how_much_of_the_budget_was_spent():
 
 def test_one_step_and_no_validation_can_be_drawn(tmp_path):
     draw_report(_history(num_steps=1), tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_losses_that_are_not_finite_leave_gaps(tmp_path):

@@ -252,8 +252,10 @@ def test_multiplying_reaches_every_member_of_a_mixed_list():
 
 
 def test_multiplying_nothing_is_allowed():
-    gradients.multiply_([], torch.tensor(2.0))
-    gradients.clamp_([], torch.tensor(2.0))
+    nothing: list[torch.Tensor] = []
+    gradients.multiply_(nothing, torch.tensor(2.0))
+    gradients.clamp_(nothing, torch.tensor(2.0))
+    assert nothing == []
 
 
 def test_multiplying_keeps_what_is_not_finite():

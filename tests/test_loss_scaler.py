@@ -333,12 +333,16 @@ def test_a_floor_that_is_left_in_time_ends_nothing():
     optimizer = torch.optim.SGD([new_parameter()], lr=0.1)
     for _ in range(3):
         overflow_at_the_floor(scaler, 19, optimizer)
+        assert scaler.state_dict()["_floor_tracker"] == 19
         one_step(scaler, optimizer)
+        assert scaler.state_dict()["_floor_tracker"] == 0
 
 
 def test_overflows_above_the_floor_end_nothing():
     scaler = LossScaler("cpu", init_scale=1.0, backoff_factor=0.75, min_scale=2.0**-24)
     overflow_at_the_floor(scaler, 50)
+    assert scaler.state_dict()["_floor_tracker"] == 0
+    assert scaler.get_scale() > 2.0**-24
 
 
 def test_on_floor_warn_goes_on_and_says_so_every_twenty_steps():
@@ -350,7 +354,10 @@ def test_on_floor_warn_goes_on_and_says_so_every_twenty_steps():
 
 
 def test_on_floor_ignore_goes_on_silently():
-    overflow_at_the_floor(LossScaler("cpu", init_scale=0.5, min_scale=0.5, on_floor="ignore"), 45)
+    scaler = LossScaler("cpu", init_scale=0.5, min_scale=0.5, on_floor="ignore")
+    overflow_at_the_floor(scaler, 45)
+    assert scaler.get_scale() == 0.5
+    assert scaler.state_dict()["_floor_tracker"] == 45
 
 
 # -- 16-bit losses, 16-bit and sparse gradients ------------------------------------------------------------------------
