@@ -1,84 +1,350 @@
-"""Which parameters overflowed."""
+"""Why a step was skipped: which parameters, and with a replay which micro-batch, module and tensor, and whose fault."""
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
-from torch.optim import Optimizer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 
-from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.outcome import StepOutcome
+from lightning_mp import gradients
+from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.loss_scaler import LossScaler
+from lightning_mp.micro_batch_replay import MicroBatch, Replay
+from lightning_mp.outcome import StepDispatcher, StepOutcome
+from lightning_mp.overflow_report import OverflowReport
+from lightning_mp.overflow_search import SearchResult, search_overflow
+from lightning_mp.policy_rules import named_modules
+from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.precision.ranks import stepping_ranks
+from lightning_mp.random_state import RandomState
+from lightning_mp.sightings import take_reading
 
 __all__ = ["OverflowPostMortem", "OverflowReport"]
 
-_NAMES_IN_LOG = 5
-
-
-@dataclass(frozen=True)
-class OverflowReport:
-    """One skipped step.
-
-    Attributes:
-        step_index: attempts before it, skipped ones included.
-        loss_scale: the scale at that step.
-        parameters: parameters with a non-finite gradient on this rank, last layer first.
-        rank: the rank that reports.
-    """
-
-    step_index: int
-    loss_scale: float
-    parameters: list[str]
-    rank: int
-
-    def __str__(self) -> str:
-        names = ", ".join(self.parameters[:_NAMES_IN_LOG]) or "none that this plugin knows of"
-        more = len(self.parameters) - _NAMES_IN_LOG
-        return (
-            f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:g}."
-            f" Non-finite gradients, last layer first: {names}{f' and {more} more' if more > 0 else ''}."
-        )
-
 
 class OverflowPostMortem(Callback):
-    """Names the parameters whose gradients were not finite in a skipped step.
+    """Says why a step was skipped, in a few lines in the log and in ``overflow_step=<step_index>.json``.
 
-    It costs nothing until a step is skipped: the norms that our precision plugins take anyway tell which parameters
-    were at fault, also with a fused optimizer. Each report goes to the log and, on rank 0, to
-    ``overflow_step=<step_index>.json``.
+    Each report names the parameters whose gradients were not finite. Our precision plugins know them from the norms
+    they take anyway; with Lightning's own plugins, which need an :class:`~lightning_mp.OverflowMonitor` beside this
+    callback, the gradients are read once. Nothing is paid until a step is skipped.
+
+    With ``replay=True`` the micro-batches of the skipped window are run again, with the same random numbers and hooks
+    on all modules, and the report says which micro-batch on which rank went wrong, in which module and tensor, in the
+    forward, the loss or the backward, and whose fault it was: the loss scale (finite at a smaller one), the range of
+    16-bit numbers (finite in fp32 only), the model (not finite at scale 1), the data or the weights. The run then goes
+    on as if there had been no replay.
+
+    What ``replay=True`` costs on healthy steps: batches are held until the outcome of their step is known, with a fused
+    optimizer that of two windows; per micro-batch the random generators' states are copied, about 10 kB on the host.
+    No wait for the device, no pass over gradients, no hook. On a skip: up to one forward and backward per micro-batch
+    of the window, then up to seven of one micro-batch, and memory for a second set of gradients.
+
+    What a replay cannot take back: what ``training_step`` does outside of the module (files, loggers) and to weights.
+    What it cannot repeat: batches that ``training_step`` changed in place, random numbers from generators that objects
+    of other classes keep.
 
     Args:
-        dirpath: folder for the JSON files; None takes ``trainer.default_root_dir``.
+        replay: run the batch of a skipped step again.
+        dirpath: folder for the JSON files; None puts them beside the checkpoints, or into ``trainer.default_root_dir``
+            where none are written.
+        max_replays: so many skipped steps per fit are replayed; later ones are reported without.
+
+    Raises:
+        ValueError: if ``max_replays`` is not a positive whole number.
+        MisconfigurationException: at set-up, if nobody tells outcomes, or with ``replay=True`` if a training step
+            cannot be run again (manual optimization, LBFGS, ``dataloader_iter``, DeepSpeed) or ranks may decide
+            differently.
 
     Example:
         >>> from lightning_mp import OverflowPostMortem
-        >>> OverflowPostMortem().reports
+        >>> OverflowPostMortem(replay=True).reports
         []
     """
 
-    def __init__(self, dirpath: str | Path | None = None) -> None:
+    def __init__(self, replay: bool = False, dirpath: str | Path | None = None, *, max_replays: int = 10) -> None:
+        if not isinstance(replay, bool):
+            raise ValueError(f"OverflowPostMortem(replay={replay!r}): it must be True or False.")
+        if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 1:
+            raise ValueError(
+                f"OverflowPostMortem(max_replays={max_replays!r}): it must be a positive whole number of skipped steps."
+                " To replay none, leave replay out."
+            )
+        self.replay = replay
         self.dirpath = Path(dirpath) if dirpath is not None else None
+        self.max_replays = max_replays
         self.reports: list[OverflowReport] = []
+        self._replays = 0
+        self._windows: dict[int, list[MicroBatch]] = {}
+        self._postponed: tuple[StepOutcome, list[int]] | None = None
+        self._can_replay_now = False
+        self._ended = True
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
+        if stage == "fit" and self.replay:
+            _refuse_what_cannot_be_replayed(trainer, pl_module)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Starts anew.
+
+        Raises:
+            MisconfigurationException: if nobody tells outcomes, or LBFGS runs a step several times.
+        """
+        if StepDispatcher.of(trainer) is None:
+            raise MisconfigurationException(
+                f"OverflowPostMortem hears of skipped steps from our precision plugins. With"
+                f" {type(trainer.precision_plugin).__name__} add lightning_mp.OverflowMonitor() to the callbacks."
+            )
+        if self.replay and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise MisconfigurationException(
+                "OverflowPostMortem(replay=True) cannot be used with LBFGS, which evaluates the loss several times in"
+                " one step. Use another optimizer, or leave replay out."
+            )
+        self._replays = 0
+        self._forget()
+        self._ended = False
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Makes up for a replay that could not be made when its outcome was told."""
+        self._make_up(trainer, pl_module)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Settles the last outcome while its batch can still be run again."""
+        if not self.replay:
+            return
+        dispatcher = StepDispatcher.of(trainer)
+        if dispatcher is not None:
+            dispatcher.settle()
+        self._make_up(trainer, pl_module)
+        self._end()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Lets the batches go; nothing is replayed any more."""
+        self._end()
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Lets the batches go."""
+        self._end()
+
+    def _end(self) -> None:
+        self._forget()
+        self._ended = True
+
+    def _forget(self) -> None:
+        self._windows = {}
+        self._postponed = None
+        self._can_replay_now = False
+
+    # -- healthy steps -------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps the batch and the state of the random generators."""
+        if not self.replay:
+            return
+        self._make_up(trainer, pl_module)
+        state = RandomState.capture(pl_module.device)
+        micro_batch = MicroBatch(batch, batch_idx, state, int(trainer.accumulate_grad_batches))
+        self._windows.setdefault(trainer.global_step, []).append(micro_batch)
+        self._can_replay_now = True
+
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
+        """Keeps the scaled and weighed loss, on its device."""
+        if self.replay and trainer.global_step in self._windows:
+            self._windows[trainer.global_step][-1].scaled_loss = loss.detach()
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """From here to the next batch there may be a validation or a checkpoint: replays wait."""
+        self._can_replay_now = False
+
+    # -- a skipped step ------------------------------------------------------------------------------------------------
 
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Reports a skip."""
-        if outcome.stepped:
+        """Reports a skip; lets the batches of a step that was made go."""
+        if outcome.skipped:
+            parameters = _nonfinite_parameters(trainer, pl_module, outcome)
+            if self.replay and not self._can_replay_now and not self._ended:
+                self._postponed = outcome, parameters
+                return
+            self._examine(trainer, pl_module, outcome, parameters)
+        self._windows.pop(outcome.step_index, None)
+
+    def _make_up(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        postponed, self._postponed = self._postponed, None
+        if postponed is None:
             return
-        report = OverflowReport(
-            outcome.step_index, outcome.loss_scale, outcome.nonfinite_parameters(), trainer.global_rank
+        outcome, parameters = postponed
+        self._examine(trainer, pl_module, outcome, parameters)
+        self._windows.pop(outcome.step_index, None)
+
+    def _examine(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome, parameters: list[int]
+    ) -> None:
+        """Runs the window again if asked for; puts together what all ranks know; writes it down."""
+        result, note = SearchResult(None), ""
+        if self.replay:
+            note = self._why_no_replay(trainer, outcome)
+            if not note:
+                self._replays += 1
+                result = self._replay_window(trainer, pl_module, outcome)
+        everybody = _from_all_ranks(
+            trainer, _Known(trainer.global_rank, parameters, _nonfinite_buffers(pl_module), result)
         )
+        findings = [known.result.finding for known in everybody if known.result.finding is not None]
+        errors = [f"rank {known.rank}: {known.result.error}" for known in everybody if known.result.error]
+        if errors:
+            note = f"The replay could not be made ({'; '.join(errors[:3])})."
+        elif self.replay and not findings and not note:
+            note = (
+                "The replay was finite on every rank by itself: the overflow came from the reduction over ranks, from"
+                " something that changes between two runs of the same batch, or from a hook on gradients."
+            )
+        names = _names_as_written(pl_module)
+        together = sorted({index for known in everybody for index in known.parameters}, reverse=True)
+        report = OverflowReport(
+            outcome.step_index,
+            outcome.loss_scale,
+            [names[index] for index in together],
+            [known.rank for known in everybody if known.parameters],
+            findings,
+            sorted({name for known in everybody for name in known.buffers}),
+            note,
+        )
+        self._publish(trainer, report)
+
+    def _why_no_replay(self, trainer: "pl.Trainer", outcome: StepOutcome) -> str:
+        """A sentence for the report; empty if there can be a replay. The same on all ranks."""
+        if self._replays >= self.max_replays:
+            return f"Not replayed: max_replays={self.max_replays} steps were."
+        if self._ended or outcome.step_index not in self._windows:
+            return "Not replayed: the run ended before the outcome of the step was known."
+        sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+        if sharded and not self._can_replay_now and trainer.global_step in self._windows:
+            return "Not replayed: the next window had begun, and its sharded gradients cannot be set aside."
+        return ""
+
+    def _replay_window(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome
+    ) -> SearchResult:
+        ranks = stepping_ranks(trainer)
+
+        def any_rank(condition: bool) -> bool:
+            return bool(ranks.sum_(torch.tensor([float(condition)], device=pl_module.device)).item())
+
+        replay = Replay(trainer, pl_module, outcome.loss_scale)
+        with replay.left_no_trace():
+            return search_overflow(
+                replay,
+                self._windows[outcome.step_index],
+                outcome.loss_scale,
+                rank=trainer.global_rank,
+                any_rank=any_rank,
+            )
+
+    def _publish(self, trainer: "pl.Trainer", report: OverflowReport) -> None:
         self.reports.append(report)
-        rank_zero_warn(str(report), category=RuntimeWarning)
         if trainer.is_global_zero:
-            folder = self.dirpath if self.dirpath is not None else Path(trainer.default_root_dir)
+            folder = self.dirpath if self.dirpath is not None else report_folder(trainer)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"overflow_step={report.step_index}.json"
-            path.write_text(json.dumps(asdict(report), indent=2) + "\n")
+            path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        rank_zero_warn(str(report), category=RuntimeWarning)
+
+
+def _nonfinite_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome) -> list[int]:
+    """Positions, among the module's parameters, of those whose gradient on this rank was not finite."""
+    named = list(pl_module.named_parameters())
+    known = set(outcome.nonfinite_parameters())
+    if not known and trainer.global_step == outcome.step_index:
+        # The plugin keeps no norms, and the gradients are still those of that step.
+        held = [(name, gradients.local_shard(p.grad)) for name, p in named if p.grad is not None]
+        filled = [(name, shard) for name, shard in held if shard.numel()]
+        if filled:
+            finite = gradients.shard_norms([shard for _, shard in filled]).isfinite().tolist()
+            known = {name for (name, _), is_finite in zip(filled, finite, strict=True) if not is_finite}
+    return [index for index, (name, _) in enumerate(named) if name in known]
+
+
+def _names_as_written(pl_module: "pl.LightningModule") -> list[str]:
+    """Names of all parameters, without what torch.compile and wrappers put into them."""
+    names = {
+        id(parameter): f"{owner}.{name}".lstrip(".")
+        for owner, module in reversed(list(named_modules(pl_module)))
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    return [names.get(id(parameter), name) for name, parameter in pl_module.named_parameters()]
+
+
+def _nonfinite_buffers(pl_module: "pl.LightningModule") -> list[str]:
+    """Buffers with nan or +inf; -inf is what masks are made of."""
+    readings = [(name, take_reading(buffer)) for name, buffer in pl_module.named_buffers()]
+    return [name for name, reading in readings if reading is not None and bool(reading[:2].any())]
+
+
+class _Known(NamedTuple):
+    """What one rank knows of a skipped step; parameters by position."""
+
+    rank: int
+    parameters: list[int]
+    buffers: list[str]
+    result: SearchResult
+
+
+def _from_all_ranks(trainer: "pl.Trainer", known: _Known) -> list[_Known]:
+    """What every rank knows, in rank order; only this one's where ranks may not all come here."""
+    if not (dist.is_available() and dist.is_initialized()) or _ranks_may_disagree(trainer):
+        return [known]
+    group = stepping_ranks(trainer).group
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, known, group=group)
+    return everybody
+
+
+def _ranks_may_disagree(trainer: "pl.Trainer") -> bool:
+    """torch's own GradScaler on DTensors of several layouts may skip on one rank and step on another."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return (
+        isinstance(trainer.strategy, ModelParallelStrategy)
+        and not isinstance(trainer.precision_plugin, EpiloguePrecision)
+        and scaler is not None
+        and not isinstance(scaler, LossScaler)
+    )
+
+
+def _refuse_what_cannot_be_replayed(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    reason = ""
+    if not pl_module.automatic_optimization:
+        reason = "automatic_optimization=False, whose training step makes optimizer steps"
+    elif isinstance(trainer.strategy, DeepSpeedStrategy):
+        reason = "DeepSpeed, which makes its steps itself"
+    elif _ranks_may_disagree(trainer):
+        reason = (
+            f"{type(trainer.precision_plugin).__name__} and torch's GradScaler under ModelParallelStrategy, where one"
+            " rank may skip a step that another makes; use AutocastPrecision, or give the plugin a"
+            " lightning_mp.LossScaler"
+        )
+    elif is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        reason = "a training_step(dataloader_iter), which draws its batches itself"
+    if reason:
+        raise MisconfigurationException(
+            f"OverflowPostMortem(replay=True) cannot run a training step again with {reason}. Leave replay out: the"
+            " parameters are named all the same."
+        )
