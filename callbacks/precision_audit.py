@@ -1,0 +1,157 @@
+"""The dtype that every module and operation really used."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_mp.audit_asked import AskedPrecision
+from lightning_mp.audit_findings import Finding, find_problems
+from lightning_mp.audit_records import AuditReport
+from lightning_mp.audit_table import audit_table
+from lightning_mp.audit_watch import PrecisionWatch
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.precision import Float8Precision
+
+__all__ = ["PrecisionAudit"]
+
+_MOST_IN_LOG = 12
+
+
+class PrecisionAudit(Callback):
+    """Watches one training batch and tells in which dtype every module and operation really ran.
+
+    ::
+
+        trainer = L.Trainer(precision="bf16-mixed", callbacks=[PrecisionAudit()])
+
+    After the backward of that batch everything is taken away, so that the rest of the run costs nothing more, and rank
+    0 logs a table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast
+    it ran under. What is not as it should be (:data:`~lightning_mp.audit_findings.FindingKind`) follows as one
+    ``UserWarning`` that names the modules and says what to do.
+
+    The run computes the same numbers, to the last bit, with it and without. It works with any precision plugin. With
+    manual optimization the whole training step is watched, without its optimizer steps. A batch without a backward
+    (a ``training_step`` that returned None) is passed over. What it can see of compiled code is said in
+    :class:`~lightning_mp.audit_watch.PrecisionWatch`, which also works without a Trainer.
+
+    Args:
+        batch: which training batch of a fit, from 0.
+
+    Attributes:
+        records: what was seen, with ``to_dict()`` and ``to_json()``; None before.
+        findings: what is not as it should be; empty before, and if all is well.
+
+    Raises:
+        ValueError: if ``batch`` is negative.
+
+    Example:
+        >>> from lightning_mp.callbacks.precision_audit import PrecisionAudit
+        >>> PrecisionAudit(batch=10).findings
+        ()
+    """
+
+    def __init__(self, batch: int = 0) -> None:
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
+            raise ValueError(
+                f"PrecisionAudit(batch={batch!r}): it is the number of a training batch, counted from 0. Use 0 for the"
+                " first one."
+            )
+        self.batch = batch
+        self.records: AuditReport | None = None
+        self.findings: tuple[Finding, ...] = ()
+        self._watch: PrecisionWatch | None = None
+        self._is_due = False
+        self._num_batches = 0
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Checks the Trainer."""
+        refuse_other_trainers(self, trainer)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Begins to count batches, on rank 0 only: the other ranks run the same."""
+        self.records, self.findings = None, ()
+        self._is_due = trainer.is_global_zero
+        self._num_batches = 0
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: object, batch_idx: int
+    ) -> None:
+        """Begins to watch, if this is the batch."""
+        if self._is_due and self._num_batches >= self.batch:
+            self._watch = PrecisionWatch(pl_module).__enter__()
+        self._num_batches += 1
+
+    def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Ends, with automatic optimization."""
+        if pl_module.automatic_optimization:
+            self._end(trainer, pl_module)
+
+    def on_train_batch_end(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Tensor | Mapping[str, Any] | None,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Ends, with manual optimization or without a backward."""
+        self._end(trainer, pl_module)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Says so if there was nothing to audit."""
+        if self._is_due:
+            rank_zero_warn(
+                f"PrecisionAudit(batch={self.batch}) has seen nothing: the fit had {self._num_batches} batches,"
+                f" and no backward from batch {self.batch} on. Use a smaller number.",
+                category=UserWarning,
+            )
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Takes everything away."""
+        self._drop()
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Takes everything away."""
+        self._drop()
+
+    def _drop(self) -> PrecisionWatch | None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+        return watch
+
+    def _end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        watch = self._drop()
+        if watch is None or not watch.saw_backward:
+            return
+        self._is_due = False
+        assert watch.report is not None
+        self.records = watch.report
+        self.findings = find_problems(watch.report, _asked_of(trainer, pl_module))
+        rank_zero_info(f"{audit_table(watch.report)}")
+        if self.findings:
+            rank_zero_warn(_summary(self.findings), category=UserWarning)
+
+
+def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> AskedPrecision:
+    """What the precision plugin was asked for; its policy and its fp8 layers by their public attributes."""
+    plugin = trainer.precision_plugin
+    policy = getattr(plugin, "policy", None)
+    layers = plugin.layers if isinstance(plugin, Float8Precision) else []
+    return AskedPrecision(
+        str(plugin.precision),
+        policy.resolve(pl_module) if isinstance(policy, PrecisionPolicy) else None,
+        tuple(layer.name for layer in layers if layer.skipped_because is None),
+    )
+
+
+def _summary(findings: tuple[Finding, ...]) -> str:
+    lines = [f"  {number}. {finding}" for number, finding in enumerate(findings[:_MOST_IN_LOG], start=1)]
+    if len(findings) > _MOST_IN_LOG:
+        lines.append(f"  and {len(findings) - _MOST_IN_LOG} more, in PrecisionAudit.findings")
+    return "\n".join(["PrecisionAudit found:", *lines])
