@@ -1,0 +1,370 @@
+"""How many gradient values a number format loses, and how large the loss scale may be."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.activation_watch import ActivationWatch, leaf_modules
+from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.exponent_plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
+from lightning_mp.exponent_table import ExponentTable
+from lightning_mp.exponents import narrow_format
+from lightning_mp.formats import NumberFormat
+from lightning_mp.host_copy import HostCopy
+from lightning_mp.precision.gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
+from lightning_mp.underflow_observation import UnderflowObservation, UnderflowSummary
+
+__all__ = ["UnderflowMonitor"]
+
+_KINDS = ("gradients", "activations", "activation_gradients")
+#: So many of the last observations the suggested scale has to suit.
+SUGGESTION_OBSERVATIONS = 10
+#: So many observations the history keeps.
+HISTORY_OBSERVATIONS = 1000
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An observation on its way to the host."""
+
+    trainer: "pl.Trainer"
+    step_index: int
+    names: dict[str, list[str]]
+    numbers: HostCopy
+
+
+class UnderflowMonitor(Callback):
+    """Tells how many gradient values a format loses at the present loss scale, and which scale would be better.
+
+    Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per
+    parameter, and brought to the host in one transfer that is read one step later. On other steps nothing is done.
+
+    What is judged are gradients as the format would hold them: the true gradient of the step times the loss scale. What
+    that means depends on the run:
+
+    - In bf16 and fp32 runs, ``mp/underflow_fraction`` is the share of the non-zero values that would become zero in
+      ``format``, at ``scale``. It answers: could this run use fp16, and at which scale?
+    - In fp16 runs, a value that became zero inside of backward is gone. It is among ``mp/zero_fraction``, with the true
+      zeros (unused embeddings, dead units), and what can be seen is ``mp/subnormal_fraction``: values that have lost
+      digits already, the next to vanish. Watch it, and ``activation_gradients``.
+
+    A gradient is that of the whole window: under accumulation a micro-batch's own, which fp16 has to hold, may be
+    larger or smaller. Gradients of activations are as backward held them, micro-batch for micro-batch.
+
+    Logged at every batch once the first observation is read: ``mp/underflow_fraction``, ``mp/subnormal_fraction``,
+    ``mp/zero_fraction``, ``mp/headroom_doublings`` (how often the scale may double before the largest gradient
+    overflows), ``mp/suggested_scale`` (the largest power of two that would have suited the last 10 observations with
+    one doubling to spare). Other kinds have their name behind: ``mp/underflow_fraction/activations``. A
+    ``TensorBoardLogger`` also gets the histogram of exponents, ``mp/exponents/gradients``. The latest observation and
+    the history are saved in the checkpoint.
+
+    In distributed runs sharded gradients are counted on all ranks, each value once. Activations are those of rank 0's
+    batches, one part of the model's under tensor parallelism. What runs inside of a compiled module cannot be watched.
+
+    Lightning takes one monitor per Trainer; for other formats ask the histograms:
+    ``monitor.latest.whole().fraction_lost("fp8_e5m2")``.
+
+    On observed steps our precision plugins write true gradients before the optimizer, as for anybody who looks at them.
+
+    Args:
+        format: the format that is judged, narrower than fp32: "fp16", "bf16", "fp8_e5m2", "fp8_e4m3fn".
+        every_n_steps: optimizer steps from one observation to the next; the first step is observed.
+        scale: what true gradients are multiplied by; None takes the run's loss scale, or 1 where there is none.
+        watch: any of "gradients" (of parameters), "activations" (outputs of leaf modules in the forward),
+            "activation_gradients" (of these outputs, what Fig. 3 of the paper shows).
+
+    Raises:
+        ValueError: if an argument is out of range.
+        MisconfigurationException: at set-up, if gradients cannot be seen (DeepSpeed).
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", 2017, section 3.2 and Fig. 3, https://arxiv.org/abs/1710.03740
+
+    Example:
+        >>> monitor = UnderflowMonitor("fp16", every_n_steps=200, scale=2.0**13)
+        >>> monitor.latest is None
+        True
+    """
+
+    def __init__(
+        self,
+        format: str | torch.dtype | NumberFormat = "fp16",
+        every_n_steps: int = 100,
+        *,
+        scale: float | None = None,
+        watch: str | Sequence[str] = ("gradients",),
+    ) -> None:
+        self.format = narrow_format(format).name
+        self.watch = (watch,) if isinstance(watch, str) else tuple(watch)
+        _check(every_n_steps, scale, self.watch)
+        self.every_n_steps = every_n_steps
+        self.scale = scale
+        self._latest: UnderflowObservation | None = None
+        self._history: deque[dict[str, UnderflowSummary]] = deque(maxlen=HISTORY_OBSERVATIONS)
+        self._logged: dict[str, float] = {}
+        self._hooks: ActivationWatch | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what is under way; what was seen stays."""
+        self._detach()
+        self._pending: _Pending | None = None
+        self._activations: dict[str, ExponentTable] = {}
+        self._activations_step: int | None = None
+        self._scale_now: Tensor | None = None
+
+    # -- what was seen -------------------------------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> UnderflowObservation | None:
+        """The last observation; reading it may wait for the device."""
+        self._settle()
+        return self._latest
+
+    @property
+    def history(self) -> list[dict[str, UnderflowSummary]]:
+        """Summaries by kind, oldest first; the last 1000."""
+        self._settle()
+        return list(self._history)
+
+    @property
+    def suggested_scale(self) -> float | None:
+        """The largest power of two that would have suited each of the last 10 observations; None before there are any.
+
+        Gradients of activations, if they are watched, have to fit as well. Give it to ``LossScaler(init_scale=...)`` or
+        ``LossScaler.static(...)``.
+        """
+        self._settle()
+        return self._suggestion()
+
+    def plot(self, path: str | Path, kind: str = "gradients", *, by_layer: bool = False) -> None:
+        """Draws the latest observation with the format's range marked; needs matplotlib.
+
+        Args:
+            path: the picture; its suffix says the file format.
+            kind: one of those in ``watch``.
+            by_layer: one line per layer, and not all together.
+
+        Raises:
+            ValueError: if the kind is not watched, or nothing was observed yet.
+        """
+        if kind not in self.watch:
+            raise ValueError(f"plot(kind={kind!r}): this monitor watches {self.watch}. Add it to `watch`.")
+        latest = self.latest
+        if latest is None:
+            raise ValueError("There is nothing to plot: no optimizer step was observed yet. Call plot() after a fit.")
+        scaled = "" if kind == "activations" else f", times {latest.scale:g}"
+        title = f"{kind.replace('_', ' ').capitalize()} of optimizer step {latest.step_index}{scaled}"
+        if by_layer:
+            figure = plot_exponents_by_layer(latest.histograms[kind], self.format, title)
+        else:
+            figure = plot_exponents(latest.whole(kind), self.format, title)
+        figure.savefig(Path(path), dpi=150)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def needs_gradients(self, step_index: int) -> bool:
+        """Whether true gradients have to be there before this step."""
+        return "gradients" in self.watch and self._observes(step_index)
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Checks the Trainer."""
+        refuse_other_trainers(self, trainer)
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "UnderflowMonitor cannot be used with DeepSpeed, which keeps gradients to itself. Use strategy='ddp' or"
+                " 'fsdp', or remove the callback."
+            )
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Puts hooks on the modules, if the window belongs to an observed step."""
+        kinds = [kind for kind in self.watch if kind != "gradients"]
+        if not kinds or not self._observes(trainer.global_step):
+            return
+        if self._activations_step != trainer.global_step:
+            names = list(leaf_modules(pl_module))
+            self._activations = {kind: ExponentTable(names, pl_module.device) for kind in kinds}
+            self._activations_step = trainer.global_step
+        self._hooks = ActivationWatch(
+            pl_module,
+            self._activations.get("activations"),
+            self._activations.get("activation_gradients"),
+            lambda: self._factor(loss_scale_of(trainer), already_scaled=True),
+        ).attach()
+
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
+        """From here on forwards are recomputations."""
+        if self._hooks is not None:
+            self._hooks.in_backward = True
+            # The plugin may have changed it before the end of the batch.
+            self._scale_now = self._judged_scale(loss_scale_of(trainer), pl_module.device)
+
+    def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Reads the last observation: by now the device is busy with this backward and has long made it."""
+        if self._hooks is not None:
+            self._hooks.in_backward = False
+        if self._pending is not None and self._pending.step_index < trainer.global_step:
+            self._settle()
+
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        """Counts gradients, if this step is observed, and starts the transfer."""
+        if not self.needs_gradients(trainer.global_step):
+            return
+        loss_scale = loss_scale_of(trainer)
+        factor = self._factor(loss_scale, already_scaled=gradients_are_scaled(trainer, optimizer))
+        table = count_gradients(trainer, pl_module, optimizer, factor)
+        self._send(trainer, {"gradients": table}, self._judged_scale(loss_scale, pl_module.device))
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Takes the hooks off the modules; logs what is known, host numbers only."""
+        self._detach()
+        step_index, scale = self._activations_step, self._scale_now
+        if step_index is not None and scale is not None and trainer.global_step > step_index:
+            # No gradients were asked for, so no hook before the step has sent it.
+            self._send(trainer, {}, scale)
+        for name, value in self._logged.items():
+            log_host_number(pl_module, name, value)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Reads the last observation."""
+        self._settle()
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Takes everything away."""
+        self._forget()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Takes everything away."""
+        self._forget()
+
+    # -- from the device to the logger ---------------------------------------------------------------------------------
+
+    def _observes(self, step_index: int) -> bool:
+        return step_index % self.every_n_steps == 0
+
+    def _factor(self, loss_scale: Tensor | None, *, already_scaled: bool) -> Tensor | float | None:
+        """What values are multiplied by to be those that the format would hold."""
+        if not already_scaled or loss_scale is None:
+            return loss_scale if self.scale is None else self.scale
+        return None if self.scale is None else self.scale / loss_scale
+
+    def _judged_scale(self, loss_scale: Tensor | None, device: torch.device) -> Tensor:
+        """A copy on the device, of shape [1]."""
+        if self.scale is None and loss_scale is not None:
+            return loss_scale.detach().reshape(1).clone()
+        return torch.full((1,), self.scale or 1.0, dtype=torch.float32, device=device)
+
+    def _send(self, trainer: "pl.Trainer", tables: dict[str, ExponentTable], scale: Tensor) -> None:
+        """Starts the one transfer of an observation."""
+        self._settle()
+        self._detach()
+        if self._activations_step is not None:
+            tables = tables | self._activations
+            step_index, self._activations_step, self._activations = self._activations_step, None, {}
+        else:
+            step_index = trainer.global_step
+        vectors = [table.vector() for table in tables.values()]
+        parts = [v.to(device=vectors[0].device, non_blocking=True) for v in [*vectors, scale.to(vectors[0].dtype)]]
+        names = {kind: table.names for kind, table in tables.items()}
+        self._pending = _Pending(trainer, step_index, names, HostCopy(torch.cat(parts)))
+
+    def _settle(self) -> None:
+        """Reads the observation that is on its way, if there is one."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        numbers = pending.numbers.read()
+        histograms = {}
+        for kind, names in pending.names.items():
+            width = ExponentTable.width(names)
+            histograms[kind] = ExponentTable.decode(names, numbers[:width])
+            numbers = numbers[width:]
+        self._latest = UnderflowObservation(pending.step_index, self.format, numbers[0], histograms)
+        summaries = {kind: self._latest.summary(kind) for kind in self.watch}
+        self._history.append(summaries)
+        self._logged = {
+            name: value for kind, summary in summaries.items() for name, value in self._numbers_of(kind, summary)
+        }
+        if pending.trainer.is_global_zero:
+            for logger in pending.trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    for kind in self.watch:
+                        tag, whole = f"mp/exponents/{kind}", self._latest.whole(kind)
+                        add_to_tensorboard(logger.experiment, tag, whole, pending.step_index)
+
+    def _numbers_of(self, kind: str, summary: UnderflowSummary) -> list[tuple[str, float]]:
+        behind = "" if kind == "gradients" else f"/{kind}"
+        numbers: list[tuple[str, float | None]] = [
+            ("underflow_fraction", summary.underflow_fraction),
+            ("subnormal_fraction", summary.subnormal_fraction),
+            ("zero_fraction", summary.zero_fraction),
+            ("headroom_doublings", summary.headroom_doublings),
+        ]
+        if kind == self.watch[0]:
+            numbers.append(("suggested_scale", self._suggestion()))
+        return [(f"mp/{n}{behind}", v) for n, v in numbers if v is not None and math.isfinite(v)]
+
+    def _suggestion(self) -> float | None:
+        recent = list(self._history)[-SUGGESTION_OBSERVATIONS:]
+        scales = [summary.suggested_scale for summaries in recent for summary in summaries.values()]
+        return min((scale for scale in scales if scale is not None), default=None)
+
+    def _detach(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.detach()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The latest observation and the history."""
+        self._settle()
+        return {
+            "latest": None if self._latest is None else self._latest.as_dict(),
+            "history": [{kind: asdict(s) for kind, s in summaries.items()} for summaries in self._history],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a saved history."""
+        latest = state_dict["latest"]
+        self._latest = None if latest is None else UnderflowObservation.from_dict(latest)
+        self._history.clear()
+        self._history.extend(
+            {kind: UnderflowSummary(**s) for kind, s in summaries.items()} for summaries in state_dict["history"]
+        )
+
+
+def _check(every_n_steps: object, scale: object, watch: tuple[str, ...]) -> None:
+    if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
+        raise ValueError(
+            f"UnderflowMonitor(every_n_steps={every_n_steps!r}) is not valid: it must be a number of optimizer steps, 1"
+            " or more."
+        )
+    if scale is not None and not (isinstance(scale, int | float) and 0.0 < scale < math.inf):
+        raise ValueError(
+            f"UnderflowMonitor(scale={scale!r}) is not valid: it must be a positive finite number, or None for the"
+            " loss scale of the run."
+        )
+    unknown = [kind for kind in watch if kind not in _KINDS]
+    if unknown or not watch or len(set(watch)) < len(watch):
+        raise ValueError(
+            f"UnderflowMonitor(watch={watch!r}) is not valid: it must name one or more of {_KINDS}, each once."
+        )

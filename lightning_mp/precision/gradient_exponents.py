@@ -1,0 +1,61 @@
+"""Exponents of an optimizer's gradients between backward and the step, as the loss scale makes them."""
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp import gradients, seams
+from lightning_mp.exponent_table import ExponentTable
+from lightning_mp.fused_optimizers import applies_grad_scale
+from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.precision.ranks import stepping_ranks
+
+__all__ = ["count_gradients", "gradients_are_scaled", "loss_scale_of"]
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def loss_scale_of(trainer: "pl.Trainer") -> Tensor | None:
+    """The present loss scale on its device; None in a run without, or before the first loss was scaled."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return seams.grad_scaler_scale(scaler) if scaler is not None and scaler.is_enabled() else None
+
+
+def gradients_are_scaled(trainer: "pl.Trainer", optimizer: Optimizer) -> bool:
+    """Whether ``on_before_optimizer_step`` sees gradients times the loss scale.
+
+    Stock plugins leave it to a fused optimizer to divide by it; ours show true gradients.
+    """
+    return applies_grad_scale(optimizer) and not isinstance(trainer.precision_plugin, EpiloguePrecision)
+
+
+def count_gradients(
+    trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, factor: Tensor | float | None
+) -> ExponentTable:
+    """Counts the gradients times ``factor``; of shards on all ranks together, each value once.
+
+    There is a row for every trained parameter, also where it has no gradient: the table has the same shape on all
+    ranks, and all of them have to call this.
+    """
+    name_of = {id(p): name for name, p in pl_module.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    names = [_clean(name_of.get(id(p), f"parameter {index}")) for index, p in enumerate(parameters)]
+    table = ExponentTable(names, pl_module.device)
+    gradients.reduce_partial_gradients_(parameters)
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.grad is not None:
+            table.add(name, parameter.grad, factor)
+    ranks = stepping_ranks(trainer)
+    copies = [ranks.copies(p if p.grad is None else p.grad) for p in parameters]
+    together = dist.get_world_size(ranks.group) if dist.is_available() and dist.is_initialized() else 1
+    # Ranks of a pipeline hold other parameters, and each tells its own.
+    if ranks.holders == together and any(number < together for number in copies):
+        table.sum_over_ranks_(copies, ranks.group)
+    return table
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
