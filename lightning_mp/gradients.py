@@ -21,7 +21,7 @@ from lightning_mp import seams
 
 __all__ = [
     "accumulation_dtype",
-    "any_nonfinite",
+    "any_overflow",
     "clamp_",
     "clip_coefficient",
     "local_shard",
@@ -33,7 +33,6 @@ __all__ = [
     "shard_norms",
     "square_sum",
     "sum_over_ranks_",
-    "unscale_",
 ]
 
 
@@ -64,25 +63,35 @@ def local_shard(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def replicas(gradient: Tensor, *, world_size: int, plain_replicas: int) -> int:
+def replicas(gradient: Tensor, *, holders: int, plain_replicas: int) -> int:
     """How many ranks hold the same local shard.
 
     Args:
         gradient: plain tensor or DTensor.
-        world_size: number of ranks that step together.
-        plain_replicas: ranks that hold the same plain tensor: all of them under DDP, one under FSDP1, whose plain
+        holders: ranks that hold the same parameters, whole or in shards: all of them, but those of one stage under
+            pipeline parallelism. Where a DTensor's mesh has fewer ranks, the others hold copies of it.
+        plain_replicas: ranks that hold the same plain tensor: all holders under DDP, one under FSDP1, whose plain
             gradients are shards.
+
+    Raises:
+        ValueError: if the mesh of a DTensor has ranks that are no holders.
 
     Example:
         >>> import torch
-        >>> replicas(torch.ones(3), world_size=4, plain_replicas=4)
+        >>> replicas(torch.ones(3), holders=4, plain_replicas=4)
         4
     """
     if not isinstance(gradient, DTensor):
         return plain_replicas
     mesh = gradient.device_mesh
+    if holders % mesh.size():
+        raise ValueError(
+            f"A gradient lies on a mesh of {mesh.size()} ranks {tuple(mesh.shape)}, and {holders} ranks are said to"
+            " hold the same parameters: it must be a multiple. Give the number of ranks of one pipeline stage, or of"
+            " the process group that steps together (lightning_mp.stepping_ranks.SteppingRanks)."
+        )
     copies = [mesh.size(axis) for axis, placement in enumerate(gradient.placements) if placement.is_replicate()]
-    return math.prod(copies) * (world_size // mesh.size())
+    return math.prod(copies) * (holders // mesh.size())
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -124,36 +133,17 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms)
 
 
-def unscale_(shards: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
-    """Multiplies all local shards by the inverse loss scale in place and says whether one was not finite (two passes).
+def any_overflow(norms: Tensor) -> Tensor:
+    """Whether a norm is not finite, or its square is not: a scalar float32 tensor, 1.0 or 0.0.
 
-    Returns:
-        Scalar float32 tensor on the device of ``inverse_scale``: 1.0 if any element was inf or nan, else 0.0.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for shard in shards:
-        groups[shard.device, shard.dtype].append(shard)
-    found = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
-    for (device, _), members in groups.items():
-        found_here = torch.zeros((), dtype=torch.float32, device=device)
-        seams.amp_unscale_(members, found_here, inverse_scale.to(device=device, non_blocking=True))
-        found = torch.maximum(found, found_here.to(found.device, non_blocking=True))
-    return found
-
-
-def any_nonfinite(shards: Sequence[Tensor]) -> Tensor:
-    """Whether any element is inf or nan, as a scalar float32 tensor (one pass).
+    The optimizer would put an inf into its second moment.
 
     Example:
         >>> import torch
-        >>> any_nonfinite([torch.ones(2), torch.tensor([float("nan")])])
-        tensor(1.)
+        >>> any_overflow(torch.tensor([1.0, 1e18])), any_overflow(torch.tensor([1.0, 1e20]))
+        (tensor(0.), tensor(1.))
     """
-    filled = [shard for shard in shards if shard.numel()]
-    if not filled:
-        return torch.zeros((), dtype=torch.float32, device=shards[0].device if shards else None)
-    finite = [torch.isfinite(norm).to(filled[0].device) for norm in seams.foreach_norm(filled, math.inf)]
-    return (~torch.stack(finite)).any().float()
+    return (~torch.isfinite(norms.square())).any().float()
 
 
 def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
@@ -176,10 +166,10 @@ def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
     return (squares / weights).sum()
 
 
-def sum_over_ranks_(values: Tensor) -> Tensor:
-    """Adds a small tensor over all ranks in place; on a single process it returns at once."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values)
+def sum_over_ranks_(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Adds a small tensor over the ranks of a group, None for all, in place; on one process it returns at once."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
     return values
 
 
@@ -195,14 +185,18 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def multiply_(shards: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies all local shards by one scalar tensor in place (two passes)."""
-    groups: dict[tuple[torch.device, bool], list[Tensor]] = defaultdict(list)
+    """Multiplies all local shards by one scalar tensor in place, in float32 at least (two passes)."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for shard in shards:
-        groups[shard.device, shard.dtype == torch.float64].append(shard)
-    for (device, is_double), members in groups.items():
-        # Another dtype than the members' makes torch leave the fused kernel.
-        dtype = torch.float64 if is_double else torch.float32
-        seams.foreach_mul_(members, factor.to(device=device, dtype=dtype, non_blocking=True))
+        groups[shard.device, shard.dtype].append(shard)
+    for (device, dtype), members in groups.items():
+        # On CUDA, lists of several dtypes and factors of another dtype are multiplied tensor by tensor.
+        here = factor.to(device=device, dtype=torch.promote_types(dtype, torch.float32), non_blocking=True)
+        if dtype in (torch.float16, torch.bfloat16):
+            # The one kernel that takes a float32 factor for 16-bit tensors: 16 bits would round the factor.
+            seams.amp_unscale_(members, torch.zeros((), dtype=torch.float32, device=device), here)
+        else:
+            seams.foreach_mul_(members, here)
 
 
 def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None:

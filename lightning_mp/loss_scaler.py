@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import gradients
-from lightning_mp.fused_optimizers import applies_grad_scale, momentum_is_missing
+from lightning_mp.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
 from lightning_mp.host_copy import HostCopy
 from lightning_mp.loss_scale_rule import ScaleRule, ScaleState, update_scale_
 
@@ -18,6 +20,10 @@ __all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler"]
 
 #: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
 FLOOR_PATIENCE_STEPS = 20
+
+# What a scale may be set to: float32 numbers whose inverse is one, too.
+_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+_LARGEST_SCALE = 2.0**126
 
 
 class LossScaleFloorError(RuntimeError):
@@ -28,7 +34,7 @@ def _check_rule(rule: ScaleRule, init_scale: float, on_floor: str) -> None:
     def refuse(name: str, got: object, allowed: str) -> None:
         raise ValueError(f"LossScaler({name}={got!r}) is not valid: {name} must be {allowed}.")
 
-    if not rule.growth_factor > 1.0:
+    if not 1.0 < rule.growth_factor < math.inf:
         refuse("growth_factor", rule.growth_factor, "greater than 1; for a constant scale use LossScaler.static(scale)")
     if not 0.0 < rule.backoff_factor < 1.0:
         refuse("backoff_factor", rule.backoff_factor, "between 0 and 1, both excluded")
@@ -36,8 +42,13 @@ def _check_rule(rule: ScaleRule, init_scale: float, on_floor: str) -> None:
         refuse("growth_interval", rule.growth_interval, "a number of steps, 1 or more")
     if not 0.0 <= rule.min_scale <= rule.max_scale:
         refuse("min_scale", rule.min_scale, f"from 0 to max_scale={rule.max_scale!r}")
-    if not (math.isfinite(init_scale) and rule.min_scale <= init_scale <= rule.max_scale and init_scale > 0):
-        refuse("init_scale", init_scale, f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}")
+    if not (rule.min_scale <= init_scale <= rule.max_scale and _SMALLEST_SCALE <= init_scale <= _LARGEST_SCALE):
+        refuse(
+            "init_scale",
+            init_scale,
+            f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}, and from 2^-126 to 2^126: it is a"
+            " float32 number, and its inverse is one, too",
+        )
     if not isinstance(rule.hysteresis, int) or rule.hysteresis < 1:
         refuse("hysteresis", rule.hysteresis, "1 (every overflow lowers the scale) or more")
     if rule.hysteresis_refill not in ("step", "growth"):
@@ -83,6 +94,11 @@ class LossScaler(torch.amp.GradScaler):
         on_floor: what happens after ``FLOOR_PATIENCE_STEPS`` (20) overflows in a row at the floor: "raise"
             :class:`LossScaleFloorError`, "warn" or "ignore". It is noticed one step late, which spares a wait for the
             device.
+        process_group: the ranks that step and skip together; None for all. For models that only some ranks train, in a
+            hand-written loop; such a scaler cannot be pickled.
+
+    A gradient whose square does not fit into float32 (above 1.8e19) counts as an overflow, too: it would put an inf
+    into Adam's second moment.
 
     Raises:
         ValueError: if an argument is out of range, or CUDA is asked for and not there.
@@ -117,6 +133,7 @@ class LossScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         hysteresis_refill: Literal["step", "growth"] = "step",
         on_floor: Literal["raise", "warn", "ignore"] = "raise",
+        process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         rule = ScaleRule(
             growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, hysteresis_refill
@@ -129,6 +146,9 @@ class LossScaler(torch.amp.GradScaler):
         self._hysteresis = hysteresis
         self._hysteresis_refill = hysteresis_refill
         self._on_floor = on_floor
+        self._process_group = process_group
+        # torch keeps no constants when it is disabled.
+        self._disabled_rule = None if enabled else rule
         self._init_hysteresis_tracker = hysteresis
         self._init_floor_tracker = 0
         self._hysteresis_tracker: Tensor | None = None
@@ -147,7 +167,9 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def rule(self) -> ScaleRule:
-        """The constants of the update rule."""
+        """The constants of the update rule; those it was made with if it is disabled."""
+        if self._disabled_rule is not None:
+            return self._disabled_rule
         return ScaleRule(
             self._growth_factor,
             self._backoff_factor,
@@ -184,7 +206,8 @@ class LossScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
             if any(found_inf.item() for found_inf in state["found_inf_per_device"].values()):
                 return None
-        return super().step(optimizer, *args, **kwargs)
+        with one_mesh_per_group(optimizer) if self._enabled else nullcontext():
+            return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -196,27 +219,32 @@ class LossScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         found_inf.copy_(~torch.isfinite(scale.reciprocal()))
         if shards:
-            # torch passes 1 and allow_fp16 for fused optimizers, which multiply the scale in themselves.
-            found = gradients.any_nonfinite(shards) if allow_fp16 else gradients.unscale_(shards, inv_scale)
+            norms = gradients.shard_norms(shards)
+            found = gradients.any_overflow(norms * scale.reciprocal().to(norms))
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device, non_blocking=True)))
-        gradients.sum_over_ranks_(found_inf)
+            if not allow_fp16:  # torch passes it for fused optimizers, which multiply the scale in themselves
+                gradients.multiply_(shards, inv_scale)
+        gradients.sum_over_ranks_(found_inf, self._process_group)
         return {found_inf.device: found_inf.clamp_(max=1.0)}
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale by its rule; call it once per step, after all optimizers.
 
         Args:
-            new_scale: sets the scale instead; it is held within the bounds.
+            new_scale: sets the scale instead; it is held within the bounds. A tensor is read on the host.
 
         Raises:
+            ValueError: if ``new_scale`` is not a number.
             LossScaleFloorError: see ``on_floor``.
         """
         if not self._enabled:
             return
         if new_scale is not None:
+            if math.isnan(new_scale):
+                raise ValueError("LossScaler.update(new_scale=nan): a loss scale must be a number, 2^-126 to 2^126.")
             super().update(new_scale)
             assert self._scale is not None
-            self._scale.clamp_(self._min_scale, self._max_scale)
+            self._scale.clamp_(self._min_scale, min(self._max_scale, _LARGEST_SCALE))
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         assert self._hysteresis_tracker is not None
@@ -280,8 +308,13 @@ class LossScaler(torch.amp.GradScaler):
         self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
         self._hysteresis_refill = state_dict.get("hysteresis_refill", self._hysteresis_refill)
         self._on_floor = state_dict.get("on_floor", self._on_floor)
+        if math.isnan(state_dict["scale"]):
+            raise ValueError(
+                "The checkpoint's loss scale is nan: its weights and moments may hold nan, too. Load an earlier"
+                " checkpoint, or take the scaler's state out of this one."
+            )
         # The scale is a float32 number and the bounds need not be.
-        low, high = torch.tensor([self._min_scale, self._max_scale], dtype=torch.float32).tolist()
+        low, high = torch.tensor([self._min_scale, min(self._max_scale, _LARGEST_SCALE)], dtype=torch.float32).tolist()
         scale = min(max(state_dict["scale"], low), high)
         if scale != state_dict["scale"]:
             rank_zero_warn(

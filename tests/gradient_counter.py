@@ -1,6 +1,7 @@
 """Counts, at torch's dispatcher, what happens to gradients between backward and the optimizer's own kernel."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +32,13 @@ class Row:
     kernels: dict[str, int] = field(default_factory=dict)
 
 
-class _Mode(TorchDispatchMode):
-    def __init__(self, module: torch.nn.Module) -> None:
+class GradientBytes(TorchDispatchMode):
+    """Adds up the bytes of gradients that kernels read and write while it is entered, but those of the optimizer."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__()
-        self.parameters = list(module.parameters())
-        self.between = False
+        self.parameters = list(parameters)
+        self.between = True
         self.in_optimizer = False
         self.reset()
 
@@ -82,7 +85,8 @@ class CountGradientTraffic(Callback):
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.mode = _Mode(module)
+        self.mode = GradientBytes(module.parameters())
+        self.mode.between = False
         self.rows: list[Row] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -104,7 +104,7 @@ def whole(tensor):
 def global_norm(parameters, world_size):
     gradients.reduce_partial_gradients_(parameters)
     shards = [gradients.local_shard(p.grad) for p in parameters]
-    copies = [gradients.replicas(p.grad, world_size=world_size, plain_replicas=world_size) for p in parameters]
+    copies = [gradients.replicas(p.grad, holders=world_size, plain_replicas=world_size) for p in parameters]
     squares = gradients.square_sum(gradients.shard_norms(shards), copies)
     return gradients.sum_over_ranks_(squares).sqrt()
 
@@ -159,7 +159,7 @@ def test_replicas_say_how_often_each_shard_exists(layout):
         return [
             (
                 gradients.local_shard(p.grad).flatten().tolist(),
-                gradients.replicas(p.grad, world_size=layout[0], plain_replicas=layout[0]),
+                gradients.replicas(p.grad, holders=layout[0], plain_replicas=layout[0]),
             )
             for p in parameters
         ]
@@ -264,10 +264,10 @@ def test_a_rank_without_gradients_takes_part_in_the_decision():
     assert run_ranks(run, 2) == [[SCALE / 2, SCALE / 2]] * 2
 
 
-def fused_step(scaler, layout, known_meshes, grads):
+def fused_step(scaler, layout, known_meshes, grads, kernel="fused"):
     weights, _ = whole_tensors()
     parameters = make_parameters(layout, known_meshes, weights)
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, **{kernel: True})
     scaler.scale(torch.ones(()))
     set_gradients(parameters, layout, known_meshes, [g * SCALE for g in grads])
     scaler.step(optimizer)
@@ -275,9 +275,10 @@ def fused_step(scaler, layout, known_meshes, grads):
     return scaler.get_scale(), [whole(p) for p in parameters]
 
 
-@pytest.mark.parametrize("name", ["plain tensors", "all sharded", "replicated first, sharded later"])
-def test_ranks_agree_with_a_fused_optimizer(name):
-    """D04."""
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_agree_with_kernels_over_whole_lists(name, kernel):
+    """D04, D21: torch's kernels refuse plain tensors beside DTensors, and DTensors of two meshes."""
     layout = LAYOUTS[name]
     weights, grads = whole_tensors()
     planted = [g.clone() for g in grads]
@@ -288,8 +289,8 @@ def test_ranks_agree_with_a_fused_optimizer(name):
     torch.optim.AdamW(reference, lr=LEARNING_RATE, fused=True).step()
 
     def run(rank, known_meshes):
-        skipped = fused_step(LossScaler("cpu", init_scale=SCALE), layout, known_meshes, planted)
-        stepped = fused_step(LossScaler("cpu", init_scale=SCALE), layout, known_meshes, grads)
+        skipped = fused_step(LossScaler("cpu", init_scale=SCALE), layout, known_meshes, planted, kernel)
+        stepped = fused_step(LossScaler("cpu", init_scale=SCALE), layout, known_meshes, grads, kernel)
         return skipped, stepped
 
     for (skipped_scale, kept), (scale, after) in on_ranks(layout, run):
@@ -360,6 +361,20 @@ def test_torchs_scalers_refuse_plain_tensors_beside_dtensors(make_scaler):
     def run(rank, known_meshes):
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             train_one_step(layout, known_meshes, make_scaler("cpu", init_scale=SCALE), grads, unscale_first=False)
+
+    on_ranks(layout, run)
+
+
+def test_torchs_fused_kernel_refuses_plain_tensors_beside_dtensors():
+    """D21: what ``one_mesh_per_group`` is for."""
+    layout = LAYOUTS["plain and DTensors"]
+    _, grads = whole_tensors()
+
+    def run(rank, known_meshes):
+        parameters = make_parameters(layout, known_meshes, whole_tensors()[0])
+        set_gradients(parameters, layout, known_meshes, grads)
+        with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+            torch.optim.AdamW(parameters, fused=True).step()
 
     on_ranks(layout, run)
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_mp
+from lightning_mp.loss_scale_rule import ScaleRule
 from lightning_mp.loss_scaler import FLOOR_PATIENCE_STEPS, LossScaleFloorError, LossScaler
 
 OPEN = {"min_scale": 0.0, "max_scale": math.inf}
@@ -548,7 +549,7 @@ def test_every_field_survives_and_the_copy_goes_on_alike(way, arguments, before,
 
 
 def test_the_state_names_every_argument():
-    arguments = set(inspect.signature(LossScaler).parameters) - {"device", "init_scale", "enabled"}
+    arguments = set(inspect.signature(LossScaler).parameters) - {"device", "init_scale", "enabled", "process_group"}
     trackers = {"scale", "_growth_tracker", "_hysteresis_tracker", "_floor_tracker"}
     assert set(LossScaler("cpu").state_dict()) == arguments | trackers
 
@@ -628,8 +629,14 @@ REFUSED = [
     (
         {"init_scale": 2.0**25},
         "init_scale=33554432.0) is not valid: init_scale must be positive and from"
-        " min_scale=5.960464477539063e-08 to 16777216.0.",
+        " min_scale=5.960464477539063e-08 to 16777216.0, and from 2^-126 to 2^126: it is a float32 number, and its"
+        " inverse is one, too.",
     ),
+    ({"init_scale": 2.0**-127, "min_scale": 0.0}, "init_scale=5.877471754111438e-39) is not valid: init_scale must be"),
+    ({"init_scale": 1e-45, "min_scale": 0.0}, "init_scale=1e-45) is not valid: init_scale must be"),
+    ({"init_scale": 2.0**127, "max_scale": INF}, "init_scale=1.7014118346046923e+38) is not valid: init_scale must be"),
+    ({"init_scale": 1e39, "max_scale": INF}, "init_scale=1e+39) is not valid: init_scale must be"),
+    ({"growth_factor": INF}, "growth_factor=inf) is not valid: growth_factor must be"),
     ({"init_scale": 0.0, "min_scale": 0.0}, "init_scale=0.0) is not valid: init_scale must be positive"),
     ({"init_scale": -1.0}, "init_scale=-1.0) is not valid"),
     ({"init_scale": NAN}, "init_scale=nan) is not valid"),
@@ -662,6 +669,8 @@ def test_an_argument_out_of_range_is_refused_with_what_is_allowed(arguments, tex
         {"min_scale": 2.0**16, "max_scale": 2.0**16},
         {"init_scale": 2.0**24},
         {"init_scale": 2.0**-24},
+        {"init_scale": 2.0**-126, "min_scale": 0.0},
+        {"init_scale": 2.0**126, "max_scale": INF},
         {"max_scale": INF},
         {"hysteresis": 1},
         {"hysteresis_refill": "step"},
@@ -676,6 +685,28 @@ def test_whatever_a_refusal_allows_works(arguments):
     scaler = LossScaler("cpu", **arguments)
     assert set(arguments.items()) - {("init_scale", scaler.get_scale())} <= set(scaler.state_dict().items())
     take_steps(scaler, [False, True, False])
+
+
+def test_a_scale_that_is_no_number_is_refused_where_it_is_set_and_where_it_is_loaded():
+    scaler = LossScaler("cpu", max_scale=INF)
+    scaler.scale(torch.ones(()))
+    for nan in (NAN, torch.tensor(NAN)):
+        with pytest.raises(ValueError, match=r"^LossScaler\.update\(new_scale=nan\): a loss scale must be"):
+            scaler.update(nan)
+    with pytest.raises(ValueError, match="^The checkpoint's loss scale is nan: .* Load an earlier checkpoint"):
+        scaler.load_state_dict(scaler.state_dict() | {"scale": NAN})
+    assert scaler.get_scale() == 2.0**16
+    scaler.update(INF)
+    assert scaler.get_scale() == 2.0**126
+    with pytest.warns(UserWarning, match="loss scale inf is outside"):
+        scaler.load_state_dict(scaler.state_dict() | {"scale": INF})
+    assert scaler.get_scale() == 2.0**126
+
+
+def test_disabled_its_rule_says_what_it_was_made_with():
+    arguments = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7, "min_scale": 2.0, "hysteresis": 4}
+    assert LossScaler("cpu", **arguments, enabled=False).rule == LossScaler("cpu", **arguments).rule
+    assert LossScaler(enabled=False).rule == ScaleRule()
 
 
 def test_cuda_that_is_not_there_is_refused_and_both_remedies_work(monkeypatch):

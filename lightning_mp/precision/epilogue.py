@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import gradients
 from lightning_mp.fused_optimizers import applies_grad_scale
 from lightning_mp.host_copy import HostCopy
+from lightning_mp.stepping_ranks import SteppingRanks
 
 __all__ = ["Epilogue"]
 
@@ -41,7 +41,7 @@ class Epilogue:
         norms       = |g_p| of every local shard                      one pass over the gradients
         sum, totals = sum over ranks of (sum_p norm_p^2 / copies_p, window totals)
         factor      = normalisation(totals) / scale
-        found_inf   = sum or 1/scale is not finite
+        found_inf   = sum or 1/scale is not finite, or sum * factor^2 does not fit into fp32
         coefficient = min(1, max_norm / (sqrt(sum) * factor + 1e-6))
         fused:   optimizer.grad_scale = 1 / (factor * coefficient); the kernel divides, and skips on found_inf
         else:    g *= factor * coefficient                             two passes
@@ -49,17 +49,17 @@ class Epilogue:
     Args:
         optimizer: its gradients are worked on.
         scale: the loss scale, a scalar tensor; None without a scaler.
-        plain_replicas: ranks that hold the same plain gradient, see :func:`lightning_mp.gradients.replicas`.
+        ranks: who steps together, and who holds the same gradients.
         device: where scalars live if the optimizer has no gradient at all.
     """
 
     def __init__(
-        self, optimizer: Optimizer, scale: Tensor | None, *, plain_replicas: int, device: torch.device
+        self, optimizer: Optimizer, scale: Tensor | None, *, ranks: SteppingRanks, device: torch.device
     ) -> None:
         self.optimizer = optimizer
         self.parameters = gradients.parameters_with_gradient(optimizer)
         gradients.reduce_partial_gradients_(self.parameters)
-        self._plain_replicas = plain_replicas
+        self._ranks = ranks
         self._device = self.parameters[0].device if self.parameters else device
         # A copy: the scaler updates its own in place before the outcome is read.
         self.scale = scale.to(self._device, copy=True, non_blocking=True) if scale is not None else None
@@ -86,7 +86,7 @@ class Epilogue:
         vector = self._local_square_sum().reshape(1)
         if totals is not None:
             vector = torch.cat([vector, totals.to(device=vector.device, dtype=vector.dtype)])
-        gradients.sum_over_ranks_(vector)
+        self._ranks.sum_(vector)
         self.grad_norm = vector[0].sqrt()
         self.found_inf = (~torch.isfinite(self.grad_norm)).float()
         return vector[1:] if totals is not None else None
@@ -99,12 +99,7 @@ class Epilogue:
         return gradients.square_sum(self.norms, self._copies())
 
     def _copies(self) -> Sequence[int]:
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        return [
-            gradients.replicas(p.grad, world_size=world_size, plain_replicas=self._plain_replicas)
-            for p in self.parameters
-            if p.grad is not None
-        ]
+        return [self._ranks.copies(p.grad) for p in self.parameters if p.grad is not None]
 
     def plan_factor(self, normalisation: Tensor | None) -> None:
         """Sets the factor from raw to true gradients: normalisation over loss scale."""
@@ -116,6 +111,9 @@ class Epilogue:
         self._plan.factor = factor
         if factor is not None:
             self.grad_norm = self.grad_norm * factor.to(self.grad_norm)
+            if self.scale is not None:
+                # A scale below 1 makes gradients larger.
+                self.found_inf = torch.maximum(self.found_inf, gradients.any_overflow(self.grad_norm.float()))
 
     def make_true(self) -> None:
         """Turns raw gradients into true ones in place, for those who look at them (two passes)."""
@@ -132,7 +130,7 @@ class Epilogue:
         """
         norm = self.grad_norm
         if fresh:
-            norm = gradients.sum_over_ranks_(self._local_square_sum()).sqrt()
+            norm = self._ranks.sum_(self._local_square_sum()).sqrt()
             self.found_inf = torch.maximum(self.found_inf, (~torch.isfinite(norm)).float())
         self._plan.coefficient = gradients.clip_coefficient(norm, max_norm)
 

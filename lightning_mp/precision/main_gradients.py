@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_mp import seams
 from lightning_mp.gradients import local_shard
 from lightning_mp.precision.epilogue import Epilogue
+from lightning_mp.stepping_ranks import SteppingRanks
 
 __all__ = ["MainGradientEpilogue", "MainGradients", "as_float32"]
 
@@ -78,7 +79,7 @@ class MainGradientEpilogue(Epilogue):
         optimizer: see :class:`~lightning_mp.precision.epilogue.Epilogue`.
         scale: see there.
         main_gradients: makes the copies.
-        plain_replicas: see there.
+        ranks: see there.
         device: see there.
     """
 
@@ -88,10 +89,10 @@ class MainGradientEpilogue(Epilogue):
         scale: Tensor | None,
         main_gradients: MainGradients,
         *,
-        plain_replicas: int,
+        ranks: SteppingRanks,
         device: torch.device,
     ) -> None:
-        super().__init__(optimizer, scale, plain_replicas=plain_replicas, device=device)
+        super().__init__(optimizer, scale, ranks=ranks, device=device)
         self._main_gradients = main_gradients
 
     def make_true(self) -> None:
