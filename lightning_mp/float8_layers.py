@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_mp.policy_rules import named_modules
+from lightning_mp.policy import ResolvedPolicy
+from lightning_mp.policy_rules import LOW, named_modules
 
 __all__ = [
     "DIMENSION_MULTIPLE",
@@ -39,7 +40,11 @@ class Float8Layer:
 
 
 def choose_float8_layers(
-    model: nn.Module, skip: Sequence[Float8Skip] = (), *, skip_first_and_last: bool = True
+    model: nn.Module,
+    skip: Sequence[Float8Skip] = (),
+    *,
+    skip_first_and_last: bool = True,
+    policy: ResolvedPolicy | None = None,
 ) -> list[Float8Layer]:
     """Decides about every ``nn.Linear`` of a model, in the order in which they are registered.
 
@@ -48,6 +53,7 @@ def choose_float8_layers(
     .. code-block:: text
 
         skip names it, or a module around it
+        a policy asks for another dtype than "low" in it, or in the operation linear
         its class is a subclass of nn.Linear, which may compute something else, or its forward was replaced
         in_features or out_features is no multiple of 16
         its weight also belongs to a module that is no Linear, such as an embedding
@@ -61,6 +67,7 @@ def choose_float8_layers(
         skip: Names or globs, which match a layer or any module around it (``"head"``, ``"blocks.0"``,
             ``"*.attention"``), and classes.
         skip_first_and_last: Whether the last rule holds.
+        policy: Resolved for the model.
 
     Returns:
         Every Linear once, also if it is registered under several names.
@@ -79,12 +86,14 @@ def choose_float8_layers(
         4 out_features is 10, no multiple of 16
     """
     names = _names_of_linears(model)
+    kept_by = _rules_by_name(policy) if policy is not None else {}
     named_by = _entries_by_linear(model, names, [skip] if isinstance(skip, str | type) else list(skip))
     owners = _owners_besides_linears(model)
     ends = {"first": next(iter(names), None), "last": next(reversed(names), None)}
     layers = []
     for linear, own_names in names.items():
-        reason = f"skip={named_by[linear]}" if linear in named_by else _unsuited(linear, owners)
+        reason = f"skip={named_by[linear]}" if linear in named_by else kept_by.get(own_names[0])
+        reason = reason or _unsuited(linear, owners)
         if reason is None and skip_first_and_last:
             reason = next((f"it is the {end} Linear" for end, module in ends.items() if module is linear), None)
         layers.append(Float8Layer(own_names[0], linear, reason))
@@ -138,6 +147,15 @@ def _entries_by_linear(
         for linear in hits:
             found.setdefault(linear, written)
     return found
+
+
+def _rules_by_name(policy: ResolvedPolicy) -> dict[str, str]:
+    """Of each module whose weights a policy keeps from "low": the rule, in words."""
+    return {
+        module.name: f"rule {number + 1} of the policy, {policy.rules[number]}"
+        for module in policy.modules
+        if (number := policy.deciding_rule(module)) is not None and policy.rules[number].dtype != LOW
+    }
 
 
 def _is_inside(name: str, root: str) -> bool:

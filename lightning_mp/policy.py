@@ -166,12 +166,15 @@ class ResolvedPolicy:
 
         What no rule is about counts as :data:`~lightning_mp.policy_rules.LOW`.
         """
-        if module.dtype == torch.float32:
-            return torch.float32
-        by_operation = self.operation_dtype(module.operation) if module.operation is not None else None
-        if by_operation not in (None, LOW):
-            return by_operation
-        return module.dtype or LOW
+        number = self.deciding_rule(module)
+        return self.rules[number].dtype if number is not None else LOW
+
+    def deciding_rule(self, module: PolicyModule) -> int | None:
+        """Number, from 0, of the rule that :meth:`compute_dtype` follows; None if no rule is about the module."""
+        if module.dtype == torch.float32 or module.operation is None:
+            return module.rule
+        number = self.operations.get(module.operation)
+        return module.rule if number is None or self.rules[number].dtype == LOW else number
 
     def fp32_modules(self) -> tuple[str, ...]:
         """Names of the modules whose own parameters stay in fp32 when a model's weights are cast to 16 bit.
@@ -182,6 +185,10 @@ class ResolvedPolicy:
             ('1', '2')
         """
         return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) == torch.float32)
+
+    def modules_not_used_in(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """Names of the modules whose own weights are used in another dtype, where :data:`LOW` is this 16-bit dtype."""
+        return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) not in (LOW, dtype))
 
     def modules_kept_from_low(self) -> tuple[str, ...]:
         """Names of the modules whose own weights are used in an explicit dtype: no fp8, no other 16 bit for them."""

@@ -4,7 +4,7 @@
 through such a call without a graph break, and a deep copy of the module gets a bound method of its own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mp import seams
 from lightning_mp.policy_rules import LOW, Dtype, named_modules
 
 if TYPE_CHECKING:
     from lightning_mp.policy import ResolvedPolicy
 
-__all__ = ["ForwardRules", "PolicyScope", "cast_tensors", "run_covered", "unwrap_forward"]
+__all__ = ["ForwardRules", "PolicyScope", "cast_tensors", "run_covered", "run_opaque", "unwrap_forward"]
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,6 +81,14 @@ def run_covered(forward: Callable[..., Any], scope: PolicyScope, dtype: Dtype, *
         return forward(*args, **kwargs)
 
 
+def run_opaque(forward: Callable[..., Any], scope: PolicyScope, *args: Any, **kwargs: Any) -> Any:
+    """Runs a module's forward as one operation: no rule reaches what it calls."""
+    if scope.low is None:
+        return forward(*args, **kwargs)
+    with seams.without_function_modes():
+        return forward(*args, **kwargs)
+
+
 class ForwardRules:
     """The covered modules of one model, with their forwards wrapped until :meth:`detach`.
 
@@ -89,10 +98,15 @@ class ForwardRules:
         model: the model; its parameters, buffers and state dict stay untouched.
         policy: what was resolved for it.
         scope: says when the rules hold.
+        opaque: modules that are one operation each.
     """
 
-    def __init__(self, model: nn.Module, policy: "ResolvedPolicy", scope: PolicyScope) -> None:
+    def __init__(
+        self, model: nn.Module, policy: "ResolvedPolicy", scope: PolicyScope, opaque: Iterable[nn.Module] = ()
+    ) -> None:
         self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
+        for module in opaque:
+            self._wrap(module, partial(run_opaque, module.forward, scope))
         dtypes = {module.name: module.dtype for module in policy.modules}
         if not set(dtypes.values()) - {LOW, None}:
             return
@@ -102,13 +116,15 @@ class ForwardRules:
             if dtype is None or id(module) in seen:
                 continue
             seen.add(id(module))
-            wrapper = partial(run_covered, module.forward, scope, dtype)
-            module.forward = wrapper
-            self._wrapped.append((module, wrapper))
+            self._wrap(module, partial(run_covered, module.forward, scope, dtype))
+
+    def _wrap(self, module: nn.Module, wrapper: "partial[Any]") -> None:
+        module.forward = wrapper
+        self._wrapped.append((module, wrapper))
 
     def detach(self) -> None:
         """Gives every module its own forward back, unless somebody else has wrapped ours meanwhile."""
-        for module, wrapper in self._wrapped:
+        for module, wrapper in reversed(self._wrapped):
             unwrap_forward(module, wrapper)
         self._wrapped.clear()
 

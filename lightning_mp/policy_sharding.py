@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_mp import seams
 from lightning_mp.policy import PolicyModule, ResolvedPolicy
-from lightning_mp.policy_rules import LOW, Dtype
+from lightning_mp.policy_rules import LOW, Dtype, named_modules
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["ShardingUnit", "sharding_units"]
+__all__ = ["ShardingUnit", "gathered_otherwise", "sharding_units"]
 
 
 class ShardingUnit(NamedTuple):
@@ -64,6 +67,33 @@ def sharding_units(policy: ResolvedPolicy, units: Sequence[str], low: torch.dtyp
     found = []
     for unit in sorted(units, key=lambda name: -_depth(name)):
         found += _split(policy, unit, members[unit], low)
+    return found
+
+
+def gathered_otherwise(
+    policy: ResolvedPolicy, model: nn.Module, low: torch.dtype
+) -> list[tuple[str, torch.dtype, torch.dtype]]:
+    """The modules of a sharded model whose weights FSDP2 would round before they are used.
+
+    Args:
+        policy: resolved for the model.
+        model: with or without units of FSDP2.
+        low: the 16-bit dtype.
+
+    Returns:
+        Of each such module the name, the dtype that the policy wants, and the dtype that its unit gathers in.
+    """
+    modules = dict(named_modules(model))
+    gathered = {
+        name: seams.sharding_param_dtype(module) for name, module in modules.items() if isinstance(module, FSDPModule)
+    }
+    found = []
+    for module in policy.modules:
+        unit = _innermost(module.name, list(gathered))
+        dtype = gathered[unit] if unit is not None and module.has_parameters else None
+        wanted = _concrete(policy.compute_dtype(module), low)
+        if dtype not in (None, torch.float32, wanted):
+            found.append((module.name, wanted, dtype))
     return found
 
 

@@ -4,7 +4,7 @@ Each entry of :data:`PRIVATE_NAMES` says which private name the pack relies on a
 upgrade takes one away.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
@@ -31,15 +33,23 @@ __all__ = [
     "callbacks_of",
     "clip_through_module",
     "has_found_inf",
+    "has_gradient_hooks",
+    "is_compiled",
+    "forward_position",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
     "grad_scaler_scale",
+    "holds_compiled_code",
+    "observe_dispatch",
     "profiler_of",
     "record_found_inf",
+    "running_backward",
     "scaled_clamp_",
     "set_callbacks",
+    "sharding_param_dtype",
     "version_of",
+    "without_function_modes",
 ]
 
 #: (owner, private name, why it is needed)
@@ -49,6 +59,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_foreach_norm", "the norm of all gradients in one kernel"),
     (torch, "_foreach_mul_", "all gradients multiplied in one kernel"),
     (torch, "_foreach_copy_", "all weights or gradients cast in one kernel"),
+    (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every chunk"),
+    (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
     (torch.Tensor, "_version", "tells that a weight was changed in place by somebody else"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
     (torch.amp.GradScaler, "_unscale_grads_", "both GradScaler paths, fused and not, check gradients here"),
@@ -56,6 +68,14 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "where the scale tensor is made"),
     (torch.amp.GradScaler, "_get_scale_async", "the scale without waiting for the device"),
     (functorch_config, "backward_pass_autocast", "a compiled backward runs outside of autocast, as an eager one does"),
+    (torch.utils, "_python_dispatch", "every operation as it really runs, after autocast and in backward"),
+    (torch, "_C", "where the next name is kept"),
+    (torch._C, "_current_autograd_node", "tells whether an operation runs in backward, and for which part of forward"),
+    (torch.autograd, "_get_sequence_nr", "marks the parts of a forward, to recognise them in its backward"),
+    (torch.autograd.graph.Node, "_sequence_nr", "the same mark of a node of the graph"),
+    (torch._C, "DisableTorchFunction", "what a layer does inside is no business of rules about operations"),
+    (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
+    (torch.nn.Module, "_compiled_call_impl", "tells that a module was compiled in place"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
@@ -116,6 +136,71 @@ def backward_outside_autocast() -> AbstractContextManager[None]:
     return patched
 
 
+class _Observing(TorchDispatchMode):
+    """Runs every operation as it is and shows it; autograd and autocast are above it, compiled code stays compiled."""
+
+    def __init__(self, observer: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observer = observer
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Without this torch.compile gives up, for the rest of the run, on functions it first meets inside the mode.
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.observer(func, args, kwargs or {}, result)
+        return result
+
+
+def holds_compiled_code(module: torch.nn.Module) -> bool:
+    """Whether torch.compile was called on a module, or on a method or function that it holds."""
+    if module._compiled_call_impl is not None:
+        return True
+    own = [*vars(module).values(), *vars(type(module)).values()]
+    return any(
+        # how dynamo marks a function that it has wrapped; torch.compiler.disable does so, too
+        hasattr(value, "_torchdynamo_orig_callable") and not getattr(value, "_torchdynamo_disable", False)
+        for value in own
+        if callable(value) and not isinstance(value, torch.nn.Module)
+    )
+
+
+def observe_dispatch(
+    observer: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
+) -> AbstractContextManager[Any]:
+    """While this is entered, ``observer(operation, args, kwargs, result)`` is called after each operation of torch."""
+    return _Observing(observer)
+
+
+def forward_position() -> int:
+    """A number that grows with each node of the autograd graph that this thread makes."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def running_backward() -> tuple[str, int] | None:
+    """Name of the autograd node that runs in this thread, and its :func:`forward_position`; None outside backward."""
+    node = torch._C._current_autograd_node()
+    return (node.name(), node._sequence_nr()) if node is not None else None
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """While this is entered, no ``TorchFunctionMode`` sees calls of torch; torch.compile traces through it."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return disabled
+
+
+def sharding_param_dtype(unit: FSDPModule) -> torch.dtype | None:
+    """The dtype in which FSDP2 gathers the parameters of a unit; None for the dtype that they have."""
+    return unit._get_fsdp_state()._mp_policy.param_dtype
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether Python hooks run on the gradient of a parameter, or after it was accumulated."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
 def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
     """The scale as a device tensor; None before the first loss was scaled."""
     return scaler._get_scale_async()
@@ -164,4 +249,12 @@ def clip_through_module(plugin: Precision, model: "pl.LightningModule", optimize
     trainer = model.trainer
     plugin._clip_gradients(
         model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm
+    )
+
+
+def is_compiled(module: "pl.LightningModule") -> bool:
+    """Whether torch.compile was asked for the module or anything inside of it: whole, in place or as a wrapper."""
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
+        for name, inner in module.named_modules()
     )

@@ -1,12 +1,15 @@
 """Which weights of a module are held in 16 bit, and the cast in place."""
 
 import warnings
+from collections.abc import Collection, Iterable
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-__all__ = ["cast_weights_", "keeps_float32"]
+__all__ = ["cast_weights_", "keeps_float32", "unit_of_two_dtypes"]
 
 # Their kernels want weights in the dtype of the running statistics, and those are fp32 (torch 2.13, CPU and CUDA).
 _WITH_STATISTICS = (
@@ -27,7 +30,9 @@ def keeps_float32(module: nn.Module) -> bool:
     return isinstance(module, _WITH_STATISTICS)
 
 
-def cast_weights_(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+def cast_weights_(
+    module: nn.Module, dtype: torch.dtype, in_float32: Collection[nn.Module] = ()
+) -> dict[nn.Parameter, Tensor]:
     """Casts a module's weights in place; parameters stay the same objects.
 
     Cast are fp32, fp16 and bf16 parameters. Buffers, the weights of norms with running statistics
@@ -36,6 +41,7 @@ def cast_weights_(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, T
     Args:
         module: also gets ``dtype`` as its ``module.dtype`` if it is a Lightning module.
         dtype: fp16 or bf16.
+        in_float32: modules in it whose own weights are held in fp32. A weight that they share with others is, too.
 
     Returns:
         What each parameter that was cast held before. It shares the memory, so nothing was copied.
@@ -51,7 +57,8 @@ def cast_weights_(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, T
     buffers = [
         (owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)
     ]
-    kept = {p for owner in module.modules() if keeps_float32(owner) for p in owner.parameters(recurse=False)}
+    widened = _own_parameters(in_float32)
+    kept = widened | _own_parameters(owner for owner in module.modules() if keeps_float32(owner))
     other = {name: p.dtype for name, p in module.named_parameters() if p.dtype not in _CAST_DTYPES}
     if other:
         rank_zero_warn(f"Only fp32 weights are held in {dtype}. These stay as they are, without masters: {other}.")
@@ -60,8 +67,48 @@ def cast_weights_(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, T
         # `to` and not `parameter.data =`: modules with an `_apply` of their own (RNNs, FSDP2) follow it.
         module.to(dtype)
     for parameter, data in held.items():
-        if parameter in kept or data.dtype not in _CAST_DTYPES:
-            parameter.data = data
+        if data.dtype not in _CAST_DTYPES:
+            _put_back(parameter, data)
+        elif parameter in kept:
+            _put_back(parameter, data.float() if parameter in widened else data)
     for owner, name, buffer in buffers:
         setattr(owner, name, buffer)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule) and not kept.isdisjoint(unit.parameters()):
+            unit.to(next(unit.parameters()).device)  # changes nothing, but lets FSDP2 find what was put back
     return {p: data for p, data in held.items() if p not in kept and data.dtype in _CAST_DTYPES}
+
+
+def unit_of_two_dtypes(module: nn.Module, in_float32: Collection[nn.Module]) -> tuple[str, list[str], list[str]] | None:
+    """The first FSDP2 unit whose trainable weights would not all have one dtype, which FSDP2 does not take.
+
+    Args:
+        module: the model.
+        in_float32: as for :func:`cast_weights_`.
+
+    Returns:
+        The unit's name, its weights in fp32 and its weights in 16 bit; None if there is no such unit.
+    """
+    kept = _own_parameters(in_float32)
+    owners: dict[nn.Parameter, str] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            owners |= dict.fromkeys(module.get_submodule(name).parameters(), name)
+    for unit in dict.fromkeys(owners.values()):
+        names = {p: name for name, p in module.named_parameters() if owners.get(p) == unit and p.requires_grad}
+        wide = [name for p, name in names.items() if p in kept]
+        narrow = [name for p, name in names.items() if p not in kept]
+        if wide and narrow:
+            return unit, wide, narrow
+    return None
+
+
+def _own_parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def _put_back(parameter: nn.Parameter, data: Tensor) -> None:
+    if isinstance(data, DTensor):
+        torch.utils.swap_tensors(parameter, nn.Parameter(data, parameter.requires_grad))
+    else:
+        parameter.data = data

@@ -1,5 +1,6 @@
 """What master weights are compared with: loops that keep fp32 copies by hand, and the optimizers they are tried on."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ import lightning.pytorch as pl
 import torch
 from small_models import Regression
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_mp import LossScaler, MasterWeightsPrecision
 from lightning_mp.remainder import split
@@ -106,3 +109,24 @@ def masters_of(trainer: pl.Trainer) -> list[Tensor]:
     """The masters as a checkpoint would hold them, in the order of the optimizer's parameters."""
     state = trainer.optimizers[0].state_dict()["state"]
     return [state[index]["master_param"].clone() for index in sorted(state)]
+
+
+class CountCasts(TorchDispatchMode):
+    """How often a 16-bit weight is written, and how often any copy of a weight is made elsewhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self.written: Counter[int] = Counter()
+        self.copied: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_foreach_copy_"):
+            for target in tree_leaves(args[0]):
+                self.written[target.untyped_storage().data_ptr()] += 1
+        elif name in ("aten::_to_copy", "aten::clone"):
+            for source in tree_leaves(args):
+                if isinstance(source, Tensor) and source.untyped_storage().data_ptr() in self.weights:
+                    self.copied[name] += 1
+        return func(*args, **(kwargs or {}))

@@ -103,3 +103,12 @@ def step_under(policy: AppliedPolicy, model: nn.Module, x: Tensor) -> tuple[Tens
     with policy.in_force(LOW):
         loss.backward()
     return out.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def nothing_is_left(module: nn.Module) -> bool:
+    """No wrapped forward, no autocast, no mode."""
+    return (
+        not any("forward" in vars(part) for part in module.modules())
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.overrides._get_current_function_mode_stack()
+    )

@@ -229,6 +229,22 @@ def test_no_loss_at_all_is_not_a_step_of_the_scaler() -> None:
     assert ours.scaler.get_scale() == 2.0**10
 
 
+@ignore_none_warning
+@pytest.mark.parametrize("optimizer", [sgd, adamw, fused_adamw])
+def test_the_step_after_a_batch_without_a_loss_is_made(optimizer: Any) -> None:
+    """D15: ``FSDPPrecision`` raises there, "unscale_() has already been called". The same plugin serves FSDP here."""
+
+    class SometimesNone(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    batches = regression_batches(7)
+    module, without = SometimesNone(optimizer), Regression(optimizer)
+    quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(batches))
+    quiet_trainer(plugins=[plugin("16-mixed")]).fit(without, loader(batches[::2]))
+    assert all(torch.equal(a, b) for a, b in zip(weights(module), weights(without), strict=True))
+
+
 def test_a_module_that_calls_the_closure_itself_trains() -> None:
     """D48: with the stock plugin it never trains in fp16."""
 

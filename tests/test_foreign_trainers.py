@@ -21,9 +21,12 @@ from lightning_mp import (
     AccumulationScheduler,
     AutocastPrecision,
     ChinchillaBudget,
+    Float8Precision,
     LossScaler,
+    MasterWeightsPrecision,
     OverflowMonitor,
     OverflowPostMortem,
+    TF32Precision,
 )
 
 ADVICE = r"use `import lightning\.pytorch as pl`, not `import pytorch_lightning as pl`"
@@ -85,6 +88,22 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_a_callback_needs(
 
 
 # -- Fabric ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [AutocastPrecision("bf16-mixed"), MasterWeightsPrecision("bf16-true"), Float8Precision(), TF32Precision()],
+    ids=lambda plugin: type(plugin).__name__,
+)
+def test_fabrics_autocast_before_set_up_is_refused(plugin: Any) -> None:
+    """Without a Trainer the plugin knows neither device nor model, and would cast nothing, or for another device."""
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    message = (
+        rf"^{type(plugin).__name__} is a plugin for lightning\.pytorch\.Trainer and is asked for its context outside of"
+        r" a Trainer's run, as under Fabric\. With Fabric use Fabric\(precision=\.\.\.\)"
+    )
+    with pytest.raises(MisconfigurationException, match=message), fabric.autocast():
+        raise AssertionError("entered")
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])

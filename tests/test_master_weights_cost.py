@@ -2,7 +2,6 @@
 
 import gc
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision
+from master_loops import CountCasts
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,30 +98,11 @@ def test_bytes_per_parameter_are_those_of_the_table(row: str) -> None:
         assert measure.in_step / SIDE**2 == documented()[row][-1] + during[row]
 
 
-class CountCasts(TorchDispatchMode):
-    """How often a 16-bit weight is written, and how often any copy of a weight is made elsewhere."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self.written: Counter[int] = Counter()
-        self.copied: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name in ("aten::copy_", "aten::_foreach_copy_"):
-            for target in tree_leaves(args[0]):
-                self.written[target.untyped_storage().data_ptr()] += 1
-        elif name in ("aten::_to_copy", "aten::clone"):
-            for source in tree_leaves(args):
-                if isinstance(source, Tensor) and source.untyped_storage().data_ptr() in self.weights:
-                    self.copied[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("storage", ["fp32", "remainder"])
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw])
 def test_a_weight_is_cast_once_per_step_however_many_micro_batches(optimizer: Any, storage: str) -> None:
+    """D22: however often it is used; autocast casts at least once per forward."""
+
     class Watch(Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             self.mode = CountCasts(pl_module)

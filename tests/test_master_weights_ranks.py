@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_ranks
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from master_loops import DTYPES, KINDS, OPTIMIZERS, MastersByHand, master_weights, masters_of, scale_of
+from sharded_models import CpuFsdp
 from small_models import Regression, TokenModel, loader, quiet_trainer, regression_batches, token_batches
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -196,18 +197,6 @@ def test_sharded_runs_resume_exactly(
     run_ranks(lambda rank: train(rank, 1, save=True), 2)
     resumed = run_ranks(lambda rank: train(rank, 2, resume=True), 2)[0]
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
-
-
-class CpuFsdp(FSDPStrategy):
-    """FSDP1 for tests without a GPU: torch takes the CPU if it is named."""
-
-    def _setup_model(self, model: Any) -> Any:
-        return FullyShardedDataParallel(
-            module=model,
-            mixed_precision=self.mixed_precision_config,
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])

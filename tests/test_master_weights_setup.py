@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from lightning_mp import LossScaler, MasterWeightsPrecision
+from lightning_mp.precision.master_checks import check_strategy
 
 
 def test_every_stock_strategy_accepts_it() -> None:
@@ -81,10 +82,8 @@ def test_lbfgs_is_refused_at_set_up() -> None:
 
 def check(strategy: type[Any], module: nn.Module | None = None, **arguments: Any) -> None:
     """Calls the check that ``convert_module`` makes, with a strategy that cannot run here."""
-    from lightning_mp.precision.master_weights import _check_strategy
-
-    ours = MasterWeightsPrecision("bf16-true", **arguments)
-    _check_strategy(ours, object.__new__(strategy), module or nn.Linear(1, 1))
+    defaults: dict[str, Any] = {"storage": "fp32", "fp32_gradients": False}
+    check_strategy(object.__new__(strategy), module or nn.Linear(1, 1), **(defaults | arguments))
 
 
 def test_deepspeed_is_refused() -> None:

@@ -9,7 +9,7 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from policy_models import LOW, RULES, WIDTH, Classifier, Evaluated, batches, train
+from policy_models import LOW, RULES, WIDTH, Classifier, Evaluated, batches, nothing_is_left, train
 from small_models import loader, quiet_trainer, sgd, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -124,14 +124,6 @@ def test_attention_that_returns_weights_runs_in_fp32_on_the_cpu_and_says_so():
 
 
 # -- the ends of a run ---------------------------------------------------------------------------------------------
-
-
-def nothing_is_left(module: nn.Module) -> bool:
-    return (
-        not any("forward" in vars(part) for part in module.modules())
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.overrides._get_current_function_mode_stack()
-    )
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_before_optimizer_step", "forward", "backward"])

@@ -1,24 +1,19 @@
 """Mixed precision by autocast."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_mp import seams
 from lightning_mp.loss_scaler import LossScaler
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy_rules import named_modules
-from lightning_mp.policy_table import show
-from lightning_mp.precision.applied_policy import AppliedPolicy
+from lightning_mp.precision.applied_policy import fsdp_mixed_precision, read_policy
+from lightning_mp.precision.autocast_run import AutocastRun, warn_of_emulated_bf16, why_no_autocast
 from lightning_mp.precision.base import EpiloguePrecision
-from lightning_mp.precision.frozen_weights import FrozenWeights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -28,9 +23,6 @@ __all__ = ["AutocastPrecision"]
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 _EVAL_PRECISIONS = ("32-true", *_DTYPES)
-
-# Device types on which torch.autocast casts to fp16 (torch 2.13, torch/amp/autocast_mode.py).
-_FP16_DEVICE_TYPES = ("cuda", "cpu", "mps", "xpu")
 
 
 class AutocastPrecision(EpiloguePrecision):
@@ -91,12 +83,8 @@ class AutocastPrecision(EpiloguePrecision):
         if precision == "16-mixed" and scaler is None:
             scaler = LossScaler(device)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.policy = policy if isinstance(policy, PrecisionPolicy) or policy is None else PrecisionPolicy(policy)
-        _check_policy(self.policy, self.scaler)
+        self.policy = read_policy(policy, self.scaler, "AutocastPrecision('16-mixed')")
         self.eval_precision = _checked_eval_precision(eval_precision or precision)
-        self._applied: AppliedPolicy | None = None
-        self._frozen: FrozenWeights | None = None
-        self._shown_table = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,56 +109,24 @@ class AutocastPrecision(EpiloguePrecision):
         self._check_device(root)
         if self.eval_precision != self.precision:
             self._check_eval_precision(root)
-        self._take_over(module, root)
+        gathers = isinstance(self._trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+        self._start_run(AutocastRun(module, root, self.dtype, policy=self.policy, keep_frozen=not gathers))
         return module
-
-    def _take_over(self, module: nn.Module, device_type: str) -> None:
-        """Applies the policy and finds the weights that autocast would cast again and again."""
-        assert self._trainer is not None
-        kept: tuple[str, ...] = ()
-        if self.policy is not None:
-            self._applied = AppliedPolicy(self.policy, module, device_type)
-            kept = self._applied.resolved.modules_kept_from_low()
-            self._show_policy(str(self._applied.resolved))
-        if not isinstance(self._trainer.strategy, FSDPStrategy | ModelParallelStrategy):  # they cast what they gather
-            low = [low_module for name, low_module in named_modules(module) if name not in kept]
-            self._frozen = FrozenWeights(low, self.dtype, device_type)
-
-    def _show_policy(self, table: str) -> None:
-        """Prints what the policy resolved to, again only if it changes."""
-        if table != self._shown_table and self._applied is not None:
-            self._shown_table = table
-            rank_zero_only(show)(self._applied.resolved)
 
     def teardown(self) -> None:
         """Gives every module its own forward back; forgets the Trainer and its device."""
-        frozen, self._frozen = self._frozen, None
-        applied, self._applied = self._applied, None
-        if frozen is not None:
-            frozen.detach()
-        if applied is not None:
-            applied.detach()
         super().teardown()
         self.device = self._asked_device
 
     def _check_device(self, device_type: str, precision: str | None = None) -> None:
         precision = precision or self.precision
-        if not torch.amp.is_autocast_available(device_type) or (
-            precision == "16-mixed" and device_type not in _FP16_DEVICE_TYPES
-        ):
+        refusal = why_no_autocast(device_type, _DTYPES[precision])
+        if refusal is not None:
             raise MisconfigurationException(
-                f"AutocastPrecision({precision!r}) cannot run on {device_type!r}: torch has no {_DTYPES[precision]}"
-                f" autocast there. Use one of {_FP16_DEVICE_TYPES}, another precision, or none."
+                f"AutocastPrecision({precision!r}) cannot run on {device_type!r}: {refusal}"
             )
-        if (
-            precision == "bf16-mixed"
-            and device_type == "cuda"
-            and not torch.cuda.is_bf16_supported(including_emulation=False)
-        ):
-            rank_zero_warn(
-                f"{torch.cuda.get_device_name()} has no bf16 units: bf16 is emulated there and slow."
-                " Use AutocastPrecision('16-mixed')."
-            )
+        if precision == "bf16-mixed":
+            warn_of_emulated_bf16(device_type, "AutocastPrecision('16-mixed')")
 
     def _check_eval_precision(self, device_type: str) -> None:
         assert self._trainer is not None
@@ -187,53 +143,12 @@ class AutocastPrecision(EpiloguePrecision):
 
     def autocast_context_manager(self) -> torch.autocast:
         """Autocast with its weight cache on: a weight is cast once per forward, however often it is used."""
-        return self._autocast(self.dtype)
+        return torch.autocast(torch.device(self.device or "cpu").type, self.dtype, cache_enabled=True)
 
-    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]  # the parents disagree
-        """Autocast, with the policy in force; for training steps."""
-        return self._steps_in(self.precision, "train")
-
-    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
-        """The same in ``eval_precision``; for validation steps."""
-        return self._steps_in(self.eval_precision, "validate")
-
-    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """The same in ``eval_precision``; for test steps."""
-        return self._steps_in(self.eval_precision, "test")
-
-    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """The same in ``eval_precision``; for predict steps."""
-        return self._steps_in(self.eval_precision, "predict")
-
-    @contextmanager
-    def _steps_in(self, precision: str, loop: str) -> Iterator[None]:
-        dtype = _DTYPES.get(precision)
-        with ExitStack() as stack:
-            if dtype is not None:
-                if self._frozen is not None and dtype == self.dtype:
-                    self._frozen.refresh(loop)
-                stack.enter_context(seams.backward_outside_autocast())
-                stack.enter_context(self._autocast(dtype))
-            if self._applied is not None:
-                stack.enter_context(self._applied.in_force(dtype))
-            yield
-
-    def _autocast(self, dtype: torch.dtype, enabled: bool = True) -> torch.autocast:
-        return torch.autocast(torch.device(self.device or "cpu").type, dtype, enabled, cache_enabled=True)
-
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        """Runs the module's backward outside of autocast, with the policy in force.
-
-        Each operation's backward runs in the dtype of its forward, also in manual optimization, where all of the
-        training step is under autocast. The policy is for what activation checkpoints compute again.
-        """
-        with ExitStack() as stack:
-            stack.enter_context(self._autocast(self.dtype, enabled=False))
-            if self._applied is not None:
-                stack.enter_context(self._applied.in_force(self.dtype))
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+    def _steps_in(self, loop: str) -> AbstractContextManager[None]:
+        """Autocast, with the policy in force; outside of training in ``eval_precision``."""
+        assert self._run is not None
+        return self._run.forward(loop, _DTYPES.get(self.precision if loop == "train" else self.eval_precision))
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
@@ -243,12 +158,7 @@ class AutocastPrecision(EpiloguePrecision):
         which autocast casts at their use: twice the bytes to gather. Under rules about operations parameters come in 16
         bit, and fp32 operations cast them up.
         """
-        from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-
-        in_fp32 = self.policy is not None and self.policy.names_modules
-        return FSDPMixedPrecision(
-            param_dtype=None if in_fp32 else self.dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32
-        )
+        return fsdp_mixed_precision(self.dtype, self.policy)
 
 
 def _check_device_and_scaler(device: object, scaler: object) -> None:
@@ -267,15 +177,6 @@ def _check_device_and_scaler(device: object, scaler: object) -> None:
         raise ValueError(
             f"AutocastPrecision(device={device!r}): it must be a device type such as 'cuda' or 'cpu', or None for the"
             " Trainer's."
-        )
-
-
-def _check_policy(policy: PrecisionPolicy | None, scaler: object) -> None:
-    if policy is not None and scaler is None and torch.float16 in policy.dtypes:
-        rules = ", ".join(str(rule) for rule in policy.rules if rule.dtype == torch.float16)
-        raise MisconfigurationException(
-            f"The policy asks for fp16 ({rules}), and without a loss scale small gradients vanish there. Use"
-            " AutocastPrecision('16-mixed'), or 'bf16' in the rules."
         )
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,16 +16,26 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp import seams
-from lightning_mp.fused_optimizers import applies_grad_scale, momentum_is_missing
+from lightning_mp.fused_optimizers import (
+    applies_grad_scale,
+    momentum_is_missing,
+    one_mesh_per_group,
+    refuse_fused_without_dtensors,
+)
 from lightning_mp.loss_scaler import LossScaleFloorError
 from lightning_mp.outcome import StepDispatcher, StepReport
+from lightning_mp.policy_table import show
+from lightning_mp.precision.autocast_run import AutocastRun
 from lightning_mp.precision.epilogue import Epilogue
 from lightning_mp.precision.observers import someone_looks_at_gradients
+from lightning_mp.precision.ranks import stepping_ranks
+from lightning_mp.stepping_ranks import SteppingRanks
 from lightning_mp.windows import WindowKeeper
 
 __all__ = ["EpiloguePrecision"]
 
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
+_SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 
 
 class EpiloguePrecision(MixedPrecision, FSDPPrecision):
@@ -49,6 +57,10 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
     _gradients_are_true: bool = False
     _dispatcher: StepDispatcher | None = None
     _trainer: "pl.Trainer | None" = None
+    _run: AutocastRun | None = None
+    _shown_table: str = ""
+    _ranks: SteppingRanks | None = None
+    _skipped_steps: int = 0
 
     def __str__(self) -> str:
         return (
@@ -66,13 +78,16 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """
         trainer = _trainer_of(module)
         if trainer is None:
-            raise MisconfigurationException(
-                f"{type(self).__name__} is a plugin for lightning.pytorch.Trainer and got a module without one,"
-                " as under Fabric. With Fabric use Fabric(precision=...) and, for fp16,"
-                " MixedPrecision('16-mixed', device, scaler=lightning_mp.LossScaler()) from lightning.fabric.plugins."
-            )
+            raise self._no_trainer("got a module without one")
         self._trainer = trainer
         return module
+
+    def _no_trainer(self, what: str) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"{type(self).__name__} is a plugin for lightning.pytorch.Trainer and {what}, as under Fabric."
+            " With Fabric use Fabric(precision=...) and, for fp16, MixedPrecision('16-mixed', device,"
+            " scaler=lightning_mp.LossScaler()) from lightning.fabric.plugins."
+        )
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -82,6 +97,8 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         if self._trainer.state.fn == TrainerFn.FITTING:
             for optimizer in optimizers:
                 _refuse_lbfgs(self, optimizer)
+                refuse_fused_without_dtensors(optimizer)
+            self._ranks = None
             self._dispatcher = StepDispatcher(self._trainer, self._trainer.lightning_module).attach(optimizers)
         return model, optimizers, lr_schedulers
 
@@ -89,10 +106,27 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """Takes every wrapper away; Lightning calls this at the end and after exceptions."""
         dispatcher, self._dispatcher = self._dispatcher, None
         self._trainer = None
+        self._end_run()
+        self._ranks = None
         self._update_scale_of_last_batch()
         if dispatcher is not None:
             dispatcher.detach()
+            self._skipped_steps = dispatcher.skipped_steps
         super().teardown()
+
+    def _start_run(self, run: AutocastRun) -> None:
+        """Forwards run under this autocast from now on. Prints what the policy resolved to, if it has changed."""
+        self._end_run()
+        self._run = run
+        table = str(run.resolved) if run.resolved is not None else ""
+        if run.resolved is not None and table != self._shown_table:
+            self._shown_table = table
+            rank_zero_only(show)(run.resolved)
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.detach()
 
     # -- casts that FSDPPrecision makes and mixed precision does not ---------------------------------------------------
 
@@ -111,6 +145,44 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
     def module_init_context(self) -> AbstractContextManager[None]:
         """Modules are made in the default dtype."""
         return nullcontext()
+
+    # -- what steps run in ---------------------------------------------------------------------------------------------
+
+    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]  # the parents disagree
+        """What forwards run in; this one is for training steps.
+
+        Raises:
+            MisconfigurationException: outside of a Trainer's run, as by ``Fabric.autocast()``.
+        """
+        if self._trainer is None:
+            raise self._no_trainer("is asked for its context outside of a Trainer's run")
+        return self._steps_in("train")
+
+    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
+        """The same for validation steps."""
+        return self._steps_in("validate")
+
+    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """The same for test steps."""
+        return self._steps_in("test")
+
+    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """The same for predict steps."""
+        return self._steps_in("predict")
+
+    def _steps_in(self, loop: str) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def _outside_forward(self) -> AbstractContextManager[Any]:
+        """Leaves the forward's context: in manual optimization optimizers are stepped inside of it."""
+        return self._run.outside() if self._run is not None else nullcontext()
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Runs the module's backward outside of autocast, also in manual optimization, with the policy in force."""
+        with self._run.backward() if self._run is not None else nullcontext():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     # -- loss and step -------------------------------------------------------------------------------------------------
 
@@ -131,6 +203,11 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """
         _refuse_lbfgs(self, optimizer)
         closure_result = closure()
+        with self._outside_forward():
+            self._step_after_closure(optimizer, model, **kwargs)
+        return closure_result
+
+    def _step_after_closure(self, optimizer: Optimizer, model: "pl.LightningModule", **kwargs: Any) -> None:
         if self._dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
             self._dispatcher.settle()
@@ -148,7 +225,6 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
             )
             self._dispatcher.record(optimizer, report, settle_now=waited)
         self._update_scale(epilogue, model)
-        return closure_result
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -163,7 +239,7 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
 
     def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> Epilogue:
         scale = seams.grad_scaler_scale(self.scaler) if self.scaler is not None else None
-        return Epilogue(optimizer, scale, plain_replicas=self._plain_replicas(model), device=model.device)
+        return Epilogue(optimizer, scale, ranks=self._stepping_ranks(model), device=model.device)
 
     def _finish_gradients(self, epilogue: Epilogue, model: "pl.LightningModule") -> Tensor | None:
         """Reads, agrees, plans factor and clipping, and lets the hooks look. Returns the items of the window."""
@@ -193,14 +269,16 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
             return True
         if not applies_grad_scale(optimizer):
             epilogue.apply()
-            optimizer.step(**kwargs)
+            with one_mesh_per_group(optimizer):
+                optimizer.step(**kwargs)
             return True
         grad_scale = epilogue.fused_grad_scale()
         try:
             optimizer.found_inf = epilogue.found_inf  # type: ignore[attr-defined]  # torch's protocol
             if grad_scale is not None:
                 optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-            optimizer.step(**kwargs)
+            with one_mesh_per_group(optimizer):
+                optimizer.step(**kwargs)
         finally:
             for name in ("found_inf", "grad_scale"):
                 if hasattr(optimizer, name):
@@ -224,11 +302,11 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
                 f"Step {model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or 'none'}."
             ) from None
 
-    def _plain_replicas(self, model: "pl.LightningModule") -> int:
-        """Ranks that hold the same plain gradient: all of them, but under FSDP1 plain gradients are shards."""
-        if isinstance(model.trainer.strategy, FSDPStrategy) or not (dist.is_available() and dist.is_initialized()):
-            return 1
-        return dist.get_world_size()
+    def _stepping_ranks(self, model: "pl.LightningModule") -> SteppingRanks:
+        """The same for a whole fit."""
+        if self._ranks is None:
+            self._ranks = stepping_ranks(model.trainer)
+        return self._ranks
 
     # -- clipping ------------------------------------------------------------------------------------------------------
 
@@ -260,6 +338,8 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Reads the scaler's state from where the stock plugins keep it, if there is none of ours."""
+        if self._dispatcher is not None:
+            self._dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
             return
         for key in _STOCK_STATE_KEYS:
@@ -273,7 +353,11 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the scaler's state where the stock plugins look for it, too."""
+        """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""
+        if self._dispatcher is not None:
+            self._dispatcher.settle()
+            self._skipped_steps = self._dispatcher.skipped_steps
+        checkpoint[_SKIPPED_STEPS_KEY] = self._skipped_steps
         state = self.state_dict()
         if state:
             for key in _STOCK_STATE_KEYS:

@@ -1,11 +1,12 @@
 """Matrix products of linear layers in fp8, the rest in bf16."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +15,9 @@ from torch.optim import Optimizer
 from lightning_mp.float8_conversion import Float8Conversion, convert_to_float8, float8_config
 from lightning_mp.float8_device import try_float8, why_no_float8_on
 from lightning_mp.float8_layers import Float8Layer, Float8Skip, choose_float8_layers, summarise_float8_layers
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.precision.applied_policy import fsdp_mixed_precision, read_policy
+from lightning_mp.precision.autocast_run import AutocastRun
 from lightning_mp.precision.base import EpiloguePrecision
 
 if TYPE_CHECKING:
@@ -35,7 +39,8 @@ class Float8Precision(EpiloguePrecision):
 
     Speed needs large layers and ``torch.compile``, which joins the rounding with what comes before it.
 
-    A layer in fp8 multiplies in fp8 even where the module switches autocast off around it: name it in ``skip``.
+    A layer in fp8 multiplies in fp8 even where the module switches autocast off around it: name it in ``skip``. Frozen
+    weights of layers that are left in bf16 are cast once and kept (2 bytes per parameter), not at every use.
 
     Args:
         recipe: How values are scaled before they are rounded. "tensorwise", one factor per tensor (fastest), "rowwise",
@@ -47,6 +52,9 @@ class Float8Precision(EpiloguePrecision):
         fsdp_all_gather: Whether FSDP2 gathers weights in fp8. Only with "tensorwise", and the layers must be converted
             before they are sharded: in ``configure_model`` call ``self.trainer.precision_plugin.convert_module(self)``
             before ``fully_shard``. Such layers stay converted.
+        policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
+            another dtype. "low" is fp8 for the chosen layers and bf16 for all else; a layer for which a rule asks
+            "bf16" or "fp32" is left out of fp8. What it resolved to is printed at set-up.
 
     Attributes:
         layers: What was decided about each Linear, after set-up; see
@@ -54,8 +62,10 @@ class Float8Precision(EpiloguePrecision):
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.
-        ValueError: if ``recipe`` is unknown; at set-up, if an entry of ``skip`` matches no Linear.
-        MisconfigurationException: at set-up, if the device cannot do it or no layer is left to multiply in fp8.
+        ValueError: if ``recipe`` is unknown; at set-up, if an entry of ``skip`` matches no Linear, or a rule of the
+            policy nothing.
+        MisconfigurationException: if the policy asks for fp16; at set-up, if the device cannot do it or no layer is
+            left to multiply in fp8.
 
     Example:
         >>> from lightning_mp import Float8Precision
@@ -71,6 +81,7 @@ class Float8Precision(EpiloguePrecision):
         emulate: bool | None = None,
         skip_first_and_last: bool = True,
         fsdp_all_gather: bool = False,
+        policy: PrecisionPolicy | Mapping[str, str] | None = None,
     ) -> None:
         self._config = float8_config(recipe, emulate=bool(emulate), fsdp_all_gather=fsdp_all_gather)
         self.recipe = recipe
@@ -78,6 +89,7 @@ class Float8Precision(EpiloguePrecision):
         self.emulate = bool(emulate)
         self.skip_first_and_last = skip_first_and_last
         self.fsdp_all_gather = fsdp_all_gather
+        self.policy = read_policy(policy, None, "AutocastPrecision('16-mixed')")
         self.precision = "fp8-mixed"  # type: ignore[assignment]  # Lightning has no name for it
         self.scaler = None
         self.layers: list[Float8Layer] = []
@@ -86,22 +98,46 @@ class Float8Precision(EpiloguePrecision):
         self._converted_module: nn.Module | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Checks the device, chooses the layers and converts them, in place; what is converted already stays.
+        """Checks the device, chooses the layers, converts them in place and applies the policy.
+
+        What is converted already stays.
 
         Raises:
-            ValueError: if an entry of ``skip`` matches no Linear.
+            ValueError: if an entry of ``skip`` matches no Linear, or a rule of the policy nothing.
             MisconfigurationException: if the device cannot do it, or no layer is left to multiply in fp8.
         """
         module = super().convert_module(module)
         assert self._trainer is not None
-        device = self._trainer.strategy.root_device
-        self._device_type = device.type
-        if self._conversion is not None and self._converted_module is module:
-            return module
+        strategy = self._trainer.strategy
+        self._device_type = strategy.root_device.type
+        is_new = self._conversion is None or self._converted_module is not module
+        if is_new:
+            self._convert(module, strategy.root_device)
+        if is_new or self._run is None:
+            gathers = isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
+            assert self._conversion is not None
+            self._start_run(
+                AutocastRun(
+                    module,
+                    self._device_type,
+                    torch.bfloat16,
+                    policy=self.policy,
+                    opaque=self._conversion.linears,
+                    keep_frozen=not gathers,
+                )
+            )
+        return module
+
+    def _convert(self, module: nn.Module, device: torch.device) -> None:
         refusal = why_no_float8_on(device, emulate=self.emulate) or try_float8(self._config, device)
         if refusal is not None:
             raise MisconfigurationException(f"Float8Precision({self.recipe!r}) cannot run on {device}: {refusal}")
-        self.layers = choose_float8_layers(module, self.skip, skip_first_and_last=self.skip_first_and_last)
+        self.layers = choose_float8_layers(
+            module,
+            self.skip,
+            skip_first_and_last=self.skip_first_and_last,
+            policy=self.policy.resolve(module) if self.policy is not None else None,
+        )
         summary = summarise_float8_layers(self.layers)
         if all(layer.skipped_because is not None for layer in self.layers):
             raise MisconfigurationException(
@@ -110,7 +146,6 @@ class Float8Precision(EpiloguePrecision):
             )
         self._conversion, self._converted_module = convert_to_float8(self.layers, self._config), module
         rank_zero_info(f"fp8 ({self.recipe}{', emulated' if self.emulate else ''}): {summary}.")
-        return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -132,6 +167,7 @@ class Float8Precision(EpiloguePrecision):
 
     def teardown(self) -> None:
         """Makes the layers ordinary again; those that FSDP2 gathers in fp8 stay as they are."""
+        self._end_run()
         if self._conversion is not None and not self._conversion.is_final:
             self._conversion.undo()
             self._conversion = self._converted_module = None
@@ -141,13 +177,16 @@ class Float8Precision(EpiloguePrecision):
         """bf16 autocast for everything besides the fp8 products, with its weight cache on."""
         return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=True)
 
-    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]  # the parents disagree
-        """Autocast, for training, validation, test and predict steps."""
-        return self.autocast_context_manager()
+    def _steps_in(self, loop: str) -> AbstractContextManager[None]:
+        """Autocast, with the policy in force."""
+        assert self._run is not None
+        return self._run.forward(loop, torch.bfloat16)
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
-        """For ``FSDPStrategy``: bf16 parameters in forward and backward, gradients reduced in fp32, fp32 buffers."""
-        from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+        """For ``FSDPStrategy``: bf16 parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 
-        return FSDPMixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+        A policy with rules about modules gets fp32 parameters, see
+        :func:`~lightning_mp.precision.applied_policy.fsdp_mixed_precision`.
+        """
+        return fsdp_mixed_precision(torch.bfloat16, self.policy)

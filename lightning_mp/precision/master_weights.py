@@ -1,45 +1,47 @@
 """16-bit weights with fp32 masters in the optimizer."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp import seams
+from lightning_mp.gradients import local_shard
 from lightning_mp.loss_scaler import LossScaler
-from lightning_mp.master_store import MasterStore, Storage, make_store, refine
+from lightning_mp.master_store import MasterStore, Storage, distribute_like, make_store, refine
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy_rules import named_modules
+from lightning_mp.precision.applied_policy import fsdp_mixed_precision, read_policy
+from lightning_mp.precision.autocast_run import AutocastRun, warn_of_emulated_bf16
 from lightning_mp.precision.base import EpiloguePrecision
 from lightning_mp.precision.epilogue import Epilogue
 from lightning_mp.precision.full_state import FullWeightsInState
-from lightning_mp.precision.main_gradients import MainGradientEpilogue, MainGradients
+from lightning_mp.precision.main_gradients import HALF_DTYPES, MainGradientEpilogue, MainGradients
+from lightning_mp.precision.master_checks import (
+    DTYPES,
+    check_arguments,
+    check_autocast,
+    check_sharding_units,
+    check_strategy,
+)
 from lightning_mp.precision.master_hooks import MasterHooks
-from lightning_mp.working_weights import cast_weights_, keeps_float32
+from lightning_mp.working_weights import cast_weights_
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["MasterWeightsPrecision"]
-
-_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
-_STORAGES = ("fp32", "remainder")
 
 
 class MasterWeightsPrecision(EpiloguePrecision):
@@ -71,6 +73,11 @@ class MasterWeightsPrecision(EpiloguePrecision):
     and buffers stay fp32, with the weights of norms that have running statistics. A buffer that is added to activations
     therefore promotes them to fp32; cast it where it is used: ``x + self.table.to(x.dtype)``.
 
+    With a ``policy``, steps run under autocast instead, as in ``AutocastPrecision``: batches are not cast, tensors made
+    in ``forward`` are fp32 by default, and what no rule is about is as autocast has it. A 16-bit weight then needs no
+    cast. Weights of modules that the policy wants in another dtype are held, trained and saved in fp32, without a
+    master (4 bytes for the weight, 4 for its gradient), and so is a weight that such a module shares with others.
+
     Works with any ``torch.optim.Optimizer`` that finds its parameters in its ``param_groups``. Under ``FSDPStrategy``
     the fp32 shards are the masters: weights are cast when they are gathered, and gradients are reduced in fp32.
 
@@ -83,10 +90,12 @@ class MasterWeightsPrecision(EpiloguePrecision):
         fp32_checkpoints: ``state_dict`` of the module holds the fp32 masters in the place of 16-bit weights, so that
             anybody can load a checkpoint in full precision. Resuming is exact without it, too: the optimizer's state
             has the masters.
+        policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
+            another dtype. What it resolved to is printed at set-up.
 
     Raises:
-        ValueError: if ``precision`` or ``storage`` is unknown.
-        MisconfigurationException: if arguments contradict each other, or, at set-up, the strategy.
+        ValueError: if ``precision`` or ``storage`` is unknown; at set-up, if a rule of the policy matches nothing.
+        MisconfigurationException: if arguments contradict each other, or, at set-up, the device or the strategy.
 
     References:
         Micikevicius et al., "Mixed Precision Training", 2017, section 3.1, https://arxiv.org/abs/1710.03740
@@ -105,8 +114,9 @@ class MasterWeightsPrecision(EpiloguePrecision):
         scaler: "torch.amp.GradScaler | None" = None,
         fp32_gradients: bool = False,
         fp32_checkpoints: bool = False,
+        policy: PrecisionPolicy | Mapping[str, str] | None = None,
     ) -> None:
-        _check(precision, storage, scaler)
+        check_arguments(precision, storage, scaler)
         self.precision = precision
         if precision == "16-true" and scaler is None:
             scaler = LossScaler()
@@ -114,8 +124,10 @@ class MasterWeightsPrecision(EpiloguePrecision):
         self.storage: Storage = storage
         self.fp32_gradients = fp32_gradients
         self.fp32_checkpoints = fp32_checkpoints
+        self.policy = read_policy(policy, self.scaler, "MasterWeightsPrecision('16-true')")
         self._before: dict[nn.Parameter, Tensor] = {}
         self._were_16_bit: set[nn.Parameter] = set()
+        self._widened: dict[nn.Parameter, torch.dtype] = {}
         self._masters: MasterStore | None = None
         self._hooks: list[MasterHooks] = []
         self._main_gradients = MainGradients()
@@ -124,35 +136,56 @@ class MasterWeightsPrecision(EpiloguePrecision):
     @property
     def dtype(self) -> torch.dtype:
         """The 16-bit dtype."""
-        return _DTYPES[self.precision]
+        return DTYPES[self.precision]
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Casts the weights in place and keeps what they were, for the masters.
+        """Casts the weights in place and keeps what they were, for the masters; applies the policy.
 
         Raises:
-            MisconfigurationException: if the strategy cannot do what is asked for.
+            ValueError: if a rule of the policy matches nothing.
+            MisconfigurationException: if the device or the strategy cannot do what is asked for.
         """
         module = super().convert_module(module)
         assert self._trainer is not None
         strategy = self._trainer.strategy
-        _check_strategy(self, strategy, module)
+        device_type = strategy.root_device.type
+        check_strategy(strategy, module, storage=self.storage, fp32_gradients=self.fp32_gradients)
+        if self.policy is not None:
+            check_autocast(self.precision, device_type)
+        if self.precision == "bf16-true":
+            warn_of_emulated_bf16(device_type, "MasterWeightsPrecision('16-true')")
+        in_float32 = self._kept_by_policy(module)
+        check_sharding_units(module, in_float32)
+        if self.policy is not None:
+            self._start_run(AutocastRun(module, device_type, self.dtype, policy=self.policy))
         if isinstance(strategy, FSDPStrategy):
             return module
         if self._masters is not None:
             self._masters.follow_devices()
-        before = cast_weights_(module, self.dtype)
+        self._widened = {
+            p: p.dtype for kept in in_float32 for p in kept.parameters(recurse=False) if p.dtype in HALF_DTYPES
+        }
+        before = cast_weights_(module, self.dtype, in_float32)
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._before = {p: self._full_value(p, data) for p, data in before.items() if p.requires_grad}
             self._were_16_bit = {p for p in self._before if before[p].dtype != torch.float32}
         return module
 
+    def _kept_by_policy(self, module: nn.Module) -> list[nn.Module]:
+        """Modules whose weights the policy wants in another dtype than the 16-bit one."""
+        if self.policy is None:
+            return []
+        names = self.policy.resolve(module).modules_not_used_in(self.dtype)
+        return [part for name, part in named_modules(module) if name in names]
+
     def _full_value(self, parameter: Tensor, before: Tensor) -> Tensor:
         """What a parameter held, or its master if it was 16 bit and has one from an earlier fit."""
         if before.dtype == torch.float32 or self._masters is None or parameter not in self._masters:
             return before
-        return refine(parameter.detach(), self._masters.get(parameter).detach().to(parameter.device))
+        working, master = local_shard(parameter.detach()), local_shard(self._masters.get(parameter).detach())
+        return distribute_like(refine(working, master.to(working.device)), parameter)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -206,34 +239,49 @@ class MasterWeightsPrecision(EpiloguePrecision):
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def convert_input(self, data: Any) -> Any:
-        """Casts the floating-point tensors of a batch to 16 bit."""
+        """Casts the floating-point tensors of a batch to 16 bit; under a policy autocast casts where it has to."""
+        if self.policy is not None:
+            return data
         return apply_to_collection(data, Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
     @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Tensors made in training, validation, test and predict steps are 16 bit by default."""
-        with _default_dtype(self.dtype):
+    def _steps_in(self, loop: str) -> Iterator[None]:
+        """Tensors made in steps are 16 bit by default; under a policy they are as autocast has them."""
+        with self._run.forward(loop, self.dtype) if self._run is not None else _default_dtype(self.dtype):
             try:
                 yield
             except RuntimeError as error:
                 if "dtype" in str(error) or "scalar type" in str(error):
-                    error.add_note(
-                        f"HINT: under MasterWeightsPrecision({self.precision!r}) weights and inputs are {self.dtype},"
-                        " buffers are fp32, and what is computed with a buffer becomes fp32. Cast it where it is used:"
-                        " `x + self.table.to(x.dtype)`; or use AutocastPrecision."
-                    )
+                    error.add_note(self._hint())
                 raise
 
-    def _outside_forward(self) -> AbstractContextManager[None]:
-        """In manual optimization steps are made in the forward's context, and optimizers would count steps in bf16."""
-        return _default_dtype(torch.float32) if torch.get_default_dtype() == self.dtype else nullcontext()
+    def _hint(self) -> str:
+        if self.policy is None:
+            return (
+                f"HINT: under MasterWeightsPrecision({self.precision!r}) weights and inputs are {self.dtype},"
+                " buffers are fp32, and what is computed with a buffer becomes fp32. Cast it where it is used:"
+                " `x + self.table.to(x.dtype)`; or use AutocastPrecision."
+            )
+        return (
+            f"HINT: under MasterWeightsPrecision({self.precision!r}, policy=...) weights are {self.dtype}, and an"
+            " operation that autocast leaves alone has met fp32 values beside them. Give its module a rule in fp32, or"
+            " cast where it is called; or use AutocastPrecision."
+        )
+
+    def _outside_forward(self) -> AbstractContextManager[Any]:
+        """Optimizers would count steps in bf16, too."""
+        if self._run is None and torch.get_default_dtype() == self.dtype:
+            return _default_dtype(torch.float32)
+        return super()._outside_forward()
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
-        """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers."""
-        from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+        """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 
-        return FSDPMixedPrecision(param_dtype=self.dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+        A policy with rules about modules gets fp32 parameters, see
+        :func:`~lightning_mp.precision.applied_policy.fsdp_mixed_precision`.
+        """
+        return fsdp_mixed_precision(self.dtype, self.policy)
 
     # -- loss and step -------------------------------------------------------------------------------------------------
 
@@ -246,15 +294,8 @@ class MasterWeightsPrecision(EpiloguePrecision):
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs the closure on 16-bit weights, then the epilogue, then the step on the masters."""
-        default_dtype = torch.get_default_dtype()
-
-        def closure_as_called() -> Any:
-            with _default_dtype(default_dtype):
-                return closure()
-
         try:
-            with self._outside_forward():
-                return super().optimizer_step(optimizer, model, closure_as_called, **kwargs)
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
         finally:
             self._give_back()
             self._main_gradients.put_back(p for group in optimizer.param_groups for p in group["params"])
@@ -269,7 +310,7 @@ class MasterWeightsPrecision(EpiloguePrecision):
             optimizer,
             seams.grad_scaler_scale(self.scaler) if self.scaler is not None else None,
             self._main_gradients,
-            plain_replicas=self._plain_replicas(model),
+            ranks=self._stepping_ranks(model),
             device=model.device,
         )
 
@@ -296,8 +337,13 @@ class MasterWeightsPrecision(EpiloguePrecision):
         weights = checkpoint.get("state_dict", {})
         for name, parameter in self._trainer.lightning_module.named_parameters():
             value = weights.get(name)
-            if parameter in self._were_16_bit and isinstance(value, Tensor) and value.dtype == torch.float32:
+            if not isinstance(value, Tensor) or value.dtype != torch.float32:
+                continue
+            if parameter in self._were_16_bit:
                 self._masters.refine_from(parameter, value)
+            elif parameter in self._widened and not isinstance(parameter, DTensor):
+                refined = refine(parameter.detach().to(self._widened[parameter]), value.to(parameter.device))
+                parameter.data.copy_(refined)
 
 
 @contextmanager
@@ -308,51 +354,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
-
-
-def _check(precision: str, storage: str, scaler: object) -> None:
-    if precision not in _DTYPES:
-        raise ValueError(
-            f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(_DTYPES)}."
-            " For fp32 weights cast at each use take AutocastPrecision('bf16-mixed') or ('16-mixed')."
-        )
-    if storage not in _STORAGES:
-        raise ValueError(f"MasterWeightsPrecision(storage={storage!r}) is unknown; it must be one of {_STORAGES}.")
-    if storage == "remainder" and precision != "bf16-true":
-        raise MisconfigurationException(
-            f"MasterWeightsPrecision({precision!r}, storage='remainder'): a fp32 number is not an fp16 number and 16"
-            " bits more, because fp16 has another exponent. Use storage='fp32', or 'bf16-true'."
-        )
-    if scaler is not None and precision == "bf16-true":
-        raise MisconfigurationException(
-            f"MasterWeightsPrecision('bf16-true') takes no scaler, got {type(scaler).__name__}: bf16 has the range of"
-            " fp32. Leave the scaler out, or use '16-true'."
-        )
-
-
-def _check_strategy(plugin: MasterWeightsPrecision, strategy: Strategy, module: nn.Module) -> None:
-    name = type(strategy).__name__
-    if isinstance(strategy, DeepSpeedStrategy):
-        raise MisconfigurationException(
-            f"MasterWeightsPrecision cannot be used with {name}, which makes optimizer and masters itself."
-            " Use DeepSpeedStrategy with Trainer(precision=...), or strategy='ddp' or 'fsdp' with this plugin."
-        )
-    if isinstance(strategy, FSDPStrategy):
-        if plugin.storage == "remainder":
-            raise MisconfigurationException(
-                f"MasterWeightsPrecision(storage='remainder') cannot be used with {name}: its shards are fp32 already"
-                " and serve as masters. Leave storage out."
-            )
-        return
-    if plugin.fp32_gradients and not isinstance(strategy, SingleDeviceStrategy):
-        raise MisconfigurationException(
-            f"MasterWeightsPrecision(fp32_gradients=True) works on a single device only, got {name}: gradients are"
-            " reduced over ranks in the dtype of the weights. Leave it out, or use strategy='fsdp', which reduces and"
-            " accumulates in fp32."
-        )
-    kept = {p for m in module.modules() if keeps_float32(m) for p in m.parameters(recurse=False)}
-    if any(isinstance(p, DTensor) for p in kept):
-        raise MisconfigurationException(
-            "MasterWeightsPrecision keeps norms with running statistics (BatchNorm) in fp32, and here their weights are"
-            f" sharded, under {name}. Leave them out of fully_shard (ignored_params), or use GroupNorm or LayerNorm."
-        )
