@@ -8,23 +8,35 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import lightning as L
 import torch
 from bench_schedule import Cell, Group, Measurement
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_mp import AutocastPrecision, OverflowMonitor
+from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, OverflowMonitor, TF32Precision
 from lightning_mp.demo.model import GPT, GPTConfig
 
 CLIP = 1.0
 LEARNING_RATE = 3e-4
 INITIAL_SCALE = 2.0**16
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-PEAK_FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+PEAK_FORMATS = {
+    "fp32": "fp32",
+    "tf32": "tf32",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "16-mixed": "fp16",
+    "16-true": "fp16",
+    "fp8-mixed": "fp8",
+}
 """Format of the matmul inputs, whose peak MFU refers to."""
+OTHER_PLUGINS = "master weights and fp8"
+"""Title of the group that compares the plugins that are not autocast."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,8 @@ class TrainingRunner:
             scaler = self.train(self, stopwatch)
         peak = torch.cuda.max_memory_allocated(device) - allocated_before if device.type == "cuda" else None
         self.model.zero_grad(set_to_none=True)
-        self.model.cpu()
+        # Weights that a plugin has made 16 bit would otherwise be the next segment's true ones.
+        self.model.cpu().float()
         # torch's scaler halves on each skipped step and does not grow in so few steps
         skipped = 0 if scaler is None else round(math.log2(INITIAL_SCALE / scaler.get_scale()))
         return Measurement(self.steps * self.workload.tokens_per_step / stopwatch.seconds, peak, skipped)
@@ -239,34 +252,75 @@ def _our_plugin(precision: str, device: str) -> Precision:
     return AutocastPrecision(precision)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Row:
+    """One recipe. A plugin that switches TF32 on by itself runs where it is off."""
+
+    recipe: str
+    precision: str
+    train: Train
+    fused: bool = True
+    clip: float | None = CLIP
+    switches_tf32_on: bool = False
+
+
 def make_group(workload: Workload, precision: str, compiled: bool) -> Group:
-    """All recipes of one precision. In 32 bit and TF32 the pack has no plugin to compare."""
-    stock_clips_fused = precision not in AUTOCAST_DTYPES  # Lightning 2.6 refuses both together under autocast
-    cells: list[tuple[str, bool, float | None, Train]] = [
-        ("stock", stock_clips_fused, CLIP, train_lightning(_stock_plugin, fused=stock_clips_fused, clip=CLIP)),
-        ("plain", True, CLIP, train_plain(fused=True, clip=CLIP)),
+    """All recipes of one precision, or the other plugins beside autocast."""
+    rows = _other_plugins() if precision == OTHER_PLUGINS else _one_precision(precision)
+    cells = [
+        Cell(
+            row.recipe,
+            row.precision,
+            compiled,
+            "fused AdamW" if row.fused else "foreach AdamW",
+            row.clip,
+            partial(TrainingRunner, workload, "fp32" if row.switches_tf32_on else row.precision, compiled, row.train),
+        )
+        for row in rows
     ]
-    if precision in AUTOCAST_DTYPES:
-        monitored = train_lightning(_our_plugin, fused=True, clip=CLIP, callbacks=lambda: [OverflowMonitor()])
-        cells = [
-            ("ours", True, CLIP, train_lightning(_our_plugin, fused=True, clip=CLIP)),
-            *cells,
-            ("ours, OverflowMonitor", True, CLIP, monitored),
-            ("stock, no clipping", True, None, train_lightning(_stock_plugin, fused=True, clip=None)),
-        ]
+    return Group(precision, compiled, cells, on_enter=torch.compiler.reset if compiled else lambda: None)
 
-    def runner_of(train: Train) -> Callable[[], TrainingRunner]:
-        return lambda: TrainingRunner(workload, precision, compiled, train)
 
-    return Group(
-        precision,
-        compiled,
-        [
-            Cell(name, precision, compiled, "fused AdamW" if fused else "foreach AdamW", clip, runner_of(train))
-            for name, fused, clip, train in cells
-        ],
-        on_enter=torch.compiler.reset if compiled else lambda: None,
+def _one_precision(precision: str) -> list[Row]:
+    stock_clips_fused = precision not in AUTOCAST_DTYPES  # Lightning 2.6 refuses both together under autocast
+    stock = Row(
+        "stock", precision, train_lightning(_stock_plugin, fused=stock_clips_fused, clip=CLIP), stock_clips_fused
     )
+    plain = Row("plain", precision, train_plain(fused=True, clip=CLIP))
+    if precision == "tf32":
+        ours = train_lightning(lambda precision, device: TF32Precision(), fused=True, clip=CLIP)
+        return [Row("ours, TF32Precision", precision, ours, switches_tf32_on=True), stock, plain]
+    if precision not in AUTOCAST_DTYPES:
+        return [stock, plain]
+    monitored = train_lightning(_our_plugin, fused=True, clip=CLIP, callbacks=lambda: [OverflowMonitor()])
+    unclipped = train_lightning(_stock_plugin, fused=True, clip=None)
+    return [
+        Row("ours", precision, train_lightning(_our_plugin, fused=True, clip=CLIP)),
+        stock,
+        plain,
+        Row("ours, OverflowMonitor", precision, monitored),
+        Row("stock, no clipping", precision, unclipped, clip=None),
+    ]
+
+
+def _other_plugins() -> list[Row]:
+    """All beside the same autocast in bf16; what Lightning calls bf16-true keeps no fp32 weights."""
+
+    def trained(plugin: Callable[[str, str], Precision | None]) -> Train:
+        return train_lightning(plugin, fused=True, clip=CLIP)
+
+    def masters(precision: Literal["bf16-true", "16-true"], storage: Literal["fp32", "remainder"]) -> Train:
+        return trained(lambda *_: MasterWeightsPrecision(precision, storage=storage))
+
+    return [
+        Row("ours", "bf16-mixed", trained(_our_plugin)),
+        Row("plain", "bf16-mixed", train_plain(fused=True, clip=CLIP)),
+        Row("ours, MasterWeightsPrecision fp32", "bf16-true", masters("bf16-true", "fp32")),
+        Row("ours, MasterWeightsPrecision remainder", "bf16-true", masters("bf16-true", "remainder")),
+        Row("ours, MasterWeightsPrecision fp16", "16-true", masters("16-true", "fp32")),
+        Row("stock", "bf16-true", trained(lambda *_: HalfPrecision("bf16-true"))),
+        Row("ours, Float8Precision rowwise", "fp8-mixed", trained(lambda *_: Float8Precision("rowwise"))),
+    ]
 
 
 def _synchronize(device: torch.device) -> None:

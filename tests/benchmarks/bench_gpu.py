@@ -2,9 +2,10 @@
 
     python tests/benchmarks/bench_gpu.py --out docs/results
 
-Trains the demo's GPT at the size of GPT-2 small in bf16-mixed, 16-mixed, TF32 and fp32, eager and compiled, and writes
-`bench_gpu_<date>.md` and `.json`. The most important comparisons come first, files are written after every step, and
-`--minutes` or SIGTERM ends the run with what it has. `--toy` runs all of it in seconds on a CPU, to test the benchmark.
+Times the gradient epilogue alone; then trains the demo's GPT at the size of GPT-2 small in bf16-mixed, 16-mixed, master
+weights, fp8, TF32 and fp32, eager and compiled, and writes `bench_gpu_<date>.md` and `.json`. The most important
+comparisons come first, files are written after every step, and `--minutes` or SIGTERM ends the run with what it has.
+`--toy` runs all of it in seconds on a CPU, to test the benchmark.
 """
 
 import argparse
@@ -26,9 +27,10 @@ for folder in (REPOSITORY, Path(__file__).resolve().parent):
 
 import lightning  # noqa: E402
 import torch  # noqa: E402
-from bench_cells import PEAK_FORMATS, Workload, make_group  # noqa: E402
+from bench_cells import OTHER_PLUGINS, PEAK_FORMATS, Workload, make_group  # noqa: E402
+from bench_epilogue import EpilogueReport, measure  # noqa: E402
 from bench_report import Header, as_record, write_report  # noqa: E402
-from bench_schedule import Budget, Group, run_groups  # noqa: E402
+from bench_schedule import Budget, Group, describe, run_groups  # noqa: E402
 
 from lightning_mp.demo.model import GPTConfig  # noqa: E402
 from lightning_mp.planning import CONVENTIONS, find_chip, flops_per_token  # noqa: E402
@@ -36,15 +38,17 @@ from lightning_mp.planning import CONVENTIONS, find_chip, flops_per_token  # noq
 FULL_ORDER = [
     ("bf16-mixed", False),
     ("16-mixed", False),
+    (OTHER_PLUGINS, False),
     ("bf16-mixed", True),
     ("16-mixed", True),
+    (OTHER_PLUGINS, True),
     ("tf32", False),
     ("fp32", False),
     ("tf32", True),
     ("fp32", True),
 ]
 """Most important first: a run that is cut short keeps these."""
-TOY_ORDER = [("16-mixed", False), ("fp32", False), ("bf16-mixed", True)]
+TOY_ORDER = [("16-mixed", False), (OTHER_PLUGINS, False), ("tf32", False), ("bf16-mixed", True)]
 FIRST_WARM_UP_SECONDS = {False: 10.0, True: 75.0}
 """Assumed until one was seen (eager, compiled): GPT-2 small compiles in about a minute from cold."""
 CUT_SHORT = "cut short by SIGTERM"
@@ -125,11 +129,21 @@ def free_stem(folder: Path, name: str) -> Path:
     return stem
 
 
-def run(options: argparse.Namespace, groups: list[Group], header: Header, stem: Path) -> str:
+def _measure_epilogue(workload: Workload, options: argparse.Namespace) -> EpilogueReport | str:
+    """An error here ends this table only."""
+    try:
+        calls = 2 if options.toy else 50
+        return measure(workload.config, workload.device, repeats=options.repeats, calls=calls)
+    except Exception as error:
+        return describe(error)
+
+
+def run(options: argparse.Namespace, workload: Workload, groups: list[Group], header: Header, stem: Path) -> str:
     """Measures and writes; returns the final status."""
+    epilogue: EpilogueReport | str | None = None
 
     def save(status: str) -> None:
-        write_report(as_record(header, groups, status), stem)
+        write_report(as_record(header, groups, status, epilogue), stem)
 
     def on_progress(message: str) -> None:
         print(message, flush=True)
@@ -149,6 +163,9 @@ def run(options: argparse.Namespace, groups: list[Group], header: Header, stem: 
     status = "stopped by an error"
     try:
         with suppress(CutShort):
+            if budget.allows():
+                epilogue = _measure_epilogue(workload, options)
+                on_progress(f"the gradient epilogue alone: {epilogue if isinstance(epilogue, str) else 'measured'}")
             run_groups(groups, repeats=options.repeats, budget=budget, on_progress=on_progress)
         all_repeats = all(len(cell.rates) == options.repeats for group in groups for cell in group.cells)
         status = "complete" if all_repeats else "finished with gaps: see the notes"
@@ -174,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = [make_group(workload, *key) for key in (TOY_ORDER if options.toy else FULL_ORDER)]
     header = make_header(options, workload, given)
     stem = free_stem(options.out, f"bench_gpu_{'toy_' if options.toy else ''}{header.date}")
-    status = run(options, groups, header, stem)
+    status = run(options, workload, groups, header, stem)
     print(f"{status}: {stem}.md and .json")
     return 128 + signal.SIGTERM if status == CUT_SHORT else 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench_epilogue import EpilogueReport
 from bench_schedule import Cell, Group, ratio
 
 GIB = 2**30
@@ -32,12 +33,15 @@ class Header:
     toy: bool
 
 
-def as_record(header: Header, groups: Sequence[Group], status: str) -> dict[str, Any]:
-    """Everything, ready for JSON."""
+def as_record(
+    header: Header, groups: Sequence[Group], status: str, epilogue: EpilogueReport | str | None = None
+) -> dict[str, Any]:
+    """Everything, ready for JSON; the epilogue's part may be the error that it ended with."""
     return {
-        "schema": 1,
+        "schema": 2,
         "status": status,
         **asdict(header),
+        "epilogue": epilogue.as_record() if isinstance(epilogue, EpilogueReport) else {"error": epilogue},
         "groups": [
             {
                 "precision": group.precision,
@@ -54,6 +58,7 @@ def _cell_record(cell: Cell, group: Group, header: Header) -> dict[str, Any]:
     memory = [m.peak_memory_bytes for m in cell.measurements if m is not None and m.peak_memory_bytes is not None]
     record: dict[str, Any] = {
         "recipe": cell.recipe,
+        "precision": cell.precision,
         "optimizer": cell.optimizer,
         "clip": cell.clip,
         "tokens_per_second": [m.tokens_per_second if m is not None else None for m in cell.measurements],
@@ -96,18 +101,40 @@ def as_markdown(record: dict[str, Any]) -> str:
         "",
         "tokens/s is the median over the repeats, with the lowest and the highest. A ratio is taken within each "
         "repeat; the table has the median and the range of those. Peak memory is what torch allocated for this cell. "
-        "stock is Lightning's own plugin, plain is a loop written by hand. Lightning refuses gradient clipping with a "
+        "ours is a plugin of this package (AutocastPrecision if none is named), stock is Lightning's own, plain a loop "
+        "written by hand. Lightning refuses gradient clipping with a "
         "fused optimizer under autocast: there stock clips with the foreach optimizer, and is shown fused without "
         "clipping as well.",
     ]
     for group in record["groups"]:
         lines += ["", f"## {group['precision']}, {'compiled' if group['compiled'] else 'eager'}", ""]
         lines += [
-            "| recipe | optimizer | clip | tokens/s | MFU | peak memory | times stock | times plain | note |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| recipe | precision | optimizer | clip | tokens/s | MFU | memory | times stock | times plain | note |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [_row(cell, record["settings"]["repeats"]) for cell in group["cells"]]
+    lines += _epilogue_lines(record["epilogue"])
     return "\n".join(lines) + "\n"
+
+
+def _epilogue_lines(epilogue: dict[str, Any]) -> list[str]:
+    heading = ["", "## The gradient epilogue alone", ""]
+    if "error" in epilogue:
+        return [*heading, epilogue["error"] or "Not measured: the run ended first."]
+    lines = [
+        *heading,
+        f"From the end of backward to the optimizer's kernel, on {epilogue['gradient_bytes'] / GIB:.3g} GiB of fp32 "
+        f"gradients of this model. The floor is reading them once: {epilogue['floor_seconds'] * 1e3:.4g} ms at the "
+        f"{epilogue['copy_bytes_per_second'] / 1e9:,.4g} GB/s that a copy reaches here. A pass is every gradient byte "
+        "read or written once, so that a way with n passes takes n floors or more.",
+        "",
+        "| way | passes | ms | times the floor |",
+        "|---|---|---|---|",
+    ]
+    for row in epilogue["rows"]:
+        ratio_text = f"{row['times_floor']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+        lines.append(f"| {row['name']} | {row['passes']} | {median(row['seconds']) * 1e3:.4g} | {ratio_text} |")
+    return lines
 
 
 def _row(cell: dict[str, Any], repeats: int) -> str:
@@ -122,6 +149,7 @@ def _row(cell: dict[str, Any], repeats: int) -> str:
         notes.append(f"{cell['skipped_steps']} steps skipped")
     fields = [
         cell["recipe"],
+        cell["precision"],
         cell["optimizer"],
         "none" if cell["clip"] is None else f"{cell['clip']:g}",
         rate,

@@ -133,7 +133,7 @@ def _warmed_up(cell: Cell, budget: Budget) -> Runner | None:
     try:
         runner.warm_up()
     except Exception as error:
-        cell.error = _describe(error)
+        cell.error = describe(error)
         runner.release()
         return None
     seconds = budget.clock() - begin
@@ -147,11 +147,12 @@ def _measure(cell: Cell, runner: Runner, budget: Budget) -> None:
         try:
             measurement = runner.measure()
         except Exception as error:
-            cell.error = _describe(error)
+            cell.error = describe(error)
     cell.measurements.append(measurement)
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """Type and first line, for a table."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
