@@ -1,48 +1,59 @@
-"""Gradient accumulation by schedule, with the exact mean."""
+"""Gradient accumulation by schedule or by target batch, with the exact mean."""
 
 import operator
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.callbacks._common import refuse_other_trainers, refuse_rivals
+from lightning_mp.gradient_sync import Sync
+from lightning_mp.planning.quantities import parse_quantity
+from lightning_mp.step_estimate import estimate_steps
 from lightning_mp.weighting import CountFunction, WeightBy, Weighting
+from lightning_mp.window_schedule import Ramp, TargetBatch, Thresholds, Unit
 from lightning_mp.windows import WindowKeeper
 
-__all__ = ["AccumulationScheduler", "micro_batches_at", "parse_schedule"]
+__all__ = ["AccumulationScheduler", "parse_schedule"]
 
-Unit = Literal["epoch", "step"]
+#: A number of micro-batches, or of samples or tokens, by threshold. YAML and Hydra write both as strings.
+Table = Mapping[int, int] | Mapping[str, int] | Mapping[int, str] | Mapping[str, str] | Mapping[int | str, int | str]
 
 
-def parse_schedule(schedule: Mapping[int | str, int | str] | Mapping[int, int] | Mapping[str, int]) -> dict[int, int]:
-    """A schedule with integer thresholds in rising order; strings are read as integers (YAML, Hydra).
+def parse_schedule(schedule: Table, name: str = "schedule") -> dict[int, int]:
+    """A table with integer thresholds in rising order; strings are read as quantities (``"1_000"``, ``"1.5B"``).
+
+    Args:
+        schedule: threshold from 0 -> whole number from 1.
+        name: what it is, for the message.
 
     Raises:
-        ValueError: if it is no mapping, empty, or holds anything but thresholds from 0 and lengths from 1.
+        ValueError: if it is no mapping, empty, or holds anything else.
 
     Example:
-        >>> parse_schedule({"1_000": 4, "0": 1})
-        {0: 1, 1000: 4}
+        >>> parse_schedule({"1_000": 4, "0": 1, "1.5B": "8"})
+        {0: 1, 1000: 4, 1500000000: 8}
     """
     if not isinstance(schedule, Mapping) or not schedule:
         raise ValueError(
-            f"AccumulationScheduler(schedule={schedule!r}): it must be a mapping from a threshold to the number of"
+            f"AccumulationScheduler({name}={schedule!r}): it must be a mapping from a threshold to the number of"
             " micro-batches per optimizer step, for instance {0: 1, 1000: 4}."
         )
     parsed: dict[int, int] = {}
-    for threshold, micro_batches in schedule.items():
-        key, value = _integer(threshold), _integer(micro_batches)
+    for threshold, number in schedule.items():
+        key, value = _integer(threshold), _integer(number)
         if key is None or value is None or key < 0 or value < 1:
             raise ValueError(
-                f"AccumulationScheduler(schedule={dict(schedule)!r}): the entry {threshold!r}: {micro_batches!r} is not"
-                " valid. A threshold is an integer from 0, a number of micro-batches an integer from 1."
+                f"AccumulationScheduler({name}={dict(schedule)!r}): the entry {threshold!r}: {number!r} is not valid."
+                " A threshold is an integer from 0, a number of micro-batches (or of samples or tokens in a target"
+                " batch) an integer from 1."
             )
         if key in parsed:
             raise ValueError(
-                f"AccumulationScheduler(schedule={dict(schedule)!r}): the threshold {key} is given twice."
-                " Keep one entry."
+                f"AccumulationScheduler({name}={dict(schedule)!r}): the threshold {key} is given twice. Keep one entry."
             )
         parsed[key] = value
     return dict(sorted(parsed.items()))
@@ -52,36 +63,51 @@ def _integer(value: object) -> int | None:
     if isinstance(value, bool):
         return None
     try:
-        return int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]  # tried
+        return _read(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]  # tried
     except (TypeError, ValueError):
         return None
 
 
-def micro_batches_at(schedule: Mapping[int, int], position: int) -> int:
-    """The entry with the largest threshold that is not above ``position``; 1 before the first threshold.
-
-    Example:
-        >>> [micro_batches_at({2: 4, 5: 8}, position) for position in (0, 2, 4, 5)]
-        [1, 4, 4, 8]
-    """
-    return next((schedule[threshold] for threshold in sorted(schedule, reverse=True) if position >= threshold), 1)
+def _read(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        number = parse_quantity(text, "threshold")
+    return int(number) if number == int(number) else None
 
 
 class AccumulationScheduler(Callback):
-    """Micro-batches per optimizer step, by epoch or by optimizer step; always the exact mean.
+    """Micro-batches per optimizer step, by schedule or for a target batch; always the exact mean.
 
     A drop-in for Lightning's ``GradientAccumulationScheduler``. A change takes effect where the next window opens. The
     last window of an epoch is as short as it has to be and is still an exact mean. The schedule holds after a resume in
     the middle of an epoch and in a second ``fit``.
 
+    Give one of ``schedule``, ``target_samples`` and ``target_tokens``. Thresholds in samples and tokens are compared
+    with the counts over all ranks up to the window before the last one, whose count may still be on its way.
+
+    What else holds while it is there: the run ends at the end of a window, whoever sets ``trainer.should_stop``;
+    ``ModelCheckpoint`` writes at the ends of windows; the ``frequency`` of a learning-rate scheduler counts optimizer
+    steps; sharded gradients are reduced as ``sync`` says.
+
     Args:
-        schedule: threshold -> micro-batches per optimizer step. Keys may be strings ("1_000").
-        unit: what thresholds count: "epoch", or "step" for optimizer steps (``trainer.global_step``).
+        schedule: threshold -> micro-batches per optimizer step. Keys may be strings ("1_000", "1.5B").
+        unit: what thresholds count: "epoch", "step" for optimizer steps (``trainer.global_step``), "sample" or "token".
+        target_samples: the global batch in samples: a number, or threshold -> number from threshold 0 on. The nearest
+            whole number of micro-batches is taken, from the size of the run's first one and the number of ranks that
+            see different data.
+        target_tokens: the same in tokens, padding included.
+        ramp: between the targets: "stepped" or "linear".
         weight_by: what a micro-batch weighs in the mean of its window: "token" for its loss-bearing tokens, "sample"
             for its batch size, "batch" for all alike. "auto" takes tokens if batches have token labels, else samples.
-            The loss must be a mean over these items.
+            The loss must be a mean over these items; or, if the batch is a mapping with ``"num_items_in_batch"``, a sum
+            divided by that, as Hugging Face models make it.
         count: a function from a batch to its number of tokens on this rank (int, or scalar tensor), where they are not
             the labels other than -100.
+        sync: under FSDP and FSDP2, "window" reduces gradients once per window and keeps them unsharded until then;
+            "micro_batch" reduces and shards them after every micro-batch. The bytes of both are printed.
+        save_partial_gradients: let checkpoints be written inside a window, with its gradient so far. On one process a
+            resumed run is the same to the bit, on several up to rounding. Not with sharded strategies.
 
     Raises:
         ValueError: if an argument is not valid.
@@ -92,28 +118,52 @@ class AccumulationScheduler(Callback):
         >>> from lightning_mp import AccumulationScheduler
         >>> AccumulationScheduler({0: 1, 1000: 4}, unit="step").schedule
         {0: 1, 1000: 4}
+        >>> AccumulationScheduler(target_tokens={0: 500_000, "250B": "1M"}, unit="token", ramp="linear").windows.targets
+        {0: 500000, 250000000000: 1000000}
     """
 
     def __init__(
         self,
-        schedule: Mapping[int, int] | Mapping[str, int],
+        schedule: Table | None = None,
         *,
         unit: Unit = "epoch",
+        target_samples: int | str | Table | None = None,
+        target_tokens: int | str | Table | None = None,
+        ramp: Ramp = "stepped",
         weight_by: WeightBy = "auto",
         count: CountFunction | None = None,
+        sync: Sync = "window",
+        save_partial_gradients: bool = False,
     ) -> None:
         if unit not in get_args(Unit):
             raise ValueError(f"AccumulationScheduler(unit={unit!r}) is unknown; it must be one of {get_args(Unit)}.")
+        if sync not in get_args(Sync):
+            raise ValueError(f"AccumulationScheduler(sync={sync!r}) is unknown; it must be one of {get_args(Sync)}.")
         Weighting(weight_by, count)  # raises on a wrong argument now, not at set-up
-        self.schedule = parse_schedule(schedule)
+        given = {"schedule": schedule, "target_samples": target_samples, "target_tokens": target_tokens}
+        asked = {name: value for name, value in given.items() if value is not None}
+        if len(asked) != 1:
+            raise ValueError(
+                f"AccumulationScheduler needs one of schedule, target_samples and target_tokens, and got"
+                f" {', '.join(asked) or 'none'}: a mapping such as {{0: 1, 1000: 4}}, or the batch to reach."
+            )
         self.unit = unit
+        self.schedule: dict[int, int] | None = None
+        self.windows: Thresholds | TargetBatch
+        if schedule is not None:
+            if ramp != "stepped":
+                raise ValueError(
+                    f"AccumulationScheduler(ramp={ramp!r}) is for target_samples and target_tokens; a schedule of"
+                    " micro-batches changes in steps. Leave ramp out."
+                )
+            self.schedule = parse_schedule(schedule)
+            self.windows = Thresholds(self.schedule, unit)
+        else:
+            self.windows = _target_batch(target_samples, target_tokens, unit, ramp)
         self.weight_by: WeightBy = weight_by
         self.count = count
-
-    def micro_batches(self, trainer: "pl.Trainer") -> int:
-        """Length of the window that opens now."""
-        position = trainer.current_epoch if self.unit == "epoch" else trainer.global_step
-        return micro_batches_at(self.schedule, position)
+        self.sync: Sync = sync
+        self.save_partial_gradients = save_partial_gradients
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Hands the schedule to the window keeper."""
@@ -121,6 +171,73 @@ class AccumulationScheduler(Callback):
         if stage != "fit":
             return
         refuse_rivals(self, trainer, pl_module)
+        if self.save_partial_gradients:
+            _refuse_partial_gradients(trainer)
         keeper = WindowKeeper.attach(trainer)
-        keeper.follow(self.micro_batches)
-        keeper.weigh(self.weight_by, self.count)
+        keeper.requests.follow(self.windows, sync=self.sync, save_partial_gradients=self.save_partial_gradients)
+        keeper.requests.weigh(self.weight_by, self.count)
+
+    def estimated_steps(self, trainer: "pl.Trainer") -> int | float:
+        """Optimizer steps of the whole run, for ``configure_optimizers``; as attempted, skipped ones included.
+
+        ``trainer.estimated_stepping_batches`` knows nothing of schedules: it divides by the number of micro-batches
+        that holds when it is asked.
+
+        Returns:
+            The number; ``math.inf`` for a run without ``max_epochs`` and ``max_steps``, or over data without a length
+            that has no ``max_steps``.
+
+        Raises:
+            ValueError: if the schedule counts tokens.
+            MisconfigurationException: if samples are needed and the data loader does not tell its batch size.
+        """
+        trainer.fit_loop.setup_data()
+        max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+        batches = trainer.num_training_batches
+        if batches == float("inf"):
+            # One epoch without an end: every window is whole.
+            batches, max_epochs = max(trainer.max_steps, 0) * 10**6, 1 if trainer.max_steps != -1 else -1
+        samples = self._micro_batch_samples(trainer) if "sample" in self.windows.units else 0
+        return estimate_steps(
+            self.windows,
+            int(batches),
+            max_epochs=max_epochs,
+            max_steps=trainer.max_steps,
+            micro_batch_samples=samples,
+        )
+
+    def _micro_batch_samples(self, trainer: "pl.Trainer") -> int:
+        batch_size: Any = getattr(trainer.train_dataloader, "batch_size", None)
+        if not isinstance(batch_size, int):
+            raise MisconfigurationException(
+                "AccumulationScheduler.estimated_steps needs the number of samples in a micro-batch, and the data"
+                f" loader of type {type(trainer.train_dataloader).__name__} has no batch_size. Give a schedule in"
+                " steps or epochs, or compute the number of steps yourself."
+            )
+        sampler: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
+        return batch_size * sampler.get("num_replicas", 1)
+
+
+def _target_batch(
+    samples: int | str | Table | None, tokens: int | str | Table | None, unit: Unit, ramp: Ramp
+) -> TargetBatch:
+    counted: Literal["sample", "token"] = "sample" if samples is not None else "token"
+    target = samples if samples is not None else tokens
+    assert target is not None
+    table: Any = target if isinstance(target, Mapping) else {0: target}
+    return TargetBatch(parse_schedule(table, f"target_{counted}s"), counted, unit, ramp)
+
+
+def _refuse_partial_gradients(trainer: "pl.Trainer") -> None:
+    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        raise MisconfigurationException(
+            f"AccumulationScheduler(save_partial_gradients=True) cannot be used with"
+            f" {type(trainer.strategy).__name__}: the unsharded gradients of an open window are kept inside of it."
+            " Leave it out: checkpoints then wait for the end of a window."
+        )
+    if getattr(trainer.precision_plugin, "fp32_gradients", False):
+        raise MisconfigurationException(
+            f"AccumulationScheduler(save_partial_gradients=True) cannot be used with"
+            f" {type(trainer.precision_plugin).__name__}(fp32_gradients=True), which keeps the gradients of an open"
+            " window in buffers of its own. Leave one of them out."
+        )

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 __all__ = [
     "IGNORE_INDEX",
     "count_samples",
+    "declared_divisor",
     "find_labels",
     "loss_bearing",
+    "nonpad_tokens",
     "replace_labels_",
     "replaceable_labels",
     "shifts_labels_inside",
@@ -108,6 +110,34 @@ def count_samples(batch: Any) -> int:
         f"No samples can be counted in a batch of type {type(batch).__name__!r}: it holds no tensor with a batch"
         " dimension. Pass count=, a function from a batch to its number of items, or weight_by='batch'."
     )
+
+
+def declared_divisor(batch: Any) -> int | Tensor | None:
+    """What a batch says its loss is divided by: ``batch["num_items_in_batch"]``, as Hugging Face models take it.
+
+    Their loss is then a sum over tokens divided by that number, not a mean over the tokens of this batch.
+
+    Example:
+        >>> declared_divisor({"num_items_in_batch": 96}), declared_divisor([1, 2])
+        (96, None)
+    """
+    declared = batch.get("num_items_in_batch") if isinstance(batch, Mapping) else None
+    if declared is None or isinstance(declared, Tensor):
+        return declared
+    return int(declared)
+
+
+def nonpad_tokens(batch: Any) -> Tensor | None:
+    """Tokens that ``batch["attention_mask"]`` does not hide, a scalar tensor; None if there is no such mask.
+
+    Example:
+        >>> import torch
+        >>> nonpad_tokens({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
+        tensor(3)
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    # Two dimensions, [batch, tokens]; a mask with more says who sees whom.
+    return (mask != 0).sum() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -1,12 +1,15 @@
 """Where a token budget ends: which micro-batch is the last, and how many of its tokens still count. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-__all__ = ["Landing", "LandingMode", "TokenBudget", "land"]
+__all__ = ["Landing", "LandingMode", "TokenBudget", "TrimFunction", "land"]
 
-LandingMode = Literal["exact", "floor", "ceil"]
+#: From a batch and the number of tokens to keep in the loss to a function that undoes it.
+TrimFunction = Callable[[Any, int], Callable[[], None]]
+
+LandingMode = Literal["exact", "floor", "ceil", "nearest"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,10 @@ class TokenBudget:
     Args:
         tokens: the budget.
         landing: "exact" hides surplus tokens of the last micro-batch from the loss; "floor" ends before the first
-            micro-batch that would go past the budget; "ceil" ends after the first that reaches it.
+            micro-batch that would go past the budget; "ceil" ends after the first that reaches it; "nearest" ends
+            where the run is at most half a (largest) micro-batch away from it.
+        makes_up_for_skips: tokens of skipped optimizer steps do not count.
+        trim: hides surplus tokens of a batch where they are not its labels, for "exact".
 
     Raises:
         ValueError: if ``tokens`` is not positive or ``landing`` is unknown.
@@ -24,6 +30,8 @@ class TokenBudget:
 
     tokens: int
     landing: LandingMode = "exact"
+    makes_up_for_skips: bool = False
+    trim: TrimFunction | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -56,7 +64,8 @@ def land(counts: Sequence[int], remaining: int, mode: LandingMode, largest_micro
         counts: loss-bearing tokens of this micro-batch on each rank.
         remaining: tokens that are left in the budget before it.
         mode: see :class:`TokenBudget`.
-        largest_micro_batch: the most tokens that a micro-batch of this run can hold over all ranks ("floor").
+        largest_micro_batch: the most tokens that a micro-batch of this run can hold over all ranks ("floor",
+            "nearest").
 
     Example:
         >>> land([512, 512], remaining=1500, mode="exact", largest_micro_batch=1024)
@@ -72,6 +81,8 @@ def land(counts: Sequence[int], remaining: int, mode: LandingMode, largest_micro
         return Landing(tuple(counts), is_last=after <= 0)
     if mode == "floor":
         return Landing(tuple(counts), is_last=after < max(largest_micro_batch, 1))
+    if mode == "nearest":
+        return Landing(tuple(counts), is_last=2 * after <= largest_micro_batch)
     if after <= 0:
         return Landing(_spread(counts, remaining), is_last=True)
     if after < num_ranks:

@@ -1,7 +1,8 @@
 """The run's account of tokens: global integers, exact, read from the device one window late."""
 
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -9,30 +10,40 @@ from torch import Tensor
 from lightning_mp.gradients import accumulation_dtype
 from lightning_mp.host_copy import HostCopy
 
-__all__ = ["TokenLedger", "WindowTotals"]
+__all__ = ["NUM_TOTALS", "TokenLedger", "WindowTotals"]
+
+#: Length of the vector that a window adds over all ranks, see :meth:`WindowTotals.tensor`.
+NUM_TOTALS = 6
 
 
 class WindowTotals:
-    """Running totals of one window on one rank: items, loss-bearing and presented tokens, largest micro-batch.
+    """Running totals of one window on one rank, see :meth:`tensor`.
 
     Numbers that the host knows stay on the host; counts made on the device stay there, as int64, so that nothing waits.
     """
 
     def __init__(self) -> None:
         self.micro_batches = 0
-        self._host = [0.0, 0.0, 0.0, 0.0]
-        self._device: list[Tensor | None] = [None, None, None, None]
+        self._host = [0.0] * NUM_TOTALS
+        self._device: list[Tensor | None] = [None] * NUM_TOTALS
 
-    def add(self, items: float | Tensor, tokens: float | Tensor, presented_tokens: int) -> None:
+    def add(
+        self,
+        items: float | Tensor,
+        tokens: float | Tensor,
+        presented_tokens: int,
+        samples: int = 0,
+        nonpad_tokens: float | Tensor = 0,
+    ) -> None:
         """Adds one micro-batch that was trained on."""
         self.micro_batches += 1
-        for index, number in enumerate((items, tokens, presented_tokens)):
+        for index, number in enumerate((items, tokens, presented_tokens, samples, nonpad_tokens)):
             if isinstance(number, Tensor):
                 sum_before = self._device[index]
                 self._device[index] = number if sum_before is None else sum_before + number
             else:
                 self._host[index] += number
-        self._host[3] = max(self._host[3], presented_tokens)
+        self._host[5] = max(self._host[5], presented_tokens)
 
     @property
     def host_items(self) -> float | None:
@@ -40,12 +51,20 @@ class WindowTotals:
         return self._host[0] if self._device[0] is None else None
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Items, tokens, presented tokens, and those of the largest micro-batch, shape ``[4]``, on ``device``.
+        """Items; loss-bearing, presented tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
 
         Summed over ranks, the last one bounds the largest micro-batch over all ranks from above.
         """
         dtype = accumulation_dtype(device)
-        return torch.stack([self._entry(index, device, dtype) for index in range(4)])
+        return torch.stack([self._entry(index, device, dtype) for index in range(NUM_TOTALS)])
+
+    @classmethod
+    def of(cls, micro_batches: int, totals: "list[float]") -> Self:
+        """Totals that were saved."""
+        made = cls()
+        made.micro_batches = micro_batches
+        made._host = list(totals)
+        return made
 
     def tokens(self, device: torch.device) -> Tensor:
         """The loss-bearing tokens, a scalar tensor on ``device``."""
@@ -58,12 +77,24 @@ class WindowTotals:
         return known if counted is None else known + counted.to(device=device, dtype=dtype)
 
 
+@dataclass
+class _Unread:
+    totals: HostCopy
+    micro_batches: int
+    repeated: bool
+    skipped: bool = False
+
+
 class TokenLedger:
     """Global totals of all windows closed so far. They do not depend on the number of ranks.
 
     Attributes:
         tokens: loss-bearing tokens.
         presented_tokens: tokens shown to the model, padding included.
+        nonpad_tokens: those of them that an attention mask does not hide.
+        samples: samples; 0 where nobody asked for them.
+        skipped_tokens: loss-bearing tokens of windows whose optimizer step was skipped.
+        repeated_tokens: loss-bearing tokens of windows after the first epoch.
         windows: windows closed.
         largest_micro_batch: upper bound of the presented tokens of the largest micro-batch over all ranks.
     """
@@ -71,27 +102,55 @@ class TokenLedger:
     def __init__(self) -> None:
         self.tokens = 0
         self.presented_tokens = 0
+        self.nonpad_tokens = 0
+        self.samples = 0
+        self.skipped_tokens = 0
+        self.repeated_tokens = 0
         self.windows = 0
         self.largest_micro_batch = 0
-        self._unread: deque[tuple[HostCopy, int]] = deque()
+        self._last_window_tokens = 0
+        self._last_window_samples = 0
+        self._unread: deque[_Unread] = deque()
 
     @property
     def unread_micro_batches(self) -> int:
         """Micro-batches of closed windows whose totals are still on their way."""
-        return sum(micro_batches for _, micro_batches in self._unread)
+        return sum(window.micro_batches for window in self._unread)
 
-    def close_window(self, totals: Tensor, micro_batches: int) -> None:
+    @property
+    def tokens_before_last_window(self) -> int:
+        """Tokens of all windows but the one closed last: the same whether or not that one has been read."""
+        return self.tokens if self._unread else self.tokens - self._last_window_tokens
+
+    @property
+    def samples_before_last_window(self) -> int:
+        """Samples of all windows but the one closed last."""
+        return self.samples if self._unread else self.samples - self._last_window_samples
+
+    def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> None:
         """Takes the totals of a window, already summed over all ranks, and reads those of the windows before."""
         self.settle()
-        self._unread.append((HostCopy(totals), micro_batches))
+        self._unread.append(_Unread(HostCopy(totals), micro_batches, repeated))
+
+    def skip_last_window(self) -> None:
+        """The optimizer step of the window that was closed last turned out to be skipped."""
+        if self._unread:
+            self._unread[-1].skipped = True
+        else:
+            self.skipped_tokens += self._last_window_tokens
 
     def settle(self) -> None:
         """Reads everything that is still on its way."""
         while self._unread:
-            copy, _ = self._unread.popleft()
-            _, tokens, presented_tokens, largest = (round(number) for number in copy.read())
+            window = self._unread.popleft()
+            _, tokens, presented_tokens, samples, nonpad, largest = (round(number) for number in window.totals.read())
+            self._last_window_tokens, self._last_window_samples = tokens, samples
             self.tokens += tokens
             self.presented_tokens += presented_tokens
+            self.nonpad_tokens += nonpad
+            self.samples += samples
+            self.skipped_tokens += tokens * window.skipped
+            self.repeated_tokens += tokens * window.repeated
             self.windows += 1
             self.largest_micro_batch = max(self.largest_micro_batch, largest)
 
@@ -101,8 +160,14 @@ class TokenLedger:
         return {
             "tokens": self.tokens,
             "presented_tokens": self.presented_tokens,
+            "nonpad_tokens": self.nonpad_tokens,
+            "samples": self.samples,
+            "skipped_tokens": self.skipped_tokens,
+            "repeated_tokens": self.repeated_tokens,
             "windows": self.windows,
             "largest_micro_batch": self.largest_micro_batch,
+            "last_window_tokens": self._last_window_tokens,
+            "last_window_samples": self._last_window_samples,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,5 +175,11 @@ class TokenLedger:
         self._unread.clear()
         self.tokens = state["tokens"]
         self.presented_tokens = state["presented_tokens"]
+        self.nonpad_tokens = state["nonpad_tokens"]
+        self.samples = state["samples"]
+        self.skipped_tokens = state["skipped_tokens"]
+        self.repeated_tokens = state["repeated_tokens"]
+        self._last_window_tokens = state["last_window_tokens"]
+        self._last_window_samples = state["last_window_samples"]
         self.windows = state["windows"]
         self.largest_micro_batch = state["largest_micro_batch"]

@@ -1,12 +1,12 @@
 """Ends a run on its token budget: decides about each micro-batch and trims the last one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 from lightning_mp import batch_counts
 from lightning_mp.gradients import accumulation_dtype
@@ -49,7 +49,7 @@ class Spending:
         self._budget = budget
         self._ledger = ledger
         self._weighting = weighting
-        self._trimmed: tuple[Any, Tensor] | None = None
+        self._undo_trim: Callable[[], None] | None = None
 
     def is_far_from_the_end(self, position: int, certain_tokens: int) -> bool:
         """Whether the budget cannot end in the next micro-batch. All ranks answer alike, and nothing is waited for.
@@ -63,7 +63,12 @@ class Spending:
         """
         largest = self._ledger.largest_micro_batch
         in_flight = self._ledger.unread_micro_batches + position + 2
-        return largest > 0 and self._ledger.tokens + 2 * largest * in_flight + certain_tokens < self._budget.tokens
+        return largest > 0 and self._spent_tokens + 2 * largest * in_flight + certain_tokens < self._budget.tokens
+
+    @property
+    def _spent_tokens(self) -> int:
+        skipped = self._ledger.skipped_tokens if self._budget.makes_up_for_skips else 0
+        return self._ledger.tokens - skipped
 
     def begin_micro_batch(self, window: OpenWindow, batch: Any) -> tuple[bool, Measure]:
         """Trims the micro-batch if it must. Waits for the device; ask :meth:`is_far_from_the_end` first.
@@ -78,20 +83,26 @@ class Spending:
         window_tokens, counts = _gather(window)
         if self._ledger.windows == 0 and window.position == 0:
             self._check_first(batch, sum(counts))
-        remaining = self._budget.tokens - self._ledger.tokens - window_tokens
+        remaining = self._budget.tokens - self._spent_tokens - window_tokens
         largest = max(self._ledger.largest_micro_batch, window.measure.presented_tokens * len(counts))
         landing = land(counts, remaining, self._budget.landing, largest)
         kept = landing.keep_tokens[window.data_rank]
         if kept == counts[window.data_rank]:
             return landing.is_last, window.measure
-        self._trimmed = batch, batch_counts.trim_labels_(batch, kept, shifted=self._weighting.shifted)
+        self._undo_trim = self._trim(batch, kept)
         return landing.is_last, self._weighting.measure(batch)
 
     def restore_labels(self) -> None:
         """Puts the labels back into a trimmed batch: the data set may hold the very same container."""
-        if self._trimmed is not None:
-            batch_counts.replace_labels_(*self._trimmed)
-            self._trimmed = None
+        undo, self._undo_trim = self._undo_trim, None
+        if undo is not None:
+            undo()
+
+    def _trim(self, batch: Any, keep_tokens: int) -> Callable[[], None]:
+        if self._budget.trim is not None:
+            return self._budget.trim(batch, keep_tokens)
+        labels = batch_counts.trim_labels_(batch, keep_tokens, shifted=self._weighting.shifted)
+        return lambda: batch_counts.replace_labels_(batch, labels)
 
     def _check_first(self, batch: Any, tokens: int) -> None:
         if self._budget.tokens < tokens:
@@ -99,18 +110,18 @@ class Spending:
                 f"The budget of {self._budget.tokens:,} tokens is smaller than one micro-batch, which has {tokens:,}"
                 " tokens over all ranks. Raise the budget or make the batch smaller."
             )
-        if self._budget.landing != "exact":
+        if self._budget.landing != "exact" or self._budget.trim is not None:
             return
         if self._weighting.count is not None:
             raise MisconfigurationException(
                 "landing='exact' trims labels, and with count= nobody knows what that does to the count."
-                " Choose landing='floor' or landing='ceil', or leave count= out."
+                " Give trim= too, choose landing='floor' or landing='ceil', or leave count= out."
             )
         if not batch_counts.replaceable_labels(batch):
             raise MisconfigurationException(
                 f"landing='exact' must hide surplus labels in the last batch, but a batch of type"
                 f" {type(batch).__name__!r} has no labels that can be exchanged. Give batches as a list"
-                " [inputs, labels] or a dict with 'labels', or choose landing='floor' or landing='ceil'."
+                " [inputs, labels] or a dict with 'labels', give trim=, or choose landing='floor' or landing='ceil'."
             )
 
 

@@ -1,6 +1,6 @@
 """What a micro-batch weighs in the mean of its window: itself, its samples or its tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -26,11 +26,17 @@ class Measure:
         items: what it weighs.
         tokens: its loss-bearing tokens; 0 if they are not counted.
         presented_tokens: an upper bound for ``tokens`` that the host knows from the shape.
+        samples: its samples; 0 if they are not counted.
+        divisor: what its loss was divided by, if that is not ``items``.
+        nonpad_tokens: tokens that an attention mask does not hide; 0 if tokens are not counted.
     """
 
     items: int | Tensor
     tokens: int | Tensor
     presented_tokens: int
+    samples: int = 0
+    divisor: int | Tensor | None = None
+    nonpad_tokens: int | Tensor = 0
 
 
 class Weighting:
@@ -54,6 +60,7 @@ class Weighting:
         self.count = count
         self.shifted = False
         self.counts_tokens = True
+        self.counts_samples = weight_by == "sample"
 
     def resolve(self, first_batch: Any, *, shifted: bool, budgeted: bool) -> None:
         """Settles "auto" and refuses what the first batch cannot give.
@@ -78,13 +85,28 @@ class Weighting:
             self.weight_by = "token" if has_tokens else "sample"
             rank_zero_info(f"Gradient accumulation: micro-batches are weighted by their number of {self.weight_by}s.")
         self.counts_tokens = has_tokens
+        self.counts_samples = self.counts_samples or self.weight_by == "sample"
 
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""
         tokens, presented_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
-        if self.weight_by == "token":
-            return Measure(tokens, tokens, presented_tokens)
-        return Measure(1 if self.weight_by == "batch" else batch_counts.count_samples(batch), tokens, presented_tokens)
+        samples = batch_counts.count_samples(batch) if self.counts_samples else 0
+        items = {"token": tokens, "sample": samples, "batch": 1}[self.weight_by]
+        nonpad_tokens = batch_counts.nonpad_tokens(batch) if self.counts_tokens else 0
+        divisor = batch_counts.declared_divisor(batch)
+        return Measure(
+            items,
+            tokens,
+            presented_tokens,
+            samples,
+            divisor,
+            presented_tokens if nonpad_tokens is None else nonpad_tokens,
+        )
+
+    def size(self, batch: Any, units: Set[str]) -> tuple[int, int]:
+        """Samples, and tokens with padding, that a batch presents on this rank; 0 for what ``units`` does not name."""
+        samples = batch_counts.count_samples(batch) if "sample" in units else 0
+        return samples, self._tokens(batch)[1] if "token" in units else 0
 
     def _tokens(self, batch: Any) -> tuple[int | Tensor, int]:
         labels = batch_counts.find_labels(batch)

@@ -1,7 +1,6 @@
 """The window keeper: which micro-batches make one optimizer step, what each weighs, and when the run ends."""
 
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,49 +12,17 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp import batch_counts, gradients, seams
-from lightning_mp.landing import TokenBudget
 from lightning_mp.ledger import TokenLedger, WindowTotals
+from lightning_mp.outcome import StepDispatcher, StepOutcome
+from lightning_mp.partial_window import PartialWindow
 from lightning_mp.spending import OpenWindow, Spending
-from lightning_mp.weighting import CountFunction, Measure, WeightBy, Weighting
+from lightning_mp.weighting import Measure, WeightBy, Weighting
+from lightning_mp.window import Window
+from lightning_mp.window_holds import WindowHolds
+from lightning_mp.window_requests import WindowRequests
+from lightning_mp.window_schedule import Progress
 
-__all__ = ["Window", "WindowKeeper"]
-
-
-class Window(int):
-    """The value of ``trainer.accumulate_grad_batches`` for one micro-batch.
-
-    Lightning asks it two questions by modulo: ``batch_idx % N == 0`` (set the gradients to zero?) and
-    ``(batch_idx + 1) % N == 0`` (make the optimizer step?). Python lets the right operand answer if its class is a
-    subclass of the left one's, so the answers come from the keeper. For everything else it is the plain number ``N``,
-    by which Lightning divides the loss.
-
-    Example:
-        >>> window = Window(4, batch_idx=6, opens=True, closes=False)
-        >>> 6 % window, 7 % window, 12 / window
-        (0, 1, 3.0)
-    """
-
-    _batch_idx: int
-    _opens: bool
-    _closes: bool
-
-    def __new__(cls, micro_batches: int, *, batch_idx: int, opens: bool, closes: bool) -> Self:
-        """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
-        window = super().__new__(cls, micro_batches)
-        window._batch_idx = batch_idx
-        window._opens = opens
-        window._closes = closes
-        return window
-
-    def __rmod__(self, value: int) -> int:
-        if value == self._batch_idx:
-            return int(not self._opens)
-        if value == self._batch_idx + 1:
-            return int(not self._closes)
-        return value % int(self)
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
+__all__ = ["WindowKeeper"]
 
 
 class WindowKeeper(Callback):
@@ -80,14 +47,13 @@ class WindowKeeper(Callback):
     """
 
     def __init__(self, micro_batches: int = 1) -> None:
-        self._constant = micro_batches
-        self._schedule: Callable[[pl.Trainer], int] | None = None
-        self._weighting: Weighting | None = None
-        self._budget: TokenBudget | None = None
+        self.requests = WindowRequests(micro_batches)
         self._spending: Spending | None = None
         self._resolved = False
         self.ledger = TokenLedger()
         self.reference_items: float | None = None
+        self.micro_batch_samples = 0
+        self.micro_batch_tokens = 0
         self.budget_reached = False
         self._num_data_ranks = 1
         self._planned = 1
@@ -95,8 +61,11 @@ class WindowKeeper(Callback):
         self._is_open = False
         self._closes = False
         self._lands = False
+        self._is_repeating = False
         self._measure: Measure | None = None
         self._totals: WindowTotals | None = None
+        self._partial: PartialWindow | None = None
+        self._holds: WindowHolds | None = None
 
     # -- who asks for what ---------------------------------------------------------------------------------------------
 
@@ -113,58 +82,38 @@ class WindowKeeper(Callback):
             keeper = cls(trainer.accumulate_grad_batches)
             # A new list: Lightning is walking through the old one while callbacks are set up.
             seams.set_callbacks(trainer, [keeper, *seams.callbacks_of(trainer)])
-        elif keeper._weighting is None:
-            keeper._constant = trainer.accumulate_grad_batches
+        elif keeper.requests.weighting is None:
+            keeper.requests.constant = trainer.accumulate_grad_batches
         return keeper
+
+    @property
+    def weighting(self) -> Weighting | None:
+        """What micro-batches weigh; None if nobody asked for it."""
+        return self.requests.weighting
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last micro-batch left its window open."""
+        return self._is_open
+
+    @property
+    def planned_micro_batches(self) -> int:
+        """Micro-batches of the window at hand."""
+        return self._planned
+
+    def presented_tokens(self, batch: Any) -> int:
+        """Tokens that a batch like this presents over all ranks, padding included."""
+        assert self.requests.weighting is not None
+        return self._num_data_ranks * self.requests.weighting.size(batch, {"token"})[1]
 
     def release(self, trainer: "pl.Trainer") -> None:
         """Ends a fit. The keeper stays among the callbacks, so that a checkpoint written later holds its state."""
-        trainer.accumulate_grad_batches = self._constant
+        trainer.accumulate_grad_batches = self.requests.constant
         self._restore_labels()
-        self._schedule = self._weighting = self._budget = self._spending = None
+        if self._holds is not None:
+            self._holds.detach()
+        self.requests.schedule = self.requests.weighting = self.requests.budget = self._spending = self._holds = None
         self._resolved = self._is_open = False
-
-    def follow(self, schedule: Callable[["pl.Trainer"], int]) -> None:
-        """Window lengths come from ``schedule``, asked once when a window opens.
-
-        Raises:
-            MisconfigurationException: if the Trainer or another callback sets them already.
-        """
-        if self._constant != 1:
-            raise MisconfigurationException(
-                f"Trainer(accumulate_grad_batches={self._constant}) and an AccumulationScheduler both set the number of"
-                " micro-batches per optimizer step. Leave accumulate_grad_batches out, or remove the callback."
-            )
-        if self._schedule is not None:
-            raise MisconfigurationException("There are two AccumulationSchedulers; merge them into one schedule.")
-        self._schedule = schedule
-
-    def weigh(self, weight_by: WeightBy, count: CountFunction | None) -> None:
-        """Micro-batches weigh what ``weight_by`` says; ``count`` overrides the labels.
-
-        Raises:
-            MisconfigurationException: if two callbacks count tokens in two ways.
-        """
-        known = self._weighting
-        if known is None:
-            self._weighting = Weighting(weight_by, count)
-            return
-        if count is not None and known.count is not None and known.count is not count:
-            raise MisconfigurationException("Two callbacks count tokens with different count= functions; use one.")
-        chosen = known.weight_by if known.weight_by != "auto" else weight_by
-        self._weighting = Weighting(chosen, known.count if known.count is not None else count)
-
-    def spend(self, budget: TokenBudget) -> None:
-        """The run ends on ``budget``.
-
-        Raises:
-            MisconfigurationException: if there is a budget already.
-        """
-        if self._budget is not None:
-            raise MisconfigurationException(
-                "There are two ChinchillaBudgets; a run has one budget. Remove one of them."
-            )
-        self._budget = budget
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
@@ -180,45 +129,78 @@ class WindowKeeper(Callback):
                 " times in one step: tokens and windows would be counted more than once. Use another optimizer, or"
                 " remove the callbacks."
             )
+        if self.requests.weighting is not None:
+            self._holds = WindowHolds(
+                trainer,
+                pl_module,
+                self.requests.sync,
+                lambda: self._is_open,
+                checkpoints_wait=not self.requests.saves_partial_gradients,
+            )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Ends a resumed run at once if its budget is spent."""
-        if self.budget_reached and self._budget is not None:
+        """Goes on inside a window that was saved open; ends a resumed run at once if its budget is spent."""
+        if self._holds is None:
+            return
+        self._holds.start()
+        if self.budget_reached and self.requests.budget is not None:
             trainer.should_stop = True
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            partial.restore_gradients(pl_module)
+            self._planned, self._position, self._is_open = partial.planned, partial.position, True
+            self._totals = partial.totals_of_rank(is_global_zero=trainer.is_global_zero)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
-        if self._weighting is None:
+        if self.requests.weighting is None:
             return
         self._restore_labels()
         self._resolve(trainer, pl_module, batch)
         opens = not self._is_open
         if opens:
-            self._planned = self._schedule(trainer) if self._schedule is not None else self._constant
+            schedule = self.requests.schedule
+            self._planned = schedule.micro_batches(self._progress(trainer)) if schedule else self.requests.constant
             self._position = 0
             self._totals = WindowTotals()
+        self._is_repeating = trainer.current_epoch > 0
         last_of_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
         self._lands = self._begin(trainer, pl_module.device, batch)
         self._closes = self._lands or last_of_epoch or self._position + 1 >= self._planned
         trainer.accumulate_grad_batches = Window(self._planned, batch_idx=batch_idx, opens=opens, closes=self._closes)
+        if self._holds is not None:
+            self._holds.begin(closes=self._closes)
+
+    def _progress(self, trainer: "pl.Trainer") -> Progress:
+        return Progress(
+            epoch=trainer.current_epoch,
+            step=trainer.global_step,
+            samples=self.ledger.samples_before_last_window,
+            tokens=self.ledger.tokens_before_last_window,
+            micro_batch_samples=self.micro_batch_samples,
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
-        if self._weighting is None:
+        if self.requests.weighting is None:
             return
         assert self._measure is not None
         assert self._totals is not None
-        items = self._measure.items
+        measure = self._measure
         if self.reference_items is None:
             # Once per run, so the wait does not matter.
-            self.reference_items = float(trainer.strategy.broadcast(max(int(items), 1)))
-        if isinstance(items, Tensor):
-            loss.mul_((items / self.reference_items).to(loss.device))
-        elif items != self.reference_items:
-            loss.mul_(items / self.reference_items)
-        self._totals.add(items, self._measure.tokens, self._measure.presented_tokens)
+            self.reference_items = float(trainer.strategy.broadcast(max(int(measure.items), 1)))
+        divisor = measure.items if measure.divisor is None else measure.divisor
+        if isinstance(divisor, Tensor):
+            loss.mul_((divisor / self.reference_items).to(loss.device))
+        elif divisor != self.reference_items:
+            loss.mul_(divisor / self.reference_items)
+        self._totals.add(
+            measure.items, measure.tokens, measure.presented_tokens, measure.samples, measure.nonpad_tokens
+        )
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -232,26 +214,56 @@ class WindowKeeper(Callback):
             parameters = gradients.parameters_with_gradient(optimizer)
             gradients.multiply_([gradients.local_shard(p.grad) for p in parameters if p.grad is not None], factor)
 
+    def on_after_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """Books the tokens of a skipped step. Without our plugins and without OverflowMonitor nobody tells of one."""
+        if outcome.skipped:
+            self.ledger.skip_last_window()
+
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Moves on to the next micro-batch, or ends the run."""
-        if self._weighting is None:
+        if self.requests.weighting is None:
             return
         self._position += 1
         self._is_open = not self._closes
-        if self._lands:
+        if self._holds is not None:
+            self._holds.end()
+        if self._lands and self._is_spent(trainer):
             self.budget_reached = True
             trainer.should_stop = True
+
+    def _is_spent(self, trainer: "pl.Trainer") -> bool:
+        """Whether the budget is spent for good: if skipped tokens are to be made up for, the last step must count."""
+        if self.requests.budget is None or not self.requests.budget.makes_up_for_skips:
+            return True
+        dispatcher = StepDispatcher.of(trainer)
+        if dispatcher is not None:
+            dispatcher.settle()
+        before = self.ledger.skipped_tokens
+        self.ledger.settle()
+        return self.ledger.skipped_tokens == before
 
     def needs_gradients(self, step_index: int) -> bool:
         """Our precision plugins need not make true gradients for the keeper: they normalise themselves."""
         return False
 
+    @property
+    def weight_by(self) -> WeightBy | None:
+        """What micro-batches weigh; None where nobody weighs them."""
+        return self.requests.weighting.weight_by if self.requests.weighting is not None else None
+
+    @property
+    def measure(self) -> Measure | None:
+        """The micro-batch at hand; None where nobody weighs."""
+        return self._measure if self.requests.weighting is not None else None
+
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
     def window_totals(self, device: torch.device) -> Tensor | None:
-        """Items, tokens and presented tokens of the open window on this rank, shape ``[4]``; None if there are none.
+        """What :meth:`lightning_mp.ledger.WindowTotals.tensor` adds up on this rank; None if there is nothing.
 
         The caller adds them over all ranks and hands them to :meth:`close_window`.
         """
@@ -271,7 +283,8 @@ class WindowKeeper(Callback):
         assert self.reference_items is not None
         num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         # Ranks that share their data (tensor parallel) have counted it once each.
-        self.ledger.close_window(totals / (num_ranks // self._num_data_ranks), local.micro_batches)
+        totals_once = totals / (num_ranks // self._num_data_ranks)
+        self.ledger.close_window(totals_once, local.micro_batches, repeated=self._is_repeating)
         expected_items = num_ranks * self.reference_items * self._planned
         if num_ranks == 1 and local.host_items == expected_items:
             return None
@@ -279,9 +292,9 @@ class WindowKeeper(Callback):
 
     def _begin(self, trainer: "pl.Trainer", device: torch.device, batch: Any) -> bool:
         """Measures the micro-batch, trims it if the budget ends in it, and returns whether it does."""
-        assert self._weighting is not None
+        assert self.requests.weighting is not None
         assert self._totals is not None
-        self._measure = self._weighting.measure(batch)
+        self._measure = self.requests.weighting.measure(batch)
         if self._spending is None:
             return False
         certain_tokens = self._measure.presented_tokens if self._num_data_ranks == 1 else 0
@@ -300,12 +313,20 @@ class WindowKeeper(Callback):
     def _resolve(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         if self._resolved:
             return
-        assert self._weighting is not None
+        assert self.requests.weighting is not None
+        if self.requests.schedule is not None and "sample" in self.requests.schedule.units:
+            self.requests.weighting.counts_samples = True
         shifted = bool(trainer.strategy.broadcast(batch_counts.shifts_labels_inside(pl_module, batch)))
-        self._weighting.resolve(batch, shifted=shifted, budgeted=self._budget is not None)
-        if self._budget is not None:
-            self._spending = Spending(self._budget, self.ledger, self._weighting)
+        needs_tokens = self.requests.budget is not None or (
+            self.requests.schedule is not None and "token" in self.requests.schedule.units
+        )
+        self.requests.weighting.resolve(batch, shifted=shifted, budgeted=needs_tokens)
+        if self.requests.budget is not None:
+            self._spending = Spending(self.requests.budget, self.ledger, self.requests.weighting)
         self._num_data_ranks = _data_parallel(trainer).get("num_replicas", 1)
+        if self.requests.schedule is not None and not self.micro_batch_samples and not self.micro_batch_tokens:
+            size = trainer.strategy.broadcast(self.requests.weighting.size(batch, self.requests.schedule.units))
+            self.micro_batch_samples, self.micro_batch_tokens = (self._num_data_ranks * count for count in size)
         self._resolved = True
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -324,19 +345,33 @@ class WindowKeeper(Callback):
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Warns when a partial gradient would be lost."""
-        if self._is_open:
-            rank_zero_warn(
-                f"This checkpoint is written inside an accumulation window: the gradient of its first {self._position}"
-                f" of {self._planned} micro-batches is not saved, and a run that resumes from it loses them. Save every"
-                " n optimizer steps (ModelCheckpoint(every_n_train_steps=n)) or validate at window ends."
-            )
+        """Saves the gradient of an open window if asked to, else warns that it would be lost."""
+        if not self._is_open or self._totals is None:
+            return
+        if self.requests.saves_partial_gradients:
+            totals = self._totals.tensor(pl_module.device)
+            PartialWindow.of(pl_module, self._planned, self._position, totals).save(checkpoint)
+            return
+        rank_zero_warn(
+            f"This checkpoint is written inside an accumulation window: the gradient of its first {self._position}"
+            f" of {self._planned} micro-batches is not saved, and a run that resumes from it loses them. Save at the"
+            " end of a window, as ModelCheckpoint does by itself, or use"
+            " AccumulationScheduler(save_partial_gradients=True)."
+        )
+
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Remembers the gradient of a window that was saved open."""
+        self._partial = PartialWindow.load(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger and the reference count."""
         return {
             "ledger": self.ledger.state_dict(),
             "reference_items": self.reference_items,
+            "micro_batch_samples": self.micro_batch_samples,
+            "micro_batch_tokens": self.micro_batch_tokens,
             "budget_reached": self.budget_reached,
         }
 
@@ -344,6 +379,8 @@ class WindowKeeper(Callback):
         """Goes on from a checkpoint."""
         self.ledger.load_state_dict(state_dict["ledger"])
         self.reference_items = state_dict["reference_items"]
+        self.micro_batch_samples = state_dict["micro_batch_samples"]
+        self.micro_batch_tokens = state_dict["micro_batch_tokens"]
         self.budget_reached = state_dict["budget_reached"]
 
 

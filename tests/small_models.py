@@ -1,6 +1,6 @@
 """Small modules, data and Trainers that many tests share."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -109,6 +109,29 @@ def token_batches(lengths: Sequence[int], batch_size: int = 2, vocabulary: int =
 def loader(batches: list[Any]) -> "DataLoader[Any]":
     """Hands out ready batches in order, as they are: torch's own conversion would turn tuples into lists."""
     return DataLoader(batches, batch_size=None, shuffle=False, collate_fn=lambda batch: batch)
+
+
+class ResumableLoader:
+    """Hands out ready batches in order, epoch after epoch, and goes on where its state says."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position %= len(self.batches)
+        for batch in self.batches[self.position :]:
+            self.position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 def quiet_trainer(**arguments: Any) -> pl.Trainer:

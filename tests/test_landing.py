@@ -172,7 +172,7 @@ def test_a_budget_below_one_token_is_refused(tokens):
 
 
 def test_an_unknown_landing_is_refused_and_every_one_that_is_offered_works():
-    message = r"^landing='round' is unknown; it must be one of \('exact', 'floor', 'ceil'\)\.$"
+    message = r"^landing='round' is unknown; it must be one of \('exact', 'floor', 'ceil', 'nearest'\)\.$"
     with pytest.raises(ValueError, match=message):
         TokenBudget(10, "round")
     for landing in ("exact", "floor", "ceil"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.host_copy import HostCopy
-from lightning_mp.ledger import TokenLedger, WindowTotals
+from lightning_mp.ledger import NUM_TOTALS, TokenLedger, WindowTotals
 
 CPU = torch.device("cpu")
 
@@ -20,9 +20,10 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def closed(ledger, items, tokens, presented_tokens, micro_batches=1, largest=None):
+def closed(ledger, items, tokens, presented_tokens, micro_batches=1, largest=None, samples=0, nonpad=0):
     largest = -(-presented_tokens // max(micro_batches, 1)) if largest is None else largest
-    ledger.close_window(torch.tensor([items, tokens, presented_tokens, largest], dtype=torch.float64), micro_batches)
+    totals = torch.tensor([items, tokens, presented_tokens, samples, nonpad, largest], dtype=torch.float64)
+    ledger.close_window(totals, micro_batches)
 
 
 def sums(ledger):
@@ -36,10 +37,15 @@ def test_an_empty_window_holds_nothing():
     totals = WindowTotals()
     assert totals.micro_batches == 0
     assert totals.host_items == 0.0
-    assert totals.tensor(CPU).tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert totals.tensor(CPU).tolist() == [0.0] * NUM_TOTALS
 
 
-measures = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 10_000)), max_size=20)
+measures = st.lists(
+    st.tuples(
+        st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 99), st.integers(0, 9)
+    ),
+    max_size=20,
+)
 
 
 @given(measures, st.lists(st.booleans(), min_size=60, max_size=60), st.sampled_from([torch.int32, torch.int64]))
@@ -47,16 +53,18 @@ def test_totals_are_the_sums_whether_counted_on_the_host_or_on_the_device(number
     """Each number comes as an int or as a tensor, in any mixture."""
     totals, choices = WindowTotals(), iter(on_device)
     all_items_on_host = True
-    for items, tokens, presented_tokens in numbers:
+    for items, tokens, presented_tokens, samples, nonpad_tokens in numbers:
         items_on_device, tokens_on_device = next(choices), next(choices)
         all_items_on_host &= not items_on_device
         totals.add(
             torch.tensor(items, dtype=dtype) if items_on_device else items,
             torch.tensor(tokens, dtype=dtype) if tokens_on_device else tokens,
             presented_tokens,
+            samples,
+            nonpad_tokens,
         )
-    expected = [float(sum(column)) for column in zip(*numbers, strict=True)] or [0.0] * 3
-    expected.append(float(max((presented for *_, presented in numbers), default=0)))
+    expected = [float(sum(column)) for column in zip(*numbers, strict=True)] or [0.0] * 5
+    expected.append(float(max((presented for _, _, presented, *_ in numbers), default=0)))
     assert totals.tensor(CPU).tolist() == expected
     assert totals.tokens(CPU).item() == expected[1]
     assert totals.micro_batches == len(numbers)
@@ -67,14 +75,14 @@ def test_totals_are_one_vector_in_double_precision():
     totals = WindowTotals()
     totals.add(1, torch.tensor(3), 4)
     vector = totals.tensor(CPU)
-    assert (vector.shape, vector.dtype, totals.tokens(CPU).shape) == ((4,), torch.float64, ())
+    assert (vector.shape, vector.dtype, totals.tokens(CPU).shape) == ((NUM_TOTALS,), torch.float64, ())
 
 
 def test_more_tokens_than_single_precision_counts_are_exact():
     totals = WindowTotals()
-    totals.add(torch.tensor(2**24), 2**24, 2**40)
-    totals.add(torch.tensor(1), 1, 1)
-    assert totals.tensor(CPU).tolist() == [2**24 + 1, 2**24 + 1, 2**40 + 1, 2**40]
+    totals.add(torch.tensor(2**24), 2**24, 2**40, 7)
+    totals.add(torch.tensor(1), 1, 1, 8)
+    assert totals.tensor(CPU).tolist() == [2**24 + 1, 2**24 + 1, 2**40 + 1, 15, 0, 2**40]
 
 
 def test_a_counted_tensor_is_not_written_to():
@@ -84,7 +92,7 @@ def test_a_counted_tensor_is_not_written_to():
     totals.add(counted, 1, 5)
     totals.tensor(CPU).add_(1)
     assert counted.item() == 5
-    assert totals.tensor(CPU).tolist() == [10.0, 6.0, 10.0, 5.0]
+    assert totals.tensor(CPU).tolist() == [10.0, 6.0, 10.0, 0.0, 0.0, 5.0]
 
 
 # -- many windows ------------------------------------------------------------------------------------------------------
@@ -102,9 +110,38 @@ def test_a_window_is_read_when_the_next_one_closes():
     assert sums(ledger) == (15, 18, 2)
 
 
+def test_what_schedules_see_does_not_depend_on_when_the_account_is_looked_at():
+    """A checkpoint settles the account; the run that goes on must not change its windows for that."""
+    looked_at, left_alone = TokenLedger(), TokenLedger()
+    for tokens, samples in [(10, 2), (20, 3), (5, 1), (7, 4)]:
+        for ledger in (looked_at, left_alone):
+            closed(ledger, 1, tokens, tokens, samples=samples)
+        resumed = TokenLedger()
+        resumed.load_state_dict(looked_at.state_dict())
+        seen = {
+            (ledger.tokens_before_last_window, ledger.samples_before_last_window) for ledger in (looked_at, resumed)
+        }
+        assert seen == {(left_alone.tokens_before_last_window, left_alone.samples_before_last_window)}
+    assert seen == {(35, 6)}
+
+
+@pytest.mark.parametrize("settled_first", [False, True])
+def test_skipped_and_repeated_tokens_are_booked_beside_the_others(settled_first):
+    """With an unfused optimizer the skip is told before the window is read, at the end of a run after it."""
+    ledger = TokenLedger()
+    for tokens, skipped, epoch in [(10, False, 0), (20, True, 0), (30, False, 1), (40, True, 1)]:
+        ledger.close_window(torch.tensor([1.0, tokens, tokens, 0, tokens, tokens]), 1, repeated=epoch > 0)
+        if settled_first:
+            ledger.settle()
+        if skipped:
+            ledger.skip_last_window()
+    ledger.settle()
+    assert (ledger.tokens, ledger.skipped_tokens, ledger.repeated_tokens) == (100, 60, 70)
+
+
 def test_totals_are_copied_when_a_window_closes():
     ledger = TokenLedger()
-    totals = torch.tensor([4.0, 4.0, 4.0, 4.0], dtype=torch.float64)
+    totals = torch.tensor([4.0] * NUM_TOTALS, dtype=torch.float64)
     ledger.close_window(totals, 1)
     totals.zero_()
     ledger.settle()
@@ -143,7 +180,7 @@ def test_a_long_run_is_counted_to_the_token():
 
 
 def test_closing_windows_reads_no_scalar_on_the_host():
-    ledger, totals = TokenLedger(), torch.tensor([1.0, 2.0, 3.0, 3.0], dtype=torch.float64)
+    ledger, totals = TokenLedger(), torch.tensor([1.0, 2.0, 3.0, 0.0, 0.0, 3.0], dtype=torch.float64)
     with CountReads() as counter:
         for _ in range(3):
             window = WindowTotals()
@@ -189,10 +226,21 @@ def test_the_account_survives_a_checkpoint_in_the_middle(numbers):
 
 def test_the_state_holds_plain_numbers_and_every_attribute():
     ledger = TokenLedger()
-    closed(ledger, 5, 4, 6, micro_batches=2)
+    closed(ledger, 5, 4, 6, micro_batches=2, samples=9, nonpad=5)
     state = ledger.state_dict()
-    assert state == {"tokens": 4, "presented_tokens": 6, "windows": 1, "largest_micro_batch": 3}
-    assert set(state) == {name for name in vars(ledger) if not name.startswith("_")}
+    assert state == {
+        "tokens": 4,
+        "presented_tokens": 6,
+        "nonpad_tokens": 5,
+        "samples": 9,
+        "skipped_tokens": 0,
+        "repeated_tokens": 0,
+        "windows": 1,
+        "largest_micro_batch": 3,
+        "last_window_tokens": 4,
+        "last_window_samples": 9,
+    }
+    assert set(state) == {name.removeprefix("_") for name in vars(ledger)} - {"unread"}
     assert all(type(value) is int for value in state.values())
 
 

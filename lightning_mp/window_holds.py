@@ -1,0 +1,63 @@
+"""What waits for the end of an accumulation window, for the time of one ``fit``."""
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+
+from lightning_mp.checkpoint_hold import CheckpointHold
+from lightning_mp.gradient_sync import Sync, gradient_sync
+from lightning_mp.learning_rate_frequency import LearningRateFrequency
+from lightning_mp.outcome import StepDispatcher
+
+__all__ = ["WindowHolds"]
+
+
+class WindowHolds:
+    """Reductions of sharded gradients, checkpoints, the end of the run, and the frequency of learning-rate schedulers.
+
+    Args:
+        trainer: after its strategy was set up.
+        pl_module: its module.
+        sync: when sharded gradients are reduced.
+        is_open: whether a window is open after a micro-batch.
+        checkpoints_wait: ``ModelCheckpoint`` writes at the ends of windows only.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        sync: Sync,
+        is_open: Callable[[], bool],
+        *,
+        checkpoints_wait: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._min_steps = trainer.fit_loop.epoch_loop.min_steps
+        self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, sync)
+        self._checkpoints = CheckpointHold(trainer, is_open).attach() if checkpoints_wait else None
+        self._frequency: LearningRateFrequency | None = None
+
+    def start(self) -> None:
+        """Training starts: by now every monitor is there. With outcomes, skipped steps do not count."""
+        if StepDispatcher.of(self._trainer) is None:
+            self._frequency = LearningRateFrequency(self._trainer, lambda: 0).attach()
+
+    def begin(self, *, closes: bool) -> None:
+        """A micro-batch begins; ``closes`` if the optimizer steps after it."""
+        # Lightning leaves the loop after any micro-batch once `should_stop` is set, but not before `min_steps`.
+        self._trainer.fit_loop.epoch_loop.min_steps = self._min_steps if closes else self._trainer.global_step + 1
+        self._reductions.begin(closes=closes)
+
+    def end(self) -> None:
+        """The micro-batch is over."""
+        self._reductions.end()
+
+    def detach(self) -> None:
+        """Leaves everything as it was."""
+        self._trainer.fit_loop.epoch_loop.min_steps = self._min_steps
+        self._reductions.detach()
+        if self._checkpoints is not None:
+            self._checkpoints.detach()
+        if self._frequency is not None:
+            self._frequency.detach()
