@@ -4,5 +4,17 @@ from lightning_mp.callbacks.accumulation_scheduler import AccumulationScheduler
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.callbacks.overflow_monitor import OverflowMonitor
 from lightning_mp.callbacks.overflow_post_mortem import OverflowPostMortem, OverflowReport
+from lightning_mp.callbacks.precision_audit import PrecisionAudit
+from lightning_mp.callbacks.stop_at_boundary import StopAtBoundary
+from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
 
-__all__ = ["AccumulationScheduler", "ChinchillaBudget", "OverflowMonitor", "OverflowPostMortem", "OverflowReport"]
+__all__ = [
+    "AccumulationScheduler",
+    "ChinchillaBudget",
+    "OverflowMonitor",
+    "OverflowPostMortem",
+    "OverflowReport",
+    "PrecisionAudit",
+    "StopAtBoundary",
+    "UnderflowMonitor",
+]

@@ -7,8 +7,12 @@ from lightning_mp.callbacks import (
     OverflowMonitor,
     OverflowPostMortem,
     OverflowReport,
+    PrecisionAudit,
+    StopAtBoundary,
+    UnderflowMonitor,
 )
 from lightning_mp.loss_scaler import LossScaleFloorError, LossScaler
+from lightning_mp.metrics import OverflowRate, TokenPerplexity, UnderflowFraction
 from lightning_mp.outcome import StepOutcome
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
@@ -23,9 +27,15 @@ __all__ = [
     "MasterWeightsPrecision",
     "OverflowMonitor",
     "OverflowPostMortem",
+    "OverflowRate",
     "OverflowReport",
+    "PrecisionAudit",
     "PrecisionPolicy",
     "StepOutcome",
+    "StopAtBoundary",
     "TF32Precision",
+    "TokenPerplexity",
+    "UnderflowFraction",
+    "UnderflowMonitor",
     "__version__",
 ]

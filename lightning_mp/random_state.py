@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,12 +38,16 @@ class RandomState:
     @classmethod
     def capture(cls, device: torch.device) -> Self:
         """The states now; ``device`` is the one that the module runs on."""
+        import numpy as np
+
         return cls(
             device, torch.get_rng_state(), _device_state(device), random.getstate(), np.random.get_state(legacy=False)
         )
 
     def restore(self) -> None:
         """Puts all generators back to where they stood."""
+        import numpy as np
+
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
         np.random.set_state(self.numpy_state)

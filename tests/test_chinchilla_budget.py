@@ -134,6 +134,7 @@ class StatefulTokens:
         self.position = state["position"]
 
 
+@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:The run ended after")
 @pytest.mark.parametrize("stop_at_step", [1, 5, 9, 10])
@@ -195,6 +196,7 @@ def test_the_progress_is_logged() -> None:
     assert trainer.callback_metrics["mp/budget_fraction"] == trainer.callback_metrics["mp/tokens"] / 100
 
 
+@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget")
 def test_ending_before_the_budget_is_said() -> None:
     with pytest.warns(UserWarning, match=r"ended after 9 of 1,000 budgeted tokens \(0.9%\)"):
         spend(ChinchillaBudget(tokens=1000), TokenModel(), max_steps=2)
@@ -223,7 +225,7 @@ def test_batches_that_cannot_be_trimmed_are_refused() -> None:
         ({"tokens": -5}, r"ChinchillaBudget\(tokens=-5\)"),
         ({"tokens_per_parameter": 0}, "must be a positive number"),
         ({"tokens_per_parameter": float("nan")}, "must be a positive number"),
-        ({"tokens": 10, "landing": "soft"}, r"landing='soft' is unknown.*\('exact', 'floor', 'ceil'\)"),
+        ({"tokens": 10, "landing": "soft"}, r"landing='soft' is unknown.*\('exact', 'floor', 'ceil', 'nearest'\)"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: Any, message: str) -> None:

@@ -1,0 +1,149 @@
+"""A signal or a time limit ends the run at the end of an accumulation window, with a checkpoint."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mp.agreed_flag import AgreedFlag
+from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.seams import callbacks_of, set_callbacks
+
+__all__ = ["StopAtBoundary"]
+
+
+class StopAtBoundary(Callback):
+    """Saves and ends the run at the next optimizer step after a signal, or after so much time.
+
+    Lightning leaves on SIGTERM wherever it is, also inside an accumulation window, and writes nothing. Here the first
+    signal is remembered, the window is finished, ``stopped-step=<step>.ckpt`` is written beside the other checkpoints,
+    and ``fit`` returns. A second signal does what it would have done without this callback. All ranks stop at the same
+    step, also if one alone was told: they add up a flag after every step and read it one step later, so that nothing
+    waits for it.
+
+    It puts itself last among the Trainer's callbacks, since it saves the state of the others.
+
+    Args:
+        signals: their names. Ctrl-C is "SIGINT".
+        max_seconds: also stop after this much training time; None for no limit.
+        dirpath: where the checkpoint goes; None for beside the others, or ``trainer.default_root_dir``.
+
+    Attributes:
+        stopped_by: the signal's name or "time"; None while the run was not stopped. Ask for it after ``fit`` to leave
+            the script.
+        path: the checkpoint that was written.
+
+    Raises:
+        ValueError: if a signal is unknown or ``max_seconds`` is not positive.
+
+    Example:
+        >>> StopAtBoundary(signals=["SIGTERM", "SIGINT"]).stopped_by is None
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        signals: Iterable[str] = ("SIGTERM",),
+        max_seconds: float | None = None,
+        dirpath: str | Path | None = None,
+    ) -> None:
+        names = [signals] if isinstance(signals, str) else list(signals)
+        unknown = [name for name in names if name not in signal.Signals.__members__]
+        if unknown:
+            raise ValueError(
+                f"StopAtBoundary(signals={names!r}): {', '.join(map(repr, unknown))} is no signal here; give names such"
+                " as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
+            )
+        if max_seconds is not None and not max_seconds > 0:
+            raise ValueError(
+                f"StopAtBoundary(max_seconds={max_seconds!r}): it must be a positive number, or None for no limit."
+            )
+        self.signals = tuple(names)
+        self.max_seconds = max_seconds
+        self.dirpath = Path(dirpath) if dirpath is not None else None
+        self.stopped_by: str | None = None
+        self.path: Path | None = None
+        self._asked_by: str | None = None
+        self._previous: dict[int, Any] = {}
+        self._agreement = AgreedFlag()
+        self._started = 0.0
+        self._step = 0
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Checks the Trainer and goes to the end of its callbacks."""
+        refuse_other_trainers(self, trainer)
+        # A new list: Lightning is walking through the old one while callbacks are set up.
+        others = [callback for callback in callbacks_of(trainer) if callback is not self]
+        set_callbacks(trainer, [*others, self])
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Takes the signals, after Lightning has taken them, and starts the clock."""
+        self.stopped_by = self._asked_by = self.path = None
+        self._agreement = AgreedFlag()
+        self._started = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            for name in self.signals:
+                number = signal.Signals[name]
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked_by is None:
+            self._asked_by = signal.Signals(number).name
+            return
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)
+        elif previous == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Gives the signals back."""
+        self._release()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Gives the signals back."""
+        self._release()
+
+    def _release(self) -> None:
+        previous, self._previous = self._previous, {}
+        for number, handler in previous.items():
+            # Lightning may have put back what was there before it, already.
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the optimizer step, to see whether this micro-batch ends it."""
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves and stops at the end of a window if all ranks know that somebody asked for it."""
+        if trainer.global_step == self._step or trainer.should_stop:
+            return
+        timed_out = self.max_seconds is not None and time.monotonic() - self._started >= self.max_seconds
+        asked = timed_out or self._asked_by is not None
+        if self._agreement.ask(asked, pl_module.device):
+            self.stopped_by = self._asked_by or ("time" if timed_out else "another rank")
+            folder = self.dirpath if self.dirpath is not None else report_folder(trainer)
+            self.path = folder / f"stopped-step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+            rank_zero_info(
+                f"Stopped by {self.stopped_by} after optimizer step {trainer.global_step}; saved {self.path}."
+            )
