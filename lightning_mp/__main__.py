@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from lightning_mp.demo.cli import OneLineParser, add_demo_command
+from lightning_mp.planning.cli_fit import add_fit_command
+from lightning_mp.planning.cli_plan import add_plan_command
 
 __all__ = ["main"]
 
@@ -21,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="lightning-mp", description="Mixed precision for PyTorch Lightning.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
     add_demo_command(commands)
+    add_plan_command(commands)
+    add_fit_command(commands)
     parsed: argparse.Namespace = parser.parse_args(arguments)
     code: int = parsed.run(parsed)
     return code

@@ -1,0 +1,67 @@
+"""Parameters, tokens and FLOPs as people write them: read from "1.3B" or "1e21", and written back."""
+
+import math
+import re
+from typing import SupportsFloat
+
+_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_NUMBER = re.compile(r"(?P<number>[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s?(?P<suffix>[kKmMbBtT]?)")
+
+
+def parse_quantity(value: str | SupportsFloat, name: str) -> float:
+    """Reads a positive count, whatever way it was written.
+
+    Args:
+        value: A number, or a string: digits with an optional ``_`` between them, an optional exponent, and an optional
+            K, M, B or T for thousand, million, 10^9 and 10^12.
+        name: What the value is, for the message.
+
+    Raises:
+        ValueError: The value is not such a number, or not positive and finite.
+
+    Example:
+        >>> parse_quantity("1.3B", "parameters"), parse_quantity("1e21", "flops"), parse_quantity("1_000", "tokens")
+        (1300000000.0, 1e+21, 1000.0)
+        >>> parse_quantity("20 billions", "tokens")
+        Traceback (most recent call last):
+        ...
+        ValueError: `tokens` cannot be read, got '20 billions'. Write digits, with K, M, B or T (thousand, million,
+        10^9, 10^12) where wanted: 1.3B, 20e9 or 300_000_000.
+    """
+    number = _number(value, name)
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"`{name}` must be a positive finite number, got {value!r}.")
+    return number
+
+
+def _number(value: str | SupportsFloat, name: str) -> float:
+    if isinstance(value, str):
+        text = value.strip()
+        match = _NUMBER.fullmatch(text)
+        if match:
+            return float(match["number"]) * _SUFFIXES[match["suffix"].upper()]
+        if text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+            return float(text)
+    elif not isinstance(value, bool):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass  # refused below, with what is allowed
+    raise ValueError(
+        f"`{name}` cannot be read, got {value!r}. Write digits, with K, M, B or T (thousand, million, 10^9, 10^12) "
+        "where wanted: 1.3B, 20e9 or 300_000_000."
+    )
+
+
+def format_quantity(value: float) -> str:
+    """Three digits and K, M, B or T; powers of ten beyond 10^15.
+
+    Example:
+        >>> format_quantity(1.3e9), format_quantity(21_350_000), format_quantity(926), format_quantity(5.76e23)
+        ('1.3B', '21.4M', '926', '5.76e23')
+    """
+    rounded = float(f"{value:.3g}")
+    if not 1 <= rounded < 1e16:
+        return f"{value:.3g}".replace("e+", "e")
+    suffix = next(name for name, size in reversed(_SUFFIXES.items()) if rounded >= size)
+    return f"{rounded / _SUFFIXES[suffix]:.6g}{suffix}"
