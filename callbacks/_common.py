@@ -1,5 +1,7 @@
 """What callbacks of the pack do alike: refusing foreign Trainers and rivals, logging numbers the host already has."""
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
@@ -8,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.seams import callbacks_of
 
-__all__ = ["log_host_number", "refuse_other_trainers", "refuse_rivals"]
+__all__ = ["log_host_number", "refuse_other_trainers", "refuse_rivals", "report_folder"]
 
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
@@ -54,6 +56,12 @@ def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.Lightn
                 f"{name} and {type(other).__name__} both set accumulate_grad_batches. Remove the latter and give its"
                 " schedule to lightning_mp.AccumulationScheduler."
             )
+
+
+def report_folder(trainer: "pl.Trainer") -> Path:
+    """Where callbacks leave files: beside the checkpoints, or in ``default_root_dir`` where none are written."""
+    dirpath = getattr(trainer.checkpoint_callback, "dirpath", None)
+    return Path(dirpath if dirpath is not None else trainer.default_root_dir)
 
 
 def log_host_number(pl_module: "pl.LightningModule", name: str, value: float, *, prog_bar: bool = False) -> None:

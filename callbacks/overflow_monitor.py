@@ -1,40 +1,78 @@
-"""Loss scale and skipped steps, logged."""
+"""Loss scale and skipped steps: logged, counted, and the end of the run when there are too many."""
 
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, report_folder
 from lightning_mp.outcome import StepDispatcher, StepOutcome
-from lightning_mp.stock_steps import StockStepObserver
+from lightning_mp.precision.stock_steps import StockStepObserver
+from lightning_mp.step_limit import RealStepLimit
 
 __all__ = ["OverflowMonitor"]
+
+_NAMES_IN_REASON = 5
 
 
 class OverflowMonitor(Callback):
     """Logs what every optimizer step came to, without waiting for the device.
 
     Logged at every batch once the first outcome is known: ``mp/loss_scale`` and ``mp/skipped_steps`` (also on the
-    progress bar), ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping;
-    only with our plugins). Totals are saved in the checkpoint.
+    progress bar), ``mp/skip_streak`` (steps skipped in a row), ``mp/overflow_rate`` (skipped over attempted steps) and
+    ``mp/grad_norm`` (true norm before clipping; with our plugins or ``guard``). Totals are saved in the checkpoint.
 
     With our precision plugins, learning-rate schedulers and averaged weights hold on a skipped step anyway. With
     Lightning's own plugins this callback brings that.
 
+    ``trainer.global_step`` counts attempts, as everywhere in Lightning, so that logs and checkpoints keep one clock.
+
+    Args:
+        count_real_steps: ``Trainer(max_steps=n)`` ends the run after n steps that were made; without it after n
+            attempts. With a fused optimizer the device is waited for once, when the limit comes into reach.
+        stop_after_skips: end the run after this many skips in a row: a checkpoint is saved, the reason is warned about
+            and kept in ``stop_reason``. None never stops.
+        guard: on Lightning's own plugins without a loss scaler (``"bf16-mixed"``, ``"32-true"``, ``"bf16-true"``) skip
+            steps with non-finite gradients, too. It costs one pass over the gradients and, unless the optimizer is
+            fused, one wait for the device per step. Our plugins always do this, without the extra pass.
+
+    Raises:
+        ValueError: if ``stop_after_skips`` is not a positive whole number.
+        MisconfigurationException: at set-up, if ``count_real_steps`` meets a Trainer without ``max_steps``, or
+            ``guard`` something that makes its steps elsewhere (DeepSpeed, LBFGS).
+
     Example:
         >>> from lightning_mp import OverflowMonitor
-        >>> OverflowMonitor().skipped_steps
-        0
+        >>> monitor = OverflowMonitor(stop_after_skips=50)
+        >>> monitor.skipped_steps, monitor.overflow_rate, monitor.stop_reason
+        (0, 0.0, None)
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, count_real_steps: bool = False, stop_after_skips: int | None = None, guard: bool = False
+    ) -> None:
+        if stop_after_skips is not None and (
+            isinstance(stop_after_skips, bool) or not isinstance(stop_after_skips, int) or stop_after_skips < 1
+        ):
+            raise ValueError(
+                f"OverflowMonitor(stop_after_skips={stop_after_skips!r}): it must be a positive whole number of skips"
+                " in a row, or None never to stop."
+            )
+        self.count_real_steps = count_real_steps
+        self.stop_after_skips = stop_after_skips
+        self.guard = guard
         self.attempted_steps = 0
         self.skipped_steps = 0
+        self.skip_streak = 0
         self.loss_scale: float | None = None
         self.grad_norm: float | None = None
+        self.stop_reason: str | None = None
+        self._stop_now = False
         self._observer: StockStepObserver | None = None
+        self._limit: RealStepLimit | None = None
         self._trainer: pl.Trainer | None = None
 
     @property
@@ -42,67 +80,140 @@ class OverflowMonitor(Callback):
         """Skipped over attempted steps."""
         return self.skipped_steps / self.attempted_steps if self.attempted_steps else 0.0
 
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
+        if stage == "fit" and self.count_real_steps and trainer.max_steps == -1:
+            raise MisconfigurationException(
+                "OverflowMonitor(count_real_steps=True) needs Trainer(max_steps=...), which is not set here: give"
+                " max_steps, or leave count_real_steps out."
+            )
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Watches the steps of a stock precision plugin; ours tell their outcomes themselves."""
         self._trainer = trainer
+        self.stop_reason = None
         if StepDispatcher.of(trainer) is None:
-            self._observer = StockStepObserver(trainer, pl_module).attach()
-
-    def on_after_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
-    ) -> None:
-        """Counts an outcome."""
-        self.attempted_steps += 1
-        self.skipped_steps += outcome.skipped
-        self.loss_scale = outcome.loss_scale
-        self.grad_norm = outcome.grad_norm
-
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Logs what is known; host numbers only."""
-        if not self.attempted_steps:
-            return
-
-        if self.loss_scale is not None:
-            log_host_number(pl_module, "mp/loss_scale", self.loss_scale, prog_bar=True)
-        log_host_number(pl_module, "mp/skipped_steps", self.skipped_steps, prog_bar=True)
-        log_host_number(pl_module, "mp/overflow_rate", self.overflow_rate)
-        if self.grad_norm is not None:
-            log_host_number(pl_module, "mp/grad_norm", self.grad_norm)
+            self._observer = StockStepObserver(trainer, pl_module, guard=self.guard).attach()
+        if self.count_real_steps:
+            self._limit = RealStepLimit(trainer)
+        self._pass_on_skips()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Settles the last outcome, so that the totals are final."""
         self._settle()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Takes the observer away."""
+        """Takes everything away that was put in."""
         self._detach()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Takes the observer away."""
+        """Takes everything away that was put in."""
         self._detach()
 
     def _detach(self) -> None:
-        observer, self._observer, self._trainer = self._observer, None, None
-        if observer is not None:
-            observer.detach()
+        observer, limit = self._observer, self._limit
+        self._observer = self._limit = self._trainer = None
+        try:
+            if observer is not None:
+                observer.detach()
+        finally:
+            if limit is not None:
+                limit.detach()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def on_after_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """Counts an outcome."""
+        self.attempted_steps += 1
+        self.loss_scale = outcome.loss_scale
+        self.grad_norm = outcome.grad_norm
+        if outcome.stepped:
+            self.skip_streak = 0
+            return
+        self.skipped_steps += 1
+        self.skip_streak += 1
+        if self._limit is not None:
+            self._limit.allow_for(self.skipped_steps)
+        if self.stop_after_skips is not None and self.skip_streak >= self.stop_after_skips:
+            self._stop_now = True
+            self.stop_reason = self._reason(outcome)
+
+    def _reason(self, outcome: StepOutcome) -> str:
+        names = outcome.nonfinite_parameters()
+        more = f" and {len(names) - _NAMES_IN_REASON} more" if len(names) > _NAMES_IN_REASON else ""
+        where = (
+            f" Non-finite gradients, last layer first: {', '.join(names[:_NAMES_IN_REASON])}{more}." if names else ""
+        )
+        return (
+            f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}, at loss scale"
+            f" {outcome.loss_scale:g}.{where}"
+        )
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs what is known, host numbers only; ends the run if it has to."""
+        if self._limit is not None and self._limit.is_reached():
+            self._settle()
+        if self.attempted_steps:
+            self._log(pl_module)
+        if self._stop_now:
+            self._stop(trainer)
+
+    def _log(self, pl_module: "pl.LightningModule") -> None:
+        if self.loss_scale is not None:
+            log_host_number(pl_module, "mp/loss_scale", self.loss_scale, prog_bar=True)
+        log_host_number(pl_module, "mp/skipped_steps", self.skipped_steps, prog_bar=True)
+        log_host_number(pl_module, "mp/skip_streak", self.skip_streak)
+        log_host_number(pl_module, "mp/overflow_rate", self.overflow_rate)
+        if self.grad_norm is not None:
+            log_host_number(pl_module, "mp/grad_norm", self.grad_norm)
+
+    def _stop(self, trainer: "pl.Trainer") -> None:
+        self._stop_now = False
+        # The run that resumes from this checkpoint has its own N skips to go.
+        self.skip_streak = 0
+        path = report_folder(trainer) / f"stopped_after_skips-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        trainer.should_stop = True
+        rank_zero_warn(
+            f"OverflowMonitor(stop_after_skips={self.stop_after_skips}) ends the run: {self.stop_reason} Saved {path}."
+            " Look at the last losses and learning rates; OverflowPostMortem(replay=True) tells whether the scale or"
+            " the model is at fault.",
+            category=RuntimeWarning,
+        )
 
     def _settle(self) -> None:
         dispatcher = StepDispatcher.of(self._trainer) if self._trainer is not None else None
         if dispatcher is not None:
             dispatcher.settle()
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """The totals, settled."""
         self._settle()
-        return {"attempted_steps": self.attempted_steps, "skipped_steps": self.skipped_steps}
+        return {
+            "attempted_steps": self.attempted_steps,
+            "skipped_steps": self.skipped_steps,
+            "skip_streak": self.skip_streak,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from saved totals."""
         self.attempted_steps = state_dict["attempted_steps"]
         self.skipped_steps = state_dict["skipped_steps"]
+        self.skip_streak = state_dict.get("skip_streak", 0)
+        # FSDP strategies load after `on_fit_start`.
+        self._pass_on_skips()
+
+    def _pass_on_skips(self) -> None:
+        if self._limit is not None:
+            self._limit.allow_for(self.skipped_steps)
+        if self._observer is not None:
+            self._observer.skipped_before(self.skipped_steps)

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp import seams
 from lightning_mp.holds import AveragingHold, LearningRateHold
 from lightning_mp.host_copy import HostCopy
+from lightning_mp.learning_rate_frequency import LearningRateFrequency
 
 __all__ = ["StepDispatcher", "StepOutcome", "StepReport"]
 
@@ -123,15 +124,22 @@ class StepDispatcher:
     Args:
         trainer: the Trainer that fits.
         pl_module: its module.
+
+    Attributes:
+        skipped_steps: settled skips of the whole run, those before a resume included.
     """
 
     _by_trainer: ClassVar[WeakKeyDictionary["pl.Trainer", "StepDispatcher"]] = WeakKeyDictionary()
+    _skipped_before: ClassVar[WeakKeyDictionary["pl.Trainer", int]] = WeakKeyDictionary()
 
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._trainer = trainer
         self._pl_module = pl_module
+        # `trainer.global_step` goes on in a second fit, so this does, too.
+        self.skipped_steps = self._skipped_before.get(trainer, 0)
         self._pending: _Pending | None = None
         self._learning_rate = LearningRateHold(trainer, pl_module)
+        self._frequency = LearningRateFrequency(trainer, lambda: self.skipped_steps)
         self._averaging = AveragingHold(trainer, before_asking=self.settle)
         self._handles: list[RemovableHandle] = []
 
@@ -143,6 +151,7 @@ class StepDispatcher:
     def attach(self, optimizers: Sequence[Optimizer]) -> Self:
         """Starts holding. ``optimizers`` settle the last outcome before their state goes into a checkpoint."""
         self._learning_rate.attach()
+        self._frequency.attach()
         self._averaging.attach()
         self._handles = [o.register_state_dict_pre_hook(lambda _: self.settle()) for o in optimizers]
         self._by_trainer[self._trainer] = self
@@ -157,8 +166,10 @@ class StepDispatcher:
                 handle.remove()
             self._handles = []
             self._learning_rate.detach()
+            self._frequency.detach()
             self._averaging.detach()
             self._by_trainer.pop(self._trainer, None)
+            self._skipped_before[self._trainer] = self.skipped_steps
 
     def record(self, optimizer: Optimizer, report: StepReport, *, settle_now: bool) -> None:
         """Takes the report of a step that was just made.
@@ -189,6 +200,7 @@ class StepDispatcher:
             _report=pending.report,
             _pl_module=self._pl_module,
         )
+        self.skipped_steps += outcome.skipped
         self._learning_rate.settle(skipped=outcome.skipped)
         self._averaging.settle(skipped=outcome.skipped)
         self._tell(pending.optimizer, outcome)
