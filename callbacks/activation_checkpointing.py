@@ -1,0 +1,213 @@
+"""Activation checkpointing under any strategy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.module_selection import ModulePattern, as_patterns, select_modules
+from lightning_mp.recompute import CheckpointedModules
+from lightning_mp.recompute_cost import RecomputeReport, StepCost
+from lightning_mp.seams import is_compiled
+
+__all__ = ["ActivationCheckpointing"]
+
+_NAMES_IN_LOG = 4
+
+
+class ActivationCheckpointing(Callback):
+    r"""Modules that keep their inputs only and run again in backward: less memory for about a third more FLOPs.
+
+    .. code-block:: python
+
+        Trainer(callbacks=[ActivationCheckpointing(Block)])                  # a class
+        Trainer(callbacks=[ActivationCheckpointing("my_project.Block")])     # its name, short or in full, as in YAML
+        Trainer(callbacks=[ActivationCheckpointing("model.blocks.*")])       # a glob over names of modules
+        Trainer(callbacks=[ActivationCheckpointing(Block, every=2)])         # blocks 0, 2, 4, ...
+
+    Under any strategy and precision, and inside of torch.compile. Weights, gradients and names in the state dict are
+    those of a run without it, to the last bit, dropout included: checkpoints are non-reentrant
+    (``torch.utils.checkpoint``), the second run has the random state and the autocast of the first, and running
+    statistics of norms learn once. Forwards without gradients, as in validation, are left alone. What Python code in a
+    forward does besides (counting calls, forward hooks of inner modules) happens twice.
+
+    The modules are looked for when all of them exist, also those built in ``setup`` or ``configure_model`` or exchanged
+    by a plugin; and their own forwards are wrapped, so whether a strategy has wrapped them before does not matter. At
+    the end of the fit everything is taken off again.
+
+    In the first micro-batch saved bytes and FLOPs are counted, not timed, and printed once; a compiled model is not
+    counted, because it would have to run uncompiled for it.
+
+    For a chain of ``L`` equal blocks with ``a`` bytes saved in each and ``b`` bytes of input, where ``b`` is part of
+    ``a``, at the end of the forward and at the peak of the backward (Chen et al. 2016, "Training Deep Nets with
+    Sublinear Memory Cost", section 4):
+
+    ==========================  =====================================  ==================================
+    checkpointed                held                                   peak
+    ==========================  =====================================  ==================================
+    nothing                     :math:`L a`                            :math:`L a`
+    every block                 :math:`L b`                            :math:`L b + (a - b)`
+    every k-th block            :math:`L/k \; b + (L - L/k) \; a`      the same :math:`+ \; (a - b)`
+    segments of ``L/s`` blocks  :math:`s b`                            :math:`s b + (L/s) \; a - b`
+    ==========================  =====================================  ==================================
+
+    The last is least at :math:`s = \sqrt{L a / b}` segments. For segments, put the blocks of one into an
+    ``nn.Sequential`` and name these.
+
+    Args:
+        modules: what to checkpoint: a module class, its name, a glob over names, or a list of these. A string is a
+            glob; where it fits no name it is the name of a class. Of modules inside of each other the outer one is
+            checkpointed. The LightningModule itself, containers without a forward and metrics cannot be.
+        every: of all modules found, in the order of the model, checkpoint the first of each ``every``. (The last ones
+            gain least: their activations are needed first.)
+
+    Attributes:
+        module_names: what is checkpointed.
+        report: what was counted in the first micro-batch on this rank; None before, or if it was not counted.
+
+    Raises:
+        ValueError: if ``modules`` or ``every`` cannot be read; at the start of a fit, if a pattern fits nothing (with
+            the names that exist), or nothing but what lies inside of modules that another pattern fits.
+        MisconfigurationException: at the start of a fit, if something else checkpoints already.
+
+    Example:
+        >>> from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
+        >>> ActivationCheckpointing("blocks.*", every=2).module_names
+        ()
+    """
+
+    def __init__(self, modules: ModulePattern | Sequence[ModulePattern], *, every: int = 1) -> None:
+        self.patterns = as_patterns(modules, type(self).__name__)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"ActivationCheckpointing(every={every!r}): it must be a whole number of 1 or more; 1 checkpoints every"
+                " module that was found, 2 every second one."
+            )
+        self.every = every
+        self.module_names: tuple[str, ...] = ()
+        self.report: RecomputeReport | None = None
+        self._checkpointed: CheckpointedModules | None = None
+        self._cost: StepCost | None = None
+        self._is_counted = False
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Checks the Trainer."""
+        refuse_other_trainers(self, trainer)
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "ActivationCheckpointing cannot be used with DeepSpeed, which partitions activations itself. Use"
+                " DeepSpeedStrategy's own activation checkpointing (deepspeed.checkpointing.checkpoint in the forward)."
+            )
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Finds the modules and wraps their forwards; all of them exist by now.
+
+        Raises:
+            ValueError: if a pattern fits nothing.
+            MisconfigurationException: if something else checkpoints already.
+        """
+        found = select_modules(pl_module, self.patterns, type(self).__name__, every=self.every)
+        _refuse_other_checkpoints(pl_module)
+        self.module_names = tuple(found)
+        self.report = None
+        self._is_counted = False
+        self._checkpointed = CheckpointedModules(found.values())
+        names = ", ".join(self.module_names[:_NAMES_IN_LOG])
+        more = len(found) - _NAMES_IN_LOG
+        classes = ", ".join(sorted({type(module).__name__ for module in found.values()}))
+        rank_zero_info(
+            f"ActivationCheckpointing: {len(found)} modules of class {classes} run again in backward: {names}"
+            f"{f' and {more} more' if more > 0 else ''}."
+        )
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Takes everything off, before the precision plugin takes off what it had wrapped earlier."""
+        self._detach()
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Takes everything off."""
+        self._detach()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Takes everything off."""
+        self._detach()
+
+    def _detach(self) -> None:
+        self._stop_counting()
+        checkpointed, self._checkpointed = self._checkpointed, None
+        if checkpointed is not None:
+            checkpointed.detach()
+
+    # -- the first micro-batch -----------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Starts counting in the first micro-batch that has a loss."""
+        if self._is_counted or self._checkpointed is None:
+            return
+        if is_compiled(pl_module):
+            self._is_counted = True
+            rank_zero_info(
+                "ActivationCheckpointing: saved bytes and FLOPs are not counted, because the model is compiled and"
+                " would have to run uncompiled for it."
+            )
+            return
+        self._checkpointed.switch.cost = self._cost = StepCost(pl_module, batch)
+        self._cost.begin()
+
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
+        """The forward is over."""
+        if self._cost is not None:
+            self._cost.end_forward()
+
+    def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Prints what was counted."""
+        cost = self._cost
+        if cost is None:
+            return
+        self._stop_counting()
+        self._is_counted = True
+        self.report = cost.report()
+        rank_zero_info(f"ActivationCheckpointing, first micro-batch on this rank: {self.report}")
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A micro-batch without a loss tells nothing; the next one is counted."""
+        self._stop_counting()
+
+    def _stop_counting(self) -> None:
+        cost, self._cost = self._cost, None
+        if self._checkpointed is not None:
+            self._checkpointed.switch.cost = None
+        if cost is not None:
+            cost.end()
+
+
+def _refuse_other_checkpoints(model: nn.Module) -> None:
+    """Two checkpoints around one another would run a module three times.
+
+    Raises:
+        MisconfigurationException: names what checkpoints already.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("_checkpoint_wrapped_module"):
+            raise MisconfigurationException(
+                f"ActivationCheckpointing found a checkpoint around {name!r} already. Leave"
+                " FSDPStrategy(activation_checkpointing_policy=...), or what else wraps it, out, or this callback."
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise MisconfigurationException(
+                f"ActivationCheckpointing: {type(module).__name__} at {name!r} has gradient_checkpointing switched on"
+                " and checkpoints by itself. Call gradient_checkpointing_disable() on the model, or leave this callback"
+                " out."
+            )

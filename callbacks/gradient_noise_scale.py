@@ -1,0 +1,330 @@
+"""Monitor of the gradient noise scale, from norms that accumulation and data parallelism give almost for free."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp import batch_counts, gradients, seams
+from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.fused_optimizers import applies_grad_scale
+from lightning_mp.host_copy import HostCopy
+from lightning_mp.noise_scale import NoiseScale, NoiseScaleAverage
+from lightning_mp.noise_window import ClosedNoiseWindow, NoiseWindow, on_device_of, square_share
+from lightning_mp.outcome import StepDispatcher, StepOutcome
+from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.precision.ranks import stepping_ranks
+from lightning_mp.windows import WindowKeeper
+
+__all__ = ["GradientNoiseScale"]
+
+
+class GradientNoiseScale(Callback):
+    r"""Estimates while training how large a batch would be worth its price: the gradient noise scale.
+
+    :math:`B_{simple} = \operatorname{tr}(\Sigma) / |G|^2` (McCandlish et al. 2018, "An Empirical Model of Large-Batch
+    Training", eq. 2.9) follows from the norms of two gradients of different batch size. The large one is that of the
+    optimizer step. The small one is that of the window's first micro-batch:
+
+    - single device and DDP: each rank's own gradient, before it is accumulated and reduced. Needs two micro-batches per
+      step or two ranks.
+    - FSDP2: the gradient of all ranks' first micro-batches, after its reduction. Needs two micro-batches per step.
+
+    Both are true gradients: the loss scale is divided out, and so are the weights of
+    :class:`~lightning_mp.AccumulationScheduler`. Steps that are skipped are left out. A unit of noise is a *sample*
+    (a sequence): tokens of a sequence are not independent. With micro-batches weighted by tokens, the gradient is a
+    mean over tokens, and a batch still counts by its samples. ``mp/noise_scale`` is in samples, and
+    ``mp/noise_scale_tokens`` is that times the mean loss-bearing tokens of a sample.
+
+    It is a monitor and changes nothing. What it recommends rests on a model of training, and the batch sizes that
+    measurements find best can differ by a factor of two and more, above all early in a run (Merrill et al. 2025,
+    "Critical Batch Size Revisited").
+
+    Per step: one pass over the gradients during the first backward and one reduction of ten numbers; with Lightning's
+    own precision plugins one more pass before the step. The device is never waited for: numbers are read one step late.
+
+    Args:
+        average_steps: time constant of the averages, in optimizer steps. One step's estimate is mostly noise.
+
+    Raises:
+        ValueError: if ``average_steps`` is not a whole number of 2 or more.
+        MisconfigurationException: at set-up, with manual optimization or DeepSpeed.
+
+    Example:
+        >>> from lightning_mp.callbacks.gradient_noise_scale import GradientNoiseScale
+        >>> GradientNoiseScale(average_steps=200).estimate is None
+        True
+    """
+
+    def __init__(self, average_steps: int = 500) -> None:
+        if isinstance(average_steps, bool) or not isinstance(average_steps, int) or average_steps < 2:
+            raise ValueError(
+                f"GradientNoiseScale(average_steps={average_steps!r}): it must be a whole number of optimizer steps, 2"
+                " or more; some hundreds are needed for a steady value."
+            )
+        self.average = NoiseScaleAverage(average_steps)
+        self._window: NoiseWindow | None = None
+        self._closed: dict[int, ClosedNoiseWindow] = {}
+        self._big_squares: dict[int, float] = {}
+        self._handles: list[RemovableHandle] = []
+        self._trainer: pl.Trainer | None = None
+        self._ours = False
+        self._sharded = False
+        self._shifted: bool | None = None
+        self._samples = 0
+        self._tokens: float | Tensor = 0.0
+        self._told = False
+
+    @property
+    def estimate(self) -> NoiseScale | None:
+        """What is known so far, with its uncertainty; None while nothing is."""
+        return self.average.estimate()
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Checks Trainer and module."""
+        refuse_other_trainers(self, trainer)
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                "GradientNoiseScale needs automatic optimization; with automatic_optimization=False nobody knows which"
+                " micro-batches make a step. Remove the callback or turn automatic optimization on."
+            )
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "GradientNoiseScale cannot be used with DeepSpeed, which keeps gradients to itself. Use DDP or"
+                " ModelParallelStrategy."
+            )
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Finds out where gradients and outcomes come from."""
+        self._trainer = trainer
+        self._ours = isinstance(trainer.precision_plugin, EpiloguePrecision)
+        self._sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
+        self._shifted = None
+        self._told = False
+        self._forget()
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Says what was found."""
+        self._settle()
+        if self.average.windows:
+            rank_zero_info(
+                f"GradientNoiseScale: {self.estimate or 'nothing certain yet: the noise hides the gradient.'}"
+            )
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Takes every hook away."""
+        self._forget()
+        self._trainer = None
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Takes every hook away."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._disarm()
+        self._window = None
+        self._closed.clear()
+        self._big_squares.clear()
+
+    # -- one micro-batch -----------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Counts its samples and tokens."""
+        self._samples = batch_counts.count_samples(batch)
+        self._tokens = self._count_tokens(trainer, pl_module, batch)
+
+    def _count_tokens(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> float | Tensor:
+        keeper = WindowKeeper.of(trainer)
+        if keeper is not None and keeper.measure is not None:
+            return keeper.measure.tokens
+        labels = batch_counts.find_labels(batch)
+        if labels is None:
+            return 0.0
+        if self._shifted is None:
+            self._shifted = batch_counts.shifts_labels_inside(pl_module, batch)
+        return batch_counts.loss_bearing(labels, shifted=self._shifted).sum()
+
+    def on_before_zero_grad(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer) -> None:
+        """A window opens."""
+        self._window = NoiseWindow(trainer.global_step)
+
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
+        """Books the micro-batch; in the first one of a window its gradients will be looked at."""
+        window = self._window
+        if window is None or not self._samples:
+            return
+        if not window.micro_batches and self._is_available(trainer) and not self._sharded:
+            self._handles = [
+                parameter.register_hook(self._on_gradient)
+                for parameter in pl_module.parameters()
+                if parameter.requires_grad
+            ]
+        window.add(self._samples, self._tokens, _weight(trainer))
+
+    @torch.no_grad()
+    def _on_gradient(self, gradient: Tensor) -> None:
+        if self._window is not None:
+            shard = gradients.local_shard(gradient)
+            self._window.norms.append(torch.linalg.vector_norm(shard, dtype=_norm_dtype(shard)))
+
+    def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Takes the small norm."""
+        self._disarm()
+        window = self._window
+        if window is None or window.micro_batches != 1 or window.small_square is not None:
+            return
+        if self._sharded and self._is_available(trainer):
+            seen = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
+            if not seen:
+                self._tell(
+                    "sharded gradients are reduced at the end of a window only, so the first micro-batch shows none."
+                    " Use AccumulationScheduler(..., sync='micro_batch')."
+                )
+                return
+            square: Tensor | None = square_share(seen, stepping_ranks(trainer))
+        else:
+            square = window.take_norms()
+        if square is None:
+            return
+        # The loss was divided by the planned length of the window and multiplied by the loss scale.
+        window.small_square = square * float(trainer.accumulate_grad_batches) ** 2 / _square_scale(trainer, square)
+        if not self._sharded:
+            window.small_square = window.small_square / on_device_of(square, window.first_weight).square()
+
+    def _disarm(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _is_available(self, trainer: "pl.Trainer") -> bool:
+        """Whether this window can have a small gradient; tells once why not."""
+        reason = ""
+        if isinstance(trainer.strategy, FSDPStrategy):
+            reason = "FSDP1 does not show gradients of single micro-batches. Use ModelParallelStrategy (FSDP2) or DDP."
+        elif int(trainer.accumulate_grad_batches) == 1 and (self._sharded or trainer.world_size == 1):
+            where = "are sharded" if self._sharded else "come from one process"
+            reason = (
+                f"a step is one micro-batch and its gradients {where}, so there are no two batch sizes to compare. Use"
+                " two or more micro-batches per step: AccumulationScheduler({0: 2}) or"
+                " Trainer(accumulate_grad_batches=2), with smaller batches. Windows of more are counted as they come."
+            )
+        if reason:
+            self._tell(reason)
+        return not reason
+
+    def _tell(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            rank_zero_warn(f"GradientNoiseScale estimates nothing for now: {reason}")
+
+    # -- the end of a window -------------------------------------------------------------------------------------------
+
+    def needs_gradients(self, step_index: int) -> bool:
+        """Our precision plugins tell the norm of the step themselves."""
+        return False
+
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        """With a stock precision plugin: takes the large norm here."""
+        window = self._window
+        if self._ours or window is None or window.small_square is None:
+            return
+        square = square_share(gradients.parameters_with_gradient(optimizer), stepping_ranks(trainer))
+        # Lightning has unscaled gradients here, unless the optimizer does it in its own kernel.
+        window.big_square = square / (_square_scale(trainer, square) if applies_grad_scale(optimizer) else 1.0)
+
+    def on_after_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """With our precision plugins: the large norm comes from the outcome. A skipped step has none."""
+        if self._ours:
+            known = outcome.stepped and outcome.grad_norm is not None
+            self._big_squares[outcome.step_index] = (outcome.grad_norm or 0.0) ** 2 if known else torch.nan
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Closes a window whose step was made; reads those before, and logs."""
+        window = self._window
+        if window is None or trainer.global_step <= window.step_index:
+            return
+        self._window = None
+        if self._read() and (estimate := self.estimate) is not None:
+            log_host_number(pl_module, "mp/noise_scale", estimate.samples)
+            if estimate.tokens:
+                log_host_number(pl_module, "mp/noise_scale_tokens", estimate.tokens)
+        if window.small_square is not None:
+            self._close(trainer, window)
+        self._big_squares = {index: big for index, big in self._big_squares.items() if index >= window.step_index}
+
+    def _close(self, trainer: "pl.Trainer", window: NoiseWindow) -> None:
+        keeper = WindowKeeper.of(trainer)
+        weight_by = keeper.weight_by if keeper is not None else None
+        sampler: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
+        self._closed[window.step_index] = ClosedNoiseWindow(
+            HostCopy(gradients.sum_over_ranks_(window.numbers())),
+            # Lightning divides by the planned length also where a window is shorter; the keeper puts that right.
+            big_factor=1.0 if weight_by else (int(trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
+            alike=weight_by in (None, "batch"),
+            sharded=self._sharded,
+            data_ranks=sampler.get("num_replicas", 1),
+        )
+
+    def _read(self) -> bool:
+        """Adds the windows whose numbers are all there. Returns whether there was one."""
+        windows_before = self.average.windows
+        for step_index in [index for index in self._closed if not self._ours or index in self._big_squares]:
+            numbers = self._closed.pop(step_index).read(self._big_squares.pop(step_index, None))
+            if numbers is not None:
+                *inputs, tokens_per_sample = numbers
+                self.average.add(*inputs, tokens_per_sample=tokens_per_sample)
+        return self.average.windows > windows_before
+
+    def _settle(self) -> None:
+        dispatcher = StepDispatcher.of(self._trainer) if self._trainer is not None else None
+        if dispatcher is not None:
+            dispatcher.settle()
+        if self._trainer is not None:
+            self._read()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, settled."""
+        self._settle()
+        return self.average.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from saved averages."""
+        self.average.load_state_dict(state_dict)
+
+
+def _weight(trainer: "pl.Trainer") -> float | Tensor:
+    """What the keeper multiplies this micro-batch's loss by."""
+    keeper = WindowKeeper.of(trainer)
+    if keeper is None or keeper.measure is None or keeper.reference_items is None:
+        return 1.0
+    return keeper.measure.items / keeper.reference_items
+
+
+def _square_scale(trainer: "pl.Trainer", like: Tensor) -> Tensor:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scale = seams.grad_scaler_scale(scaler) if scaler is not None and scaler.is_enabled() else None
+    return on_device_of(like, 1.0 if scale is None else scale).square()
+
+
+def _norm_dtype(shard: Tensor) -> torch.dtype:
+    return torch.float64 if shard.dtype == torch.float64 else torch.float32

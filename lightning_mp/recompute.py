@@ -1,0 +1,121 @@
+"""Activation checkpoints on any module: its forward keeps its inputs only, and runs again when backward comes to it.
+
+``module.forward`` becomes ``functools.partial(run_checkpointed, module.forward, switch, norms)``. Names of parameters
+and buffers stay as they are, torch.compile traces through it, and a deep copy of the module gets a method of its own.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp.policy_forward import unwrap_forward
+from lightning_mp.recompute_cost import StepCost
+
+__all__ = ["CheckpointedModules", "CheckpointSwitch", "run_checkpointed"]
+
+
+class CheckpointSwitch:
+    """Whether checkpoints are made, and who counts what they cost. Copies of a module share it.
+
+    Attributes:
+        on: outside of a fit it is off, and forwards run as if nobody had wrapped them.
+        cost: counts while it is there.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.cost: StepCost | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointSwitch":
+        return self
+
+    def __reduce__(self) -> tuple[type["CheckpointSwitch"], tuple[()]]:
+        return CheckpointSwitch, ()  # loaded from a file it is off
+
+
+def run_checkpointed(
+    forward: Callable[..., Any], switch: CheckpointSwitch, norms: tuple[nn.Module, ...], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a module's forward under a non-reentrant checkpoint; without gradients, as in evaluation, as it is.
+
+    The random state and the autocast of the first run are those of the second. What ``norms`` learn about the data is
+    learned once.
+    """
+    if not switch.on or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    cost = switch.cost
+    if torch.compiler.is_compiling() or (cost is None and not norms):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if cost is not None:
+        cost.begin_call(kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first = cost.first_run() if cost is not None else nullcontext()
+        return first, _SecondRun(norms, cost)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    """A Hugging Face key-value cache: a second run would find its own keys in there, so training goes without."""
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
+
+
+class _SecondRun:
+    """Around the second run: running statistics are copies for that time. It may be entered again and again."""
+
+    def __init__(self, norms: Iterable[nn.Module], cost: StepCost | None) -> None:
+        self._norms = tuple(norms)
+        self._cost = cost
+        self._own: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        if self._cost is not None:
+            self._cost.begin_second_run()
+        for norm in self._norms:
+            for name, buffer in norm.named_buffers(recurse=False):
+                self._own.append((norm, name, buffer))
+                setattr(norm, name, buffer.clone())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._own:
+            norm, name, buffer = self._own.pop()
+            setattr(norm, name, buffer)
+        if self._cost is not None:
+            self._cost.end_second_run()
+
+
+class CheckpointedModules:
+    """Modules whose forwards are wrapped until :meth:`detach`.
+
+    Args:
+        modules: none inside of another.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.switch = CheckpointSwitch()
+        self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
+        for module in modules:
+            norms = tuple(inner for inner in module.modules() if getattr(inner, "track_running_stats", False))
+            wrapper = partial(run_checkpointed, module.forward, self.switch, norms)
+            module.forward = wrapper
+            self._wrapped.append((module, wrapper))
+        self.switch.on = True
+
+    def detach(self) -> None:
+        """Gives every module its own forward back. Where somebody has wrapped ours meanwhile, ours sleeps from now."""
+        self.switch.on = False
+        self.switch.cost = None
+        for module, wrapper in reversed(self._wrapped):
+            unwrap_forward(module, wrapper)
+        self._wrapped.clear()
