@@ -1,0 +1,330 @@
+"""Micro-batches that are halved when memory runs out, with the same gradient."""
+
+import functools
+import operator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.optim import LBFGS
+
+from lightning_mp import batch_counts, gradients, oom_retry, seams
+from lightning_mp.batch_split import Chunk, SplitFunction, num_samples, split_batch, split_by
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.chunk_logs import ChunkLogs
+from lightning_mp.chunked_step import ChunkedStep, chunk_shares
+from lightning_mp.holds import InstanceMethod
+from lightning_mp.host_copy import HostCopy
+from lightning_mp.module_state import keep_module
+from lightning_mp.random_state import RandomState
+from lightning_mp.weighting import Weighting
+from lightning_mp.windows import WindowKeeper
+
+__all__ = ["MicroBatchOnOOM"]
+
+
+class MicroBatchOnOOM(Callback):
+    """Halves the micro-batch when memory runs out in forward or backward, and goes on with the same gradient.
+
+    The micro-batch is then run as chunks, one forward and backward after the other, each weighed by its share of the
+    loss-bearing tokens (of the samples, where there are no token labels), so that their sum is the gradient of the
+    whole, up to rounding. An attempt that failed leaves nothing behind: gradients that the window has gathered before,
+    buffers, plain attributes and metrics of the module, logged values and random numbers are as they were. The size
+    that fitted is kept for all following micro-batches, on all ranks, and in the checkpoint. It never grows again by
+    itself; set :attr:`size` to None to begin anew.
+
+    What is different from a run without it:
+
+    - Forwards *and* backwards run inside ``training_step``; Lightning's backward only hands the gradients out. Hooks
+      (``on_before_backward``, ``on_after_backward``), the loss scale, accumulation, budgets and the optimizer see one
+      micro-batch, as always; a profiler shows backwards as part of the training step. It costs two passes over the
+      gradients per micro-batch, and inside an open window room for one more set of gradients towards the end of a
+      backward. A micro-batch that fits is bit-equal to stock.
+    - Under DDP gradients are reduced once per window, as always, but after the last backward and not during it. Ranks
+      need not agree on chunks; the smallest size is shared by one 8-byte reduction per optimizer step.
+    - Values given to ``self.log`` in the training step are logged once, as the mean over chunks by their shares (sums,
+      maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are joined, numbers averaged.
+    - A split micro-batch whose labels lie on a device waits for it once: a chunk without any token is left out.
+    - Layers that mix samples (BatchNorm) see chunks; you are warned. Dropout draws other masks for chunks than for the
+      whole. ``torch.compile`` compiles again for a new size.
+
+    Not covered are the optimizer's step itself, validation, and collectives inside the training step
+    (``self.all_gather`` is refused).
+
+    Args:
+        split: a function from a batch and a size to a list of batches of at most that many samples each, where the
+            batch is not made of tensors whose first dimension is the sample. ``len(split(batch, 1))`` must be the
+            number of samples.
+        min_size: the size is not halved below this. If that does not fit, the original error is raised, with a note of
+            the sizes tried and what else to do.
+
+    Raises:
+        ValueError: if an argument is not valid.
+        MisconfigurationException: at set-up, under FSDP, ModelParallel, DeepSpeed or any other sharded strategy, with
+            manual optimization, LBFGS, SyncBatchNorm, DDP with ``static_graph``, a ``dataloader_iter`` step, or
+            gradient hooks on parameters; with the first batch, if it cannot be split.
+
+    Example:
+        >>> from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
+        >>> callback = MicroBatchOnOOM(min_size=2)
+        >>> callback.size is None  # nothing was split yet
+        True
+    """
+
+    def __init__(self, split: SplitFunction | None = None, min_size: int = 1) -> None:
+        if split is not None and not callable(split):
+            raise ValueError(
+                f"MicroBatchOnOOM(split={split!r}) must be a function from a batch and a size to a list of batches."
+            )
+        self.split = split
+        self.min_size = _positive_integer(min_size)
+        self.size: int | None = None
+        self._step: ChunkedStep | None = None
+        self._logs: ChunkLogs | None = None
+        self._methods: list[InstanceMethod | ChunkLogs] = []
+        self._weighting: Weighting | None = None
+        self._pending_size: HostCopy | None = None
+        self._is_running = False
+
+    # -- life cycle ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Refuses what cannot be repeated on one rank alone."""
+        refuse_other_trainers(self, trainer)
+        if stage == "fit":
+            _refuse(trainer, pl_module)
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Takes over the training step."""
+        _refuse_module(trainer, pl_module)
+        _warn_of_mixing_layers(pl_module)
+        original = pl_module.training_step
+        self._step = ChunkedStep(trainer, pl_module, original)
+        self._weighting = self._pending_size = None
+
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            # Others call it too: validation steps, and replays of a step.
+            if self._is_running or not trainer.training or not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            return self._run(pl_module, *args, **kwargs)
+
+        self._logs = ChunkLogs(pl_module)
+        self._methods = [self._logs, InstanceMethod(pl_module, "training_step", training_step)]
+        if trainer.world_size > 1:
+            self._methods.append(self._guarded_all_gather(pl_module))
+
+    def _guarded_all_gather(self, pl_module: "pl.LightningModule") -> InstanceMethod:
+        def all_gather(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running:
+                raise MisconfigurationException(
+                    "The training step called self.all_gather. MicroBatchOnOOM cannot repeat it on one rank alone: the"
+                    " others would not take part, and wait forever. Gather outside of the training step, or remove the"
+                    " callback."
+                )
+            return method.original(*args, **kwargs)
+
+        method = InstanceMethod(pl_module, "all_gather", all_gather)
+        return method
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Gives the training step back."""
+        self._release()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Gives the training step back."""
+        self._release()
+
+    def _release(self) -> None:
+        methods, self._methods = self._methods, []
+        for method in methods:
+            method.restore()
+        self._step = self._logs = self._weighting = self._pending_size = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size that fits."""
+        self._take_over_size()
+        return {"size": self.size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the size that fitted."""
+        size = state_dict["size"]
+        self.size = None if size is None else max(size, self.min_size)
+
+    # -- one micro-batch -----------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """With the first batch: finds out how chunks are weighed, and whether batches can be split at all."""
+        if self._weighting is not None:
+            return
+        if self.split is None:
+            num_samples(batch)
+        keeper = WindowKeeper.of(trainer)
+        self._weighting = keeper.weighting if keeper is not None else None
+        if self._weighting is None:
+            self._weighting = Weighting("auto")
+            shifted = bool(trainer.strategy.broadcast(batch_counts.shifts_labels_inside(pl_module, batch)))
+            self._weighting.resolve(batch, shifted=shifted, budgeted=False)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of a window: takes the smallest size of all ranks, one window later."""
+        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        if trainer.world_size == 1 or not is_step:
+            return
+        self._take_over_size()
+        device = pl_module.device
+        size = float("inf") if self.size is None else float(self.size)
+        smallest = torch.full((1,), size, device=device, dtype=gradients.accumulation_dtype(device))
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        self._pending_size = HostCopy(smallest)
+
+    def _take_over_size(self) -> None:
+        pending, self._pending_size = self._pending_size, None
+        if pending is None:
+            return
+        [smallest] = pending.read()
+        if smallest != float("inf") and (self.size is None or smallest < self.size):
+            self.size = int(smallest)
+            rank_zero_info(
+                f"MicroBatchOnOOM: out of memory on another rank; from now on at most {self.size} samples at a time."
+            )
+
+    def _run(self, pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._logs is not None
+        self._is_running = self._logs.keeps = True
+        try:
+            output, shares = self._attempt_until_it_fits(self._logs, pl_module, batch, *args, **kwargs)
+        finally:
+            self._is_running = self._logs.keeps = False
+        self._logs.flush(shares)
+        return output
+
+    def _attempt_until_it_fits(
+        self, logs: ChunkLogs, pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, list[float]]:
+        assert self._step is not None
+        restore_module = keep_module(pl_module)
+        random_state = RandomState.capture(pl_module.device)
+        sizes_tried: list[int] = []
+        while True:
+            logs.clear()
+            chunks = self._split(batch, self.size)
+            shares = self._shares(chunks)
+            try:
+                return self._step.run(chunks, shares, logs, *args, **kwargs), shares
+            except Exception as error:
+                if not oom_retry.is_out_of_memory(error):
+                    raise
+                self._make_smaller(chunks, batch, sizes_tried, error)
+                oom_retry.forget_attempt(error)
+            restore_module()
+            oom_retry.free_cached_memory(pl_module.device)
+            random_state.restore()
+
+    def _split(self, batch: Any, size: int | None) -> list[Chunk]:
+        if size is None:
+            return [Chunk(batch, 0)]
+        return split_batch(batch, size) if self.split is None else split_by(self.split, batch, size)
+
+    def _shares(self, chunks: list[Chunk]) -> list[float]:
+        assert self._weighting is not None
+        return [1.0] if len(chunks) == 1 else chunk_shares(chunks, self._weighting)
+
+    def _make_smaller(self, chunks: list[Chunk], batch: Any, sizes_tried: list[int], error: Exception) -> None:
+        """Halves the size, or raises the error with advice."""
+        samples = max(chunk.samples for chunk in chunks)
+        if samples == 0:
+            samples = num_samples(batch) if self.split is None else len(self.split(batch, 1))
+        sizes_tried.append(samples)
+        smaller = oom_retry.smaller_size(samples, self.min_size)
+        if smaller is None:
+            error.add_note(oom_retry.advice_when_out_of_memory(sizes_tried, self.min_size))
+            raise error
+        self.size = smaller
+        rank_zero_info(
+            f"MicroBatchOnOOM: out of memory with {samples} samples; from now on at most {smaller} at a time."
+        )
+
+
+def _positive_integer(value: Any) -> int:
+    number: int | None = None
+    if not isinstance(value, bool):
+        try:
+            number = int(value) if isinstance(value, str) else operator.index(value)
+        except (TypeError, ValueError):
+            number = None
+    if number is None or number < 1:
+        raise ValueError(f"MicroBatchOnOOM(min_size={value!r}): it must be a whole number of samples, 1 or more.")
+    return number
+
+
+def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or strategy.handles_gradient_accumulation:
+        raise MisconfigurationException(
+            f"MicroBatchOnOOM works on a single device and with DDP, not with {type(strategy).__name__}: where weights"
+            " or layers are spread over ranks, every forward and backward gathers or sends them, and a rank that"
+            " repeats one alone waits for the others forever. Find a size that fits on one device first, or recompute"
+            " activations; then remove the callback."
+        )
+    if not pl_module.automatic_optimization:
+        raise MisconfigurationException(
+            "MicroBatchOnOOM needs automatic optimization; with automatic_optimization=False the module runs its own"
+            " backwards. Remove the callback or turn automatic optimization on."
+        )
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            "MicroBatchOnOOM cannot repeat a training_step(dataloader_iter), which takes the batch out of the loader"
+            " itself. Use training_step(batch, batch_idx)."
+        )
+    if sum(isinstance(callback, MicroBatchOnOOM) for callback in seams.callbacks_of(trainer)) > 1:
+        raise MisconfigurationException("There are two MicroBatchOnOOM callbacks; remove one of them.")
+
+
+def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise MisconfigurationException(
+            "MicroBatchOnOOM cannot be used with LBFGS, which evaluates the loss several times in one step. Use another"
+            " optimizer, or remove the callback."
+        )
+    if isinstance(trainer.strategy, DDPStrategy) and getattr(trainer.strategy.model, "static_graph", False):
+        raise MisconfigurationException(
+            "MicroBatchOnOOM cannot be used with DDPStrategy(static_graph=True), which counts backwards and expects as"
+            " many in every step. Leave static_graph out, or remove the callback."
+        )
+    hooked = [name for name, p in pl_module.named_parameters() if seams.has_gradient_hooks(p)]
+    if hooked:
+        raise MisconfigurationException(
+            f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({', '.join(hooked[:3])}"
+            f"{', ...' if len(hooked) > 3 else ''}): they would run on every chunk and once more on the sum. Change"
+            " gradients in on_after_backward or on_before_optimizer_step instead of Tensor.register_hook or"
+            " register_post_accumulate_grad_hook."
+        )
+    synced = [name for name, module in pl_module.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synced and trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"MicroBatchOnOOM cannot be used with SyncBatchNorm ({', '.join(synced[:3])}) on several ranks: it reduces"
+            " in every forward, and a rank that repeats one alone waits for the others forever. Use a normalisation of"
+            " single samples (GroupNorm, LayerNorm), or remove the callback."
+        )
+
+
+def _warn_of_mixing_layers(pl_module: "pl.LightningModule") -> None:
+    mixing = [name for name, module in pl_module.named_modules() if "BatchNorm" in type(module).__name__]
+    if mixing:
+        rank_zero_warn(
+            f"MicroBatchOnOOM: {len(mixing)} layers ({', '.join(mixing[:3])}{', ...' if len(mixing) > 3 else ''})"
+            " normalise over the samples of a batch. If a micro-batch has to be split they see its chunks, so that the"
+            " gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
+        )

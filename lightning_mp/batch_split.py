@@ -1,0 +1,277 @@
+"""Cuts a batch into smaller ones along its first dimension, and joins what a step returned for each."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
+from enum import Enum
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["Chunk", "SplitFunction", "chunk_bounds", "merge_outputs", "num_samples", "split_batch", "split_by"]
+
+#: From a batch and a number of samples to batches of at most that many samples, in order.
+SplitFunction = Callable[[Any, int], Sequence[Any]]
+
+_FIX = (
+    " Pass MicroBatchOnOOM(split=...), a function from a batch and a size to a list of batches of at most that many"
+    " samples."
+)
+
+_SHARED = (str, bytes, bool, int, float, complex, type(None), Enum, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A part of a micro-batch.
+
+    Attributes:
+        batch: of the same type as the whole.
+        samples: how many it holds.
+    """
+
+    batch: Any
+    samples: int
+
+
+def num_samples(batch: Any) -> int:
+    """How many samples a batch holds, by the rules of :func:`split_batch`.
+
+    Raises:
+        MisconfigurationException: if it cannot be split.
+
+    Example:
+        >>> import torch
+        >>> num_samples({"x": torch.zeros(3, 5), "names": ["a", "b", "c"], "epoch": 7})
+        3
+    """
+    first_path, count = "", None
+    for path, length in _lengths(batch, "batch"):
+        if count is None:
+            first_path, count = path, length
+        elif length != count:
+            raise MisconfigurationException(
+                f"MicroBatchOnOOM cannot split this batch: {path} has {length} rows, {first_path} has {count}.{_FIX}"
+            )
+    if not count:
+        raise MisconfigurationException(
+            f"MicroBatchOnOOM cannot split a batch of type {type(batch).__name__!r} in which no tensor has a first"
+            f" dimension to split.{_FIX}"
+        )
+    return count
+
+
+def chunk_bounds(samples: int, size: int) -> list[tuple[int, int]]:
+    """Start and stop of as few and as even chunks as possible, none larger than ``size``.
+
+    Example:
+        >>> chunk_bounds(9, 4)
+        [(0, 3), (3, 6), (6, 9)]
+        >>> chunk_bounds(5, 4)
+        [(0, 3), (3, 5)]
+    """
+    num_chunks = -(-samples // size)
+    small, larger = divmod(samples, num_chunks)
+    stops = [small * (index + 1) + min(index + 1, larger) for index in range(num_chunks)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def split_batch(batch: Any, size: int) -> list[Chunk]:
+    """Cuts a batch into chunks of at most ``size`` samples.
+
+    Tensors and arrays are sliced along dimension 0 (views, nothing is copied). Dicts and other mutable mappings
+    (``BatchEncoding``), dataclasses, named tuples, and lists and tuples that hold a tensor anywhere are taken apart and
+    put together again. A list or tuple without tensors has one entry per sample. Numbers, strings, None and tensors
+    without dimensions go to every chunk as they are.
+
+    A list of tensors is a container, not a list of samples: for samples of different shapes in a list give ``split=``.
+
+    Raises:
+        MisconfigurationException: if there is anything else in the batch, or first dimensions differ.
+
+    Example:
+        >>> import torch
+        >>> [chunk.batch for chunk in split_batch([torch.arange(3), ("a", "b", "c")], 2)]
+        [[tensor([0, 1]), ('a', 'b')], [tensor([2]), ('c',)]]
+    """
+    samples = num_samples(batch)
+    if samples <= size:
+        return [Chunk(batch, samples)]
+    return [Chunk(_slice(batch, start, stop), stop - start) for start, stop in chunk_bounds(samples, size)]
+
+
+def split_by(split: SplitFunction, batch: Any, size: int) -> list[Chunk]:
+    """Cuts a batch by a user's function; ``len(split(batch, 1))`` counts samples.
+
+    Raises:
+        MisconfigurationException: if chunks are too large, or samples got lost or doubled.
+    """
+    samples = len(split(batch, 1))
+    chunks = [Chunk(part, len(split(part, 1))) for part in split(batch, size)]
+    sizes = [chunk.samples for chunk in chunks]
+    if not chunks or max(sizes) > size or sum(sizes) != samples or min(sizes) == 0:
+        raise MisconfigurationException(
+            f"MicroBatchOnOOM(split=...): split(batch, {size}) gave chunks of {sizes} samples for a batch of {samples}."
+            f" Every chunk must hold 1 to {size} samples, and all of them together the whole batch."
+            " (Samples are counted as len(split(batch, 1)).)"
+        )
+    return chunks
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
+    """Joins what a step returned for each chunk into what it might have returned for the whole.
+
+    Tensors with one row per sample, and lists with one entry per sample, are joined. Floating-point numbers, and
+    tensors of one shape, are averaged by ``shares``. Mappings, and lists that hold tensors, are joined entry by entry.
+    Of anything else the last chunk's is taken.
+
+    Args:
+        outputs: one per chunk.
+        sizes: samples of each chunk.
+        shares: weight of each chunk in a mean; they add up to 1.
+
+    Example:
+        >>> import torch
+        >>> merge_outputs([{"acc": 0.5, "y": torch.ones(3)}, {"acc": 1.0, "y": torch.zeros(1)}], [3, 1], [0.75, 0.25])
+        {'acc': 0.625, 'y': tensor([1., 1., 1., 0.])}
+    """
+    last = outputs[-1]
+    if len(outputs) == 1 or any(type(output) is not type(last) for output in outputs):
+        return last
+    if isinstance(last, Tensor):
+        return _merge_tensors(outputs, sizes, shares)
+    if isinstance(last, float):
+        return sum(output * share for output, share in zip(outputs, shares, strict=True))
+    if isinstance(last, Mapping):
+        keys = [key for key in last if all(key in output for output in outputs)]
+        merged = {key: merge_outputs([output[key] for output in outputs], sizes, shares) for key in keys}
+        return _rebuild_mapping(last, merged)
+    if isinstance(last, list | tuple):
+        return _merge_sequences(outputs, sizes, shares)
+    return last
+
+
+def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], shares: Sequence[float]) -> Tensor:
+    if all(o.ndim and o.shape[0] == size for o, size in zip(outputs, sizes, strict=True)):
+        if len({o.shape[1:] for o in outputs}) == 1:
+            return torch.cat(list(outputs))
+    elif len({o.shape for o in outputs}) == 1 and outputs[-1].is_floating_point():
+        return torch.stack([o * share for o, share in zip(outputs, shares, strict=True)]).sum(0)
+    return outputs[-1]
+
+
+def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
+    last = outputs[-1]
+    if not _holds_tensor(last):
+        if hasattr(last, "_fields") or any(len(o) != size for o, size in zip(outputs, sizes, strict=True)):
+            return last
+        return type(last)(entry for output in outputs for entry in output)
+    if any(len(output) != len(last) for output in outputs):
+        return last
+    return _rebuild_sequence(last, [merge_outputs(parts, sizes, shares) for parts in zip(*outputs, strict=True)])
+
+
+# -- taking apart ------------------------------------------------------------------------------------------------------
+
+
+def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Path and length of everything that is sliced."""
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        _refuse(value, path, "a nested or sparse tensor")
+    if _is_array(value):
+        if value.ndim:
+            yield path, value.shape[0]
+    elif isinstance(value, PackedSequence):
+        _refuse(value, path, "a PackedSequence")
+    elif isinstance(value, _SHARED):
+        return
+    elif _is_list_of_samples(value):
+        if value:
+            yield path, len(value)
+    else:
+        for part_path, part in _parts(value, path):
+            yield from _lengths(part, part_path)
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, MutableMapping):
+        yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{path}[{index}]", part) for index, part in enumerate(value))
+    elif _is_dataclass(value):
+        yield from ((f"{path}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
+    else:
+        _refuse(value, path, f"of type {type(value).__name__!r}")
+
+
+def _refuse(value: Any, path: str, what: str) -> None:
+    raise MisconfigurationException(f"MicroBatchOnOOM cannot split this batch: {path} is {what}.{_FIX}")
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields") and not _holds_tensor(value)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_array(value: Any) -> bool:
+    """A tensor or a NumPy array; whoever has one has imported NumPy."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def _holds_tensor(value: Any) -> bool:
+    if _is_array(value):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(part) for part in value)
+    if _is_dataclass(value):
+        return any(_holds_tensor(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+# -- putting together --------------------------------------------------------------------------------------------------
+
+
+def _slice(value: Any, start: int, stop: int) -> Any:
+    if _is_array(value):
+        return value[start:stop] if value.ndim else value
+    if isinstance(value, _SHARED):
+        return value
+    if _is_list_of_samples(value):
+        return type(value)(value[start:stop]) if value else value
+    if isinstance(value, MutableMapping):
+        return _rebuild_mapping(value, {key: _slice(part, start, stop) for key, part in value.items()})
+    if isinstance(value, list | tuple):
+        return _rebuild_sequence(value, [_slice(part, start, stop) for part in value])
+    assert _is_dataclass(value)
+    chunk = copy(value)
+    for field in dataclasses.fields(value):
+        # A frozen dataclass has no other way.
+        object.__setattr__(chunk, field.name, _slice(getattr(value, field.name), start, stop))
+    return chunk
+
+
+def _rebuild_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
+    if not isinstance(like, MutableMapping):
+        return content
+    # A copy keeps what the class knows besides its entries; its constructor may want other arguments.
+    rebuilt = copy(like)
+    for key in like:
+        if key in content:
+            rebuilt[key] = content[key]
+        else:
+            del rebuilt[key]
+    return rebuilt
+
+
+def _rebuild_sequence(like: Any, content: list[Any]) -> Any:
+    return type(like)(*content) if hasattr(like, "_fields") else type(like)(content)
