@@ -7,6 +7,8 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # any Python with torch and lightning will do for the benchmark: make bench-gpu PYTHON_BENCH=python3
 PYTHON_BENCH ?= $(RUN)
+# tests of one file stay in one process; WORKERS= runs all of them in this one
+WORKERS ?= -n 2 --dist loadfile
 # for `make demo` and `make bench-gpu`: make demo ARGS="--precision 16-mixed"
 ARGS ?=
 
@@ -43,10 +45,10 @@ format: $(INSTALLED)
 	$(RUN) -m ruff format .
 
 test: lint
-	$(RUN) -m pytest -m "not full"
+	$(RUN) -m pytest $(WORKERS) -m "not full"
 
 test-full: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(WORKERS)
 	$(MAKE) notebooks
 
 notebooks: $(INSTALLED)

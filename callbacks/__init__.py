@@ -1,7 +1,10 @@
 """Callbacks for ``Trainer(callbacks=[...])``."""
 
 from lightning_mp.callbacks.accumulation_scheduler import AccumulationScheduler
+from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
+from lightning_mp.callbacks.gradient_noise_scale import GradientNoiseScale
+from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 from lightning_mp.callbacks.overflow_monitor import OverflowMonitor
 from lightning_mp.callbacks.overflow_post_mortem import OverflowPostMortem, OverflowReport
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
@@ -10,7 +13,10 @@ from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
 
 __all__ = [
     "AccumulationScheduler",
+    "ActivationCheckpointing",
     "ChinchillaBudget",
+    "GradientNoiseScale",
+    "MicroBatchOnOOM",
     "OverflowMonitor",
     "OverflowPostMortem",
     "OverflowReport",

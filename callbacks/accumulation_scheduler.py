@@ -42,14 +42,14 @@ def parse_schedule(schedule: Table, name: str = "schedule") -> dict[int, int]:
             f"AccumulationScheduler({name}={schedule!r}): it must be a mapping from a threshold to the number of"
             " micro-batches per optimizer step, for instance {0: 1, 1000: 4}."
         )
+    counted = "a number of micro-batches" if name == "schedule" else "a batch in samples or tokens"
     parsed: dict[int, int] = {}
     for threshold, number in schedule.items():
         key, value = _integer(threshold), _integer(number)
         if key is None or value is None or key < 0 or value < 1:
             raise ValueError(
                 f"AccumulationScheduler({name}={dict(schedule)!r}): the entry {threshold!r}: {number!r} is not valid."
-                " A threshold is an integer from 0, a number of micro-batches (or of samples or tokens in a target"
-                " batch) an integer from 1."
+                f" A threshold is an integer from 0, {counted} an integer from 1."
             )
         if key in parsed:
             raise ValueError(
@@ -145,7 +145,7 @@ class AccumulationScheduler(Callback):
         if len(asked) != 1:
             raise ValueError(
                 f"AccumulationScheduler needs one of schedule, target_samples and target_tokens, and got"
-                f" {', '.join(asked) or 'none'}: a mapping such as {{0: 1, 1000: 4}}, or the batch to reach."
+                f" {', '.join(asked) or 'none'}: give a mapping such as {{0: 1, 1000: 4}}, or the batch to reach."
             )
         self.unit = unit
         self.schedule: dict[int, int] | None = None

@@ -105,7 +105,6 @@ class ChinchillaBudget(Callback):
         self.trim = trim
         self.on_waste: OnWaste = on_waste
         self.save = save
-        self.device_seconds = 0.0
         self._clock: float | None = None
         self._hours_are_over = AgreedFlag()
         self._out_of_time = False
@@ -133,9 +132,14 @@ class ChinchillaBudget(Callback):
         return max(of_tokens, of_time)
 
     @property
+    def device_seconds(self) -> float:
+        """Time of training so far, validation included, times the number of devices."""
+        return self._keeper.device_seconds if self._keeper is not None else 0.0
+
+    @property
     def reached(self) -> bool:
         """Whether the run has spent its budget."""
-        return self._out_of_time or (self._keeper is not None and self._keeper.budget_reached)
+        return self._keeper is not None and self._keeper.budget_reached
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -183,6 +187,8 @@ class ChinchillaBudget(Callback):
                 " add OverflowMonitor() to the callbacks."
             )
         self._clock, self._first_batch = time.monotonic(), True
+        if self.reached:
+            trainer.should_stop = True
 
     # -- every batch ---------------------------------------------------------------------------------------------------
 
@@ -230,12 +236,13 @@ class ChinchillaBudget(Callback):
         if self.device_hours is not None and not self._keeper.is_open:
             over = self.device_seconds >= 3600 * self.device_hours
             if self._hours_are_over.ask(over, pl_module.device):
-                self._out_of_time = trainer.should_stop = True
+                self._out_of_time = self._keeper.budget_reached = trainer.should_stop = True
 
     def _count_time(self, trainer: "pl.Trainer") -> None:
+        assert self._keeper is not None
         now = time.monotonic()
         if self._clock is not None:
-            self.device_seconds += (now - self._clock) * trainer.world_size
+            self._keeper.device_seconds += (now - self._clock) * trainer.world_size
         self._clock = now
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -263,7 +270,7 @@ class ChinchillaBudget(Callback):
                 " Trainer(max_epochs=-1) and resume from the last checkpoint to spend the rest."
             )
             return
-        by_tokens = self._keeper.budget_reached
+        by_tokens = self.budget_tokens is not None and not self._out_of_time
         if by_tokens and self.landing == "exact" and self.tokens_spent != self.budget_tokens:
             rank_zero_warn(
                 f"The run ended on {self.tokens_spent:,} tokens instead of {self.budget_tokens:,}: its last"
@@ -271,15 +278,6 @@ class ChinchillaBudget(Callback):
             )
         if self.save and trainer.checkpoint_callbacks:
             trainer.save_checkpoint(report_folder(trainer) / f"budget_reached-step={trainer.global_step}.ckpt")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The device time that is spent; tokens are in the keeper's ledger."""
-        return {"device_seconds": self.device_seconds, "out_of_time": self._out_of_time}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
-        self.device_seconds = state_dict["device_seconds"]
-        self._out_of_time = state_dict["out_of_time"]
 
 
 def _count_parameters(module: nn.Module, which: Counted) -> tuple[int, str]:

@@ -3,7 +3,10 @@
 from lightning_mp._version import __version__
 from lightning_mp.callbacks import (
     AccumulationScheduler,
+    ActivationCheckpointing,
     ChinchillaBudget,
+    GradientNoiseScale,
+    MicroBatchOnOOM,
     OverflowMonitor,
     OverflowPostMortem,
     OverflowReport,
@@ -14,17 +17,21 @@ from lightning_mp.callbacks import (
 from lightning_mp.loss_scaler import LossScaleFloorError, LossScaler
 from lightning_mp.metrics import OverflowRate, TokenPerplexity, UnderflowFraction
 from lightning_mp.outcome import StepOutcome
+from lightning_mp.planning import compute_optimal, fit_scaling_law
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 
 __all__ = [
     "AccumulationScheduler",
+    "ActivationCheckpointing",
     "AutocastPrecision",
     "ChinchillaBudget",
     "Float8Precision",
+    "GradientNoiseScale",
     "LossScaleFloorError",
     "LossScaler",
     "MasterWeightsPrecision",
+    "MicroBatchOnOOM",
     "OverflowMonitor",
     "OverflowPostMortem",
     "OverflowRate",
@@ -38,4 +45,6 @@ __all__ = [
     "UnderflowFraction",
     "UnderflowMonitor",
     "__version__",
+    "compute_optimal",
+    "fit_scaling_law",
 ]

@@ -106,8 +106,8 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
         if sync == "micro_batch":
             raise MisconfigurationException(
                 "AccumulationScheduler(sync='micro_batch') is for sharded gradients, and"
-                f" {type(trainer.strategy).__name__} does not shard them: every rank holds them whole, and reducing them"
-                " more than once per window would cost time for nothing. Leave sync out."
+                f" {type(trainer.strategy).__name__} does not shard them: every rank holds them whole, and reducing"
+                " them more than once per window would cost time for nothing. Leave sync out."
             )
         return _LeftToTheStrategy()
     unsharded, sharded = unsharded_gradient_bytes(model)

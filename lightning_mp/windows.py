@@ -55,6 +55,7 @@ class WindowKeeper(Callback):
         self.micro_batch_samples = 0
         self.micro_batch_tokens = 0
         self.budget_reached = False
+        self.device_seconds = 0.0
         self._num_data_ranks = 1
         self._planned = 1
         self._position = 0
@@ -105,6 +106,11 @@ class WindowKeeper(Callback):
         """Tokens that a batch like this presents over all ranks, padding included."""
         assert self.requests.weighting is not None
         return self._num_data_ranks * self.requests.weighting.size(batch, {"token"})[1]
+
+    def end_at(self, tokens: int) -> None:
+        """Ends the run on so many tokens, in place of its budget if it has one; from the next micro-batch on."""
+        self.requests.end_at(tokens)
+        self._resolved = False
 
     def release(self, trainer: "pl.Trainer") -> None:
         """Ends a fit. The keeper stays among the callbacks, so that a checkpoint written later holds its state."""
@@ -373,6 +379,7 @@ class WindowKeeper(Callback):
             "micro_batch_samples": self.micro_batch_samples,
             "micro_batch_tokens": self.micro_batch_tokens,
             "budget_reached": self.budget_reached,
+            "device_seconds": self.device_seconds,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -382,6 +389,7 @@ class WindowKeeper(Callback):
         self.micro_batch_samples = state_dict["micro_batch_samples"]
         self.micro_batch_tokens = state_dict["micro_batch_tokens"]
         self.budget_reached = state_dict["budget_reached"]
+        self.device_seconds = state_dict["device_seconds"]
 
 
 def _data_parallel(trainer: "pl.Trainer") -> dict[str, int]:

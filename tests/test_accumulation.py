@@ -175,6 +175,7 @@ def test_a_fused_step_divides_by_the_count_without_writing_gradients() -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:The data end before the budget")
 @pytest.mark.parametrize("waits_expected", [0])
 def test_token_weights_add_no_host_wait(waits_expected: int) -> None:
     from gradient_counter import CountGradientTraffic

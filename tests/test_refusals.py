@@ -137,7 +137,7 @@ def test_a_wrong_schedule_entry_is_refused(schedule: Any, entry: str) -> None:
         AccumulationScheduler(schedule)
 
 
-@pytest.mark.parametrize("schedule", [{}, None, 4, [(0, 4)], "0: 4"])
+@pytest.mark.parametrize("schedule", [{}, 4, [(0, 4)], "0: 4"])
 def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
     message = (
         f"AccumulationScheduler(schedule={schedule!r}): it must be a mapping from a threshold to the number of"
@@ -151,7 +151,7 @@ def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "allowed"),
     [
-        ({"unit": "epochs"}, ("epoch", "step")),
+        ({"unit": "epochs"}, ("epoch", "step", "sample", "token")),
         ({"weight_by": "tokens"}, ("auto", "batch", "sample", "token")),
     ],
 )

@@ -60,8 +60,8 @@ def test_a_budget_smaller_than_one_batch_is_refused(landing: Any) -> None:
 def test_exact_landing_on_tuples_is_refused() -> None:
     refused(
         "landing='exact' must hide surplus labels in the last batch, but a batch of type 'tuple' has no labels that can"
-        " be exchanged. Give batches as a list [inputs, labels] or a dict with 'labels', or choose landing='floor' or"
-        " landing='ceil'.",
+        " be exchanged. Give batches as a list [inputs, labels] or a dict with 'labels', give trim=, or choose"
+        " landing='floor' or landing='ceil'.",
         TokenModel(),
         pairs(),
         callbacks=[ChinchillaBudget(tokens=20)],
@@ -91,7 +91,7 @@ def test_what_is_offered_for_tuples_lands(
 def test_exact_landing_beside_a_count_function_is_refused() -> None:
     refused(
         "landing='exact' trims labels, and with count= nobody knows what that does to the count."
-        " Choose landing='floor' or landing='ceil', or leave count= out.",
+        " Give trim= too, choose landing='floor' or landing='ceil', or leave count= out.",
         TokenModel(),
         tokens(),
         callbacks=[ChinchillaBudget(tokens=20, count=lambda batch: batch[0].numel())],
@@ -157,6 +157,7 @@ def test_batches_that_do_not_look_alike_are_refused() -> None:
     trains(Mixed(), batches, callbacks=[AccumulationScheduler({0: 2}, count=lambda batch: len(batch[0]))])
 
 
+@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget")
 def test_a_run_that_ends_before_its_budget_can_be_resumed_to_its_end(tmp_path: Path) -> None:
     """What the warning offers: resume from the last checkpoint with max_epochs=-1."""
     trainer = quiet_trainer(max_steps=2, callbacks=[ChinchillaBudget(tokens=40)])

@@ -88,7 +88,7 @@ def test_quantities_are_read_as_people_and_yaml_write_them() -> None:
         ({"target_samples": {10: 8}}, "The first target batch is given from epoch 10 on, and nothing before it"),
         (
             {"target_tokens": 0},
-            "a number of micro-batches .or of samples or tokens in a target batch. an integer from 1",
+            "a batch in samples or tokens an integer from 1",
         ),
         ({"target_tokens": "1.5"}, "the entry 0: '1.5' is not valid"),
         ({"target_tokens": "20 billions"}, "the entry 0: '20 billions' is not valid"),

@@ -1,0 +1,414 @@
+"""Tokens per second, MFU, HFU and goodput of a run, measured without waiting for the device."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_mp import batch_counts, gradients, seams
+from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, refuse_rivals
+from lightning_mp.ledger import TokenLedger
+from lightning_mp.planning.flops import CONVENTIONS
+from lightning_mp.planning.hardware import matmul_format, peak_flops
+from lightning_mp.planning.module_flops import FlopCount, FlopTally
+from lightning_mp.planning.module_shape import module_flops_per_token
+from lightning_mp.planning.throughput import Rates, Throughput, Work
+from lightning_mp.weighting import CountFunction, Weighting
+from lightning_mp.windows import WindowKeeper
+
+__all__ = ["MFUMonitor"]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The ledger when it was last looked at."""
+
+    windows: int
+    tokens: int
+    presented_tokens: int
+    nonpad_tokens: int
+    skipped_tokens: int
+
+    @classmethod
+    def of(cls, ledger: TokenLedger) -> "_Seen":
+        return cls(
+            ledger.windows, ledger.tokens, ledger.presented_tokens, ledger.nonpad_tokens, ledger.skipped_tokens
+        )
+
+
+class MFUMonitor(Callback):
+    """Logs how fast a run goes and how much of the machine it uses.
+
+    Logged at every batch, over the last ``window`` optimizer steps and all devices together:
+
+    ===========================  ========================================================================
+    mp/tokens_per_second         tokens through the model, padding included
+    mp/nonpad_tokens_per_second  without what ``batch["attention_mask"]`` hides
+    mp/mfu                       operations that the model needs, over the dense peak of the devices
+    mp/hfu                       the same with what activation checkpoints and fused attention run again
+    mp/goodput                   tokens that are neither padding nor in a skipped step, over all tokens
+    ===========================  ========================================================================
+
+    MFU and HFU count all tokens, as the devices multiply padding, too; times goodput they are the share of the peak
+    that taught something. The same figures of the whole run are in :attr:`total` and printed at its end. The sums behind
+    them are in the checkpoint, so they survive a resume, also on other devices.
+
+    *Time.* Nothing waits for the device. Token counts of an optimizer step reach the host when the device has finished
+    its backward, one step late, and the clock is read then. So where the device is the slower one, a reading is exact;
+    where the host is, it is less than one optimizer step off, and errors do not add up. The first step of a fit warms
+    up and is left out. Validation is told apart (``totals.validation_seconds``): when it begins, the device is waited
+    for once. Reading data, and writing checkpoints, is part of the time.
+
+    *Operations.* In the first micro-batch of a fit every matrix product, convolution and attention is counted as it
+    runs, forward, backward and run again, on all ranks; see :mod:`lightning_mp.planning.module_flops`. What its tokens
+    cost is taken for all; where lengths vary, attention's part of it is that of the first. The format in which most of
+    these products ran picks the peak, whatever the precision plugin. Work that several tensor-parallel ranks do alike
+    on plain tensors counts on each of them.
+
+    Like every token counter of the pack this makes the gradient of an accumulation window the exact mean over its
+    tokens. Skipped steps are known with our precision plugins, or with ``OverflowMonitor``.
+
+    Args:
+        flops_per_token: "exact" counts; a name of :data:`~lightning_mp.planning.flops.CONVENTIONS` ("6N", "palm",
+            "megatron") uses its formula, with layers and width from a Hugging Face configuration; a number is taken as
+            it is, forward and backward.
+        peak_flops: dense peak of one device in FLOP/s, for devices that
+            :func:`~lightning_mp.planning.hardware.peak_flops` does not know. Without one no MFU is logged, and it is
+            said once.
+        window: optimizer steps that the logged rates look back over.
+        count: a function from a batch to its number of tokens on this rank, where they are not the labels other than
+            -100. For images count samples: all figures are then per sample.
+
+    Raises:
+        ValueError: if an argument is not valid.
+        MisconfigurationException: at the start of a fit, if "exact" meets compiled code, which cannot be counted, or a
+            named convention FSDP1, whose parameters are flat; with the first batch, if it holds no tokens.
+
+    References:
+        Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311 (MFU, HFU)
+
+    Example:
+        >>> monitor = MFUMonitor()
+        >>> monitor.total.mfu is None
+        True
+    """
+
+    def __init__(
+        self,
+        flops_per_token: float | str = "exact",
+        *,
+        peak_flops: float | None = None,
+        window: int = 20,
+        count: CountFunction | None = None,
+    ) -> None:
+        names = ("exact", *CONVENTIONS)
+        if isinstance(flops_per_token, str):
+            if flops_per_token not in names:
+                raise ValueError(
+                    f"MFUMonitor(flops_per_token={flops_per_token!r}): it must be a number or one of {names}."
+                )
+        else:
+            _refuse_unless_positive("flops_per_token", flops_per_token)
+        if peak_flops is not None:
+            _refuse_unless_positive("peak_flops", peak_flops)
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"MFUMonitor(window={window!r}): it must be a whole number of optimizer steps, 1 or more.")
+        Weighting("auto", count)
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.count = count
+        self.throughput = Throughput(window)
+        self.flop_count: FlopCount | None = None
+        self._clock: Callable[[], float] = time.monotonic
+        self._keeper: WindowKeeper | None = None
+        self._tally: FlopTally | None = None
+        self._is_settled = False
+        self._is_running = False
+        self._is_warm = False
+        self._seen: _Seen | None = None
+        self._last_nonpad_tokens = 0
+        self._validation_began: float | None = None
+
+    @property
+    def total(self) -> Rates:
+        """Rates of the whole run."""
+        return self.throughput.total
+
+    @property
+    def window(self) -> Rates:
+        """Rates over the last optimizer steps."""
+        return self.throughput.window
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Joins the window keeper, whose ledger counts tokens once over all ranks."""
+        refuse_other_trainers(self, trainer)
+        if stage != "fit":
+            return
+        refuse_rivals(self, trainer, pl_module)
+        self._keeper = WindowKeeper.attach(trainer)
+        self._keeper.requests.weigh("auto", self.count)
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Refuses what cannot be counted.
+
+        Raises:
+            MisconfigurationException: with compiled code or FSDP1.
+        """
+        self._is_settled = self._is_warm = False
+        self.flop_count = None
+        if self.flops_per_token == "exact" and _is_compiled(pl_module):
+            raise MisconfigurationException(
+                "MFUMonitor(flops_per_token='exact') cannot see into code compiled by torch.compile. Count before"
+                " compiling, MFUMonitor(flops_per_token=count_flops(model, batch).model / tokens), or name a"
+                f" convention: {', '.join(CONVENTIONS)}."
+            )
+        if self.flops_per_token in CONVENTIONS and isinstance(trainer.strategy, FSDPStrategy):
+            raise MisconfigurationException(
+                f"MFUMonitor(flops_per_token={self.flops_per_token!r}) cannot count the parameters of FSDPStrategy,"
+                " which are flat shards. Use 'exact', give the number, or shard by ModelParallelStrategy."
+            )
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Goes on from the ledger as it was loaded; the clock starts after the first optimizer step."""
+        assert self._keeper is not None
+        self._seen = _Seen.of(self._keeper.ledger)
+        self._last_nonpad_tokens = 0
+        self._is_running = True
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Takes the last reading and prints the rates of the run."""
+        self._settle_and_read()
+        self._stop()
+        if self.total.tokens_per_second is not None:
+            rank_zero_info(f"MFUMonitor, whole run: {_readable(self.total)}.")
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Counts no more."""
+        self._stop()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Counts no more."""
+        self._stop()
+
+    def _stop(self) -> None:
+        self._stop_counting()
+        self.throughput.stop_clock()
+        self._is_running = False
+        self._validation_began = None
+
+    # -- operations per token ------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Reads what was settled since; begins to count in the first micro-batch.
+
+        Raises:
+            MisconfigurationException: if the batch holds no tokens.
+        """
+        assert self._keeper is not None
+        assert self._keeper.requests.weighting is not None
+        if not self._keeper.requests.weighting.counts_tokens:
+            raise MisconfigurationException(
+                f"MFUMonitor cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer tensor"
+                " with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a batch to"
+                " its number of tokens, or of samples to have all figures per sample."
+            )
+        self._read_if_new()
+        if not self._is_settled and not _is_compiled(pl_module):
+            self._tally = FlopTally().__enter__()
+
+    def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """The first micro-batch is counted."""
+        if self._tally is not None:
+            self.flop_count = self._tally.count
+            self._stop_counting()
+
+    def _stop_counting(self) -> None:
+        tally, self._tally = self._tally, None
+        if tally is not None:
+            tally.__exit__(None, None, None)
+
+    def _settle_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """What a token costs, over all ranks, and what the devices could do; once per fit, with one wait."""
+        self._is_settled = True
+        assert self._keeper is not None
+        measure = self._keeper.measure
+        assert measure is not None
+        model, again, counted_model = None, None, None
+        if self.flop_count is not None:
+            counted = self.flop_count
+            numbers = [float(counted.model), float(counted.recompute), float(measure.presented_tokens)]
+            dtype = gradients.accumulation_dtype(pl_module.device)
+            sums = gradients.sum_over_ranks_(torch.tensor(numbers, dtype=dtype, device=pl_module.device)).tolist()
+            sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
+            tokens_once = sums[2] / (trainer.world_size // sampler.get("num_replicas", 1))
+            counted_model, again = sums[0] / tokens_once, sums[1] / tokens_once
+        if self.flops_per_token == "exact":
+            model = counted_model or None
+        elif isinstance(self.flops_per_token, str):
+            labels = batch_counts.find_labels(batch)
+            context_tokens = labels.shape[1] if labels is not None else measure.presented_tokens
+            model = float(module_flops_per_token(pl_module, self.flops_per_token, context_tokens))
+        else:
+            model = float(self.flops_per_token)
+        hardware = model + again if model is not None and again is not None else None
+        peak, device = self._peak(trainer)
+        self.throughput.work = Work(model, hardware, peak * trainer.world_size if peak is not None else None)
+        self._tell(trainer, self.throughput.work, again, device)
+
+    def _peak(self, trainer: "pl.Trainer") -> tuple[float | None, str]:
+        """Dense peak of one device, and what it is of; without one, why not."""
+        device = trainer.strategy.root_device
+        tf32 = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        number_format = self.flop_count.main_format if self.flop_count is not None else None
+        if number_format is None:
+            number_format = matmul_format(str(trainer.precision), tf32=tf32)
+        elif number_format == "fp32" and tf32:
+            number_format = "tf32"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        if self.peak_flops is not None:
+            return float(self.peak_flops), f"{name}, products in {number_format}, peak as given"
+        if number_format is None:
+            return None, (
+                f"Trainer(precision={trainer.precision!r}) does not tell in which format products run. Give the peak:"
+                " MFUMonitor(peak_flops=...)."
+            )
+        if device.type != "cuda":
+            return None, f"no peak is known for the device {name!r}. Give it: MFUMonitor(peak_flops=...)."
+        try:
+            return peak_flops(name, number_format), f"{name}, products in {number_format}"
+        except ValueError as error:
+            return None, str(error)
+
+    def _tell(self, trainer: "pl.Trainer", work: Work, again: float | None, device: str) -> None:
+        if work.model_flops_per_token is None:
+            rank_zero_warn(
+                "MFUMonitor logs no MFU: no operation of the first micro-batch was one that it can count. Give"
+                " flops_per_token= as a number."
+            )
+            return
+        convention = self.flops_per_token if isinstance(self.flops_per_token, str) else "as given"
+        ran_again = "" if again is None else f", and {again:.4g} run again"
+        rank_zero_info(
+            f"MFUMonitor: {work.model_flops_per_token:.4g} FLOPs per token ({convention}){ran_again}."
+            + ("" if again is not None else " No HFU: compiled code cannot be counted.")
+        )
+        if self.flop_count is not None and self.flop_count.unknown:
+            rank_zero_warn(
+                f"MFUMonitor knows no FLOPs of {', '.join(self.flop_count.unknown)}: they count as 0. Give them by"
+                " torch.utils.flop_counter.register_flop_formula, or flops_per_token= as a number."
+            )
+        if work.peak_flops_per_second is None:
+            say = rank_zero_info if trainer.strategy.root_device.type == "cpu" else rank_zero_warn
+            say(f"MFUMonitor logs tokens per second and goodput, but neither MFU nor HFU: {device}")
+            return
+        peak = work.peak_flops_per_second / trainer.world_size
+        rank_zero_info(f"MFUMonitor: the peak is {trainer.world_size} x {peak / 1e12:.4g} TFLOP/s ({device}).")
+
+    # -- readings ------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Reads the clock when the totals of an optimizer step are there, and logs."""
+        assert self._keeper is not None
+        was_trained_on = self._tally is None  # a micro-batch without a loss never comes to backward
+        self._stop_counting()
+        if not self._is_settled and was_trained_on:
+            self._settle_work(trainer, pl_module, batch)
+        if trainer.strategy.root_device.type == "cpu":
+            self._keeper.ledger.settle()  # nothing to wait for
+        self._read_if_new()
+        for name, value in asdict(self.window).items():
+            if value is not None:
+                log_host_number(pl_module, f"mp/{name}", value, prog_bar=name == "mfu")
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Stops the clock when the device has caught up."""
+        if self._is_running:
+            self._settle_and_read()
+            self._validation_began = self._clock()
+            self.throughput.stop_clock()
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Starts the clock again."""
+        began, self._validation_began = self._validation_began, None
+        if began is not None:
+            now = self._clock()
+            self.throughput.validated(now - began)
+            if self._is_warm:
+                self.throughput.start_clock(now)
+
+    def _settle_and_read(self) -> None:
+        if self._is_running and self._keeper is not None:
+            self._keeper.ledger.settle()
+            self._read(self._clock())
+
+    def _read_if_new(self) -> None:
+        assert self._keeper is not None
+        if self._seen != _Seen.of(self._keeper.ledger):
+            self._read(self._clock())
+
+    def _read(self, now: float) -> None:
+        assert self._keeper is not None
+        assert self._seen is not None
+        before, self._seen = self._seen, _Seen.of(self._keeper.ledger)
+        seen = self._seen
+        tokens = seen.tokens - before.tokens
+        nonpad_tokens = seen.nonpad_tokens - before.nonpad_tokens
+        skipped_tokens = seen.skipped_tokens - before.skipped_tokens
+        if seen.windows > before.windows:
+            self._last_nonpad_tokens = nonpad_tokens
+            wasted_tokens = round(nonpad_tokens * skipped_tokens / tokens) if tokens else 0
+        else:
+            # Known only after its tokens were read.
+            wasted_tokens = self._last_nonpad_tokens if skipped_tokens else 0
+        self.throughput.read(
+            now,
+            presented_tokens=seen.presented_tokens - before.presented_tokens,
+            nonpad_tokens=nonpad_tokens,
+            useful_tokens=nonpad_tokens - wasted_tokens,
+        )
+        if not self._is_warm and seen.windows > before.windows:
+            self._is_warm = True
+            self.throughput.start_clock(now)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals, settled."""
+        self._settle_and_read()
+        return self.throughput.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from saved totals."""
+        self.throughput.load_state_dict(state_dict)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return seams.is_compiled(module) or any(seams.holds_compiled_code(part) for part in module.modules())
+
+
+def _readable(rates: Rates) -> str:
+    parts = [f"{rates.tokens_per_second:,.0f} tokens/s, {rates.nonpad_tokens_per_second:,.0f} of them no padding"]
+    parts += [
+        f"{label} {value:.1%}"
+        for label, value in (("MFU", rates.mfu), ("HFU", rates.hfu), ("goodput", rates.goodput))
+        if value is not None
+    ]
+    return ", ".join(parts)
+
+
+def _refuse_unless_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"MFUMonitor({name}={value!r}) must be a positive number.")

@@ -1,0 +1,387 @@
+"""The learning rate as a function of tokens: warmup, cosine, cooldown, over a budget."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.callbacks._common import refuse_other_trainers, refuse_rivals
+from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
+from lightning_mp.cooldown_request import CooldownRequest
+from lightning_mp.outcome import StepDispatcher
+from lightning_mp.planning.quantities import parse_quantity
+from lightning_mp.schedule_run import LONGEST_COSINE, ScheduleRun, missed_end
+from lightning_mp.seams import callbacks_of
+from lightning_mp.token_schedules import TokenSchedule, check_schedule
+from lightning_mp.weighting import CountFunction, Weighting
+from lightning_mp.windows import WindowKeeper
+
+__all__ = ["TokenLearningRate"]
+
+
+class TokenLearningRate(Callback):
+    """Sets the learning rate of every optimizer step by the tokens trained on before it.
+
+    .. code-block:: text
+
+        lr = initial_lr * schedule(tokens / horizon)
+
+    ``initial_lr`` is each parameter group's own rate in ``configure_optimizers``, so groups keep their ratios.
+    ``tokens`` are the loss-bearing tokens of all optimizer steps before this one, over all ranks, exactly: however many
+    micro-batches a step has. Those of a skipped step do not count, so the next step uses the rate that the skipped one
+    had; with a stock precision plugin that takes ``OverflowMonitor``. ``horizon`` is the budget of
+    ``ChinchillaBudget``, or ``tokens``. Where skipped tokens are spent (``on_waste="report"``), the rest of the
+    schedule is made shorter by them, so that it ends with the run.
+
+    It takes the place of a learning-rate scheduler; return none from ``configure_optimizers``. The rate is set just
+    before the step, when the tokens of the last one have arrived, so that nothing waits: ``LearningRateMonitor``, which
+    looks at the beginning of a batch, shows the rate of the step before. Parameter groups that are added in the middle
+    join with the rate they have as ``initial_lr``. The gradient of a window becomes the exact mean over its tokens, as
+    with ``ChinchillaBudget``.
+
+    Args:
+        schedule: from the fraction of the horizon to a factor: :class:`WarmupStableDecay`, :class:`WarmupCosine`, or
+            any function that gives finite numbers from 0.
+        tokens: the horizon, a whole number or a string such as "1.5B"; None for the budget's. Beyond it the rate stays
+            where the schedule ends.
+        count: a function from a batch to its number of tokens on this rank, where they are not the labels other than
+            -100.
+
+    Raises:
+        ValueError: if an argument is not valid.
+        MisconfigurationException: at set-up, without a horizon, beside a learning-rate scheduler, or with an
+            optimizer that has no rate; with the first batch, if tokens cannot be counted in it.
+
+    References:
+        Hoffmann et al., "Training Compute-Optimal Large Language Models", 2022, appendix B and figure A1,
+        https://arxiv.org/abs/2203.15556: a schedule should end with the run.
+
+    Example:
+        >>> from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
+        >>> from lightning_mp.token_schedules import WarmupStableDecay
+        >>> TokenLearningRate(WarmupStableDecay(warmup=0.01, decay=0.2), tokens="1.5B").tokens
+        1500000000
+    """
+
+    def __init__(
+        self, schedule: TokenSchedule, *, tokens: float | str | None = None, count: CountFunction | None = None
+    ) -> None:
+        self.schedule = check_schedule(schedule)
+        self.tokens = None if tokens is None else _whole_tokens("TokenLearningRate", tokens)
+        Weighting("auto", count)  # raises on a wrong argument now, not at set-up
+        self.count = count
+        self._run = ScheduleRun(schedule)
+        self._keeper: WindowKeeper | None = None
+        self._request = CooldownRequest()
+        self._cooldown = 0.0
+        self._end_tokens = 0
+        self._handles: list[RemovableHandle] = []
+        self._first_batch = True
+        self._warned = False
+
+    # -- how far the run is --------------------------------------------------------------------------------------------
+
+    @property
+    def horizon_tokens(self) -> int | None:
+        """Tokens over which the schedule goes; None before training starts."""
+        return self._run.horizon_tokens
+
+    @property
+    def factor(self) -> float:
+        """Of the last optimizer step."""
+        return self._run.factor
+
+    @property
+    def is_cooling_down(self) -> bool:
+        """Whether a cooldown that was asked for by :meth:`cooldown_now` has begun."""
+        return self._run.cooldown is not None
+
+    @property
+    def _trained_tokens(self) -> int:
+        """Of all steps but the one at hand: the window of that one has just been closed, or is open."""
+        assert self._keeper is not None
+        return self._keeper.ledger.tokens_before_last_window - self._keeper.ledger.skipped_tokens
+
+    @property
+    def _skips_are_made_up_for(self) -> bool:
+        assert self._keeper is not None
+        budget = self._keeper.requests.budget
+        return budget is not None and budget.makes_up_for_skips
+
+    def _advance(self, trained_tokens: int) -> float:
+        assert self._keeper is not None
+        shorten = (self.tokens is None or self.is_cooling_down) and not self._skips_are_made_up_for
+        return self._run.advance(trained_tokens, self._keeper.ledger.skipped_tokens, skips_shorten=shorten)
+
+    # -- cooldown ------------------------------------------------------------------------------------------------------
+
+    def cooldown_now(self, tokens: float | str | None = None, *, fraction: float | None = None) -> None:
+        """Cools down from the present rate, and ends the run with it: for a run that will be preempted.
+
+        From the next optimizer step on the rate falls to the schedule's ``final``, in the shape of
+        :class:`WarmupStableDecay`, or in a straight line from another schedule. Where it ends becomes the budget of the
+        run, that of ``ChinchillaBudget`` too, and still is after a resume; a budget that ends earlier stays. To cool
+        down from a checkpoint, call this before ``fit(ckpt_path=...)``.
+
+        It may be called at any time, on one rank or on all, also from a signal handler. Ranks learn of it together, one
+        optimizer step later. The last call counts.
+
+        Args:
+            tokens: how long, a whole number or a string such as "1.5B".
+            fraction: the same as a share of the whole run that now ends, cooldown included. If neither is given, the
+                schedule's own ``decay``: the run ends as if it had been planned so.
+
+        Raises:
+            ValueError: if both are given, or neither and the schedule has no ``decay``, or one is not valid.
+        """
+        if tokens is None and fraction is None:
+            fraction = getattr(self.schedule, "decay", None)
+        if (tokens is None) == (fraction is None):
+            raise ValueError(
+                "TokenLearningRate.cooldown_now needs one of tokens and fraction, for instance fraction=0.2; only"
+                f" WarmupStableDecay brings a fraction of its own, and this schedule is {self.schedule!r}."
+            )
+        if tokens is not None:
+            self._request.amount = _whole_tokens("TokenLearningRate.cooldown_now", tokens)
+            return
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+            raise ValueError(
+                f"TokenLearningRate.cooldown_now(fraction={fraction!r}): it must be a number between 0 and 1, the share"
+                " of the whole run, cooldown included."
+            )
+        self._request.amount = fraction
+
+    def _begin_cooldown(self, trainer: "pl.Trainer") -> None:
+        assert self._keeper is not None
+        budget, trained = self._keeper.requests.budget, self._trained_tokens
+        spent = trained + (0 if self._skips_are_made_up_for else self._keeper.ledger.skipped_tokens)
+        length, self._cooldown = CooldownRequest.tokens(self._cooldown, trained), 0.0
+        if budget is not None:
+            length = max(1, min(length, budget.tokens - spent))
+        self._run.cool_down(trained, length)
+        self._end_tokens = spent + length
+        self._end_run(trainer)
+        assert self._run.cooldown is not None
+        rank_zero_info(
+            f"Cooldown: after {trained:,} tokens the learning rate falls from {self._run.cooldown.start:.3g} to"
+            f" {self._run.cooldown.final:.3g} of its peak, over {length:,} tokens; the run ends there."
+        )
+
+    def _end_run(self, trainer: "pl.Trainer") -> None:
+        assert self._keeper is not None
+        self._keeper.end_at(self._end_tokens)
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, ChinchillaBudget):
+                callback.budget_tokens = self._end_tokens
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Joins the window keeper, which counts."""
+        refuse_other_trainers(self, trainer)
+        if stage != "fit":
+            return
+        refuse_rivals(self, trainer, pl_module)
+        self._keeper = WindowKeeper.attach(trainer)
+        self._keeper.requests.weigh("auto", self.count)
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Refuses who else sets the rate, and puts itself before the optimizer's steps."""
+        schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+        if schedulers:
+            raise MisconfigurationException(
+                f"TokenLearningRate and {', '.join(schedulers)} both set the learning rate. Return the optimizer alone"
+                " from configure_optimizers, or remove the callback."
+            )
+        for optimizer in trainer.optimizers:
+            if any(group.get("lr") is None for group in optimizer.param_groups):
+                raise MisconfigurationException(
+                    f"TokenLearningRate cannot schedule {type(optimizer).__name__}, which has a parameter group without"
+                    " a learning rate. Give it an lr, or remove the callback."
+                )
+            handle = optimizer.register_step_pre_hook(lambda _, *call: self._before_step(trainer, *call))
+            self._handles.append(handle)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Finds the horizon, goes on where a checkpoint was, and sets the first rate."""
+        assert self._keeper is not None
+        budget, ledger = self._keeper.requests.budget, self._keeper.ledger
+        horizon = self.tokens if self.tokens is not None else budget.tokens if budget is not None else None
+        if horizon is None:
+            raise MisconfigurationException(
+                "TokenLearningRate does not know how long the run is. Give tokens=, or add a ChinchillaBudget of"
+                " tokens, tokens per parameter or flops; device_hours alone are no number of tokens."
+            )
+        self._first_batch, self._warned = True, bool(trainer.fast_dev_run)
+        if trainer.global_step and not ledger.windows:
+            rank_zero_warn(
+                f"TokenLearningRate: nobody counted the tokens of the {trainer.global_step:,} steps before; the"
+                " schedule begins at 0 tokens."
+            )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None and StepDispatcher.of(trainer) is None:
+            rank_zero_warn(
+                f"TokenLearningRate: {type(trainer.precision_plugin).__name__} does not tell which steps it skips, so"
+                " their tokens count as trained on. Use a precision plugin of lightning_mp, or add OverflowMonitor()."
+            )
+        if not ledger.windows:
+            self._run = ScheduleRun(self.schedule)
+        self._begin(trainer, horizon)
+        if budget is not None and not self.is_cooling_down:
+            self._warn_of_a_missed_end(budget.tokens, f"the budget has {budget.tokens:,} tokens")
+        self._set_rates(trainer)
+
+    def _begin(self, trainer: "pl.Trainer", horizon: int) -> None:
+        assert self._keeper is not None
+        ledger, old_horizon = self._keeper.ledger, self.horizon_tokens
+        trained = ledger.tokens - ledger.skipped_tokens
+        before = self._advance(trained) if old_horizon is not None else None
+        shorten = self.tokens is None and not self._skips_are_made_up_for
+        self._run.begin(horizon, ledger.skipped_tokens, skips_shorten=shorten)
+        now = self._advance(trained)
+        if before is not None and abs(now - before) > 0.01 * max(now, before):
+            rank_zero_warn(
+                f"TokenLearningRate: the horizon was {old_horizon:,} tokens and is now {horizon:,}, so the learning"
+                f" rate jumps from {before:.3g} to {now:.3g} of its peak. Keep the old horizon with"
+                f" tokens={old_horizon}, or resume from an earlier checkpoint."
+            )
+        if self.is_cooling_down:
+            self._end_run(trainer)
+            if self._keeper.budget_reached:
+                trainer.should_stop = True
+                rank_zero_warn(
+                    "TokenLearningRate: this run has ended with its cooldown. To train on, resume from a checkpoint"
+                    " before the cooldown."
+                )
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Warns if the run ended long before its schedule."""
+        assert self._keeper is not None
+        if self._keeper.requests.budget is None:
+            trained = self._keeper.ledger.tokens - self._keeper.ledger.skipped_tokens
+            self._warn_of_a_missed_end(trained, f"the run ended after {trained:,} tokens")
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Leaves the optimizers."""
+        self._detach()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Leaves the optimizers."""
+        self._detach()
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Lets ranks agree on a cooldown where a window opens; looks at the first batch."""
+        assert self._keeper is not None
+        if self._first_batch:
+            self._first_batch = False
+            self._look_at(trainer, batch)
+        if not self._keeper.is_open:
+            self._cooldown = self._request.agree(pl_module.device) or self._cooldown
+
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        """Sets the rate where the optimizer itself calls the closure, which makes the gradients."""
+        self._set_step_rates(trainer)
+
+    def needs_gradients(self, step_index: int) -> bool:
+        """Our precision plugins need not make true gradients for this callback."""
+        return False
+
+    def _before_step(self, trainer: "pl.Trainer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # With a closure the window is still open; `on_before_optimizer_step` comes inside of it. The first argument is
+        # the optimizer.
+        if len(args) == 1 and kwargs.get("closure") is None:
+            self._set_step_rates(trainer)
+
+    def _set_step_rates(self, trainer: "pl.Trainer") -> None:
+        assert self._keeper is not None
+        self._advance(self._trained_tokens)
+        if self._cooldown:
+            self._begin_cooldown(trainer)
+        self._set_rates(trainer)
+
+    def _set_rates(self, trainer: "pl.Trainer") -> None:
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                # torch's own name, as its schedulers use it; a number, since reading a tensor would wait
+                if not isinstance(group.get("initial_lr"), float):
+                    group["initial_lr"] = float(group.get("initial_lr", group["lr"]))
+                rate = group["initial_lr"] * self.factor
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    # -- warnings ------------------------------------------------------------------------------------------------------
+
+    def _look_at(self, trainer: "pl.Trainer", batch: Any) -> None:
+        """Refuses a batch without tokens; warns if the run will end far from the schedule's end."""
+        assert self._keeper is not None
+        assert self._keeper.weighting is not None
+        if not self._keeper.weighting.counts_tokens:
+            raise MisconfigurationException(
+                f"TokenLearningRate cannot count tokens in a batch of type {type(batch).__name__!r}: there is no"
+                " integer tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function"
+                " from a batch to its number of tokens."
+            )
+        if self._keeper.requests.budget is not None:
+            return
+        micro_batches = []
+        if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
+            micro_batches.append(int(trainer.num_training_batches) * (trainer.max_epochs - trainer.current_epoch))
+        if trainer.max_steps != -1 and self._keeper.requests.schedule is None:
+            micro_batches.append((trainer.max_steps - trainer.global_step) * self._keeper.planned_micro_batches)
+        if micro_batches:
+            tokens = self._keeper.ledger.tokens + min(micro_batches) * self._keeper.presented_tokens(batch)
+            # Padding is in it, and batches differ: only a horizon that is far too long can be told now.
+            if self.horizon_tokens is not None and self.horizon_tokens > LONGEST_COSINE * tokens:
+                self._warn_of_a_missed_end(tokens, f"a run of batches like the first has about {tokens:,} tokens")
+
+    def _warn_of_a_missed_end(self, run_tokens: int, run: str) -> None:
+        assert self.horizon_tokens is not None
+        fault = missed_end(self.schedule, self.horizon_tokens, run_tokens) if run_tokens > 0 else None
+        if fault is not None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"TokenLearningRate: the horizon is {self.horizon_tokens:,} tokens and {run}: {fault}. Give the run's"
+                " own length, add a ChinchillaBudget and leave tokens= out, or call cooldown_now() before the end."
+            )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is, and a cooldown that was asked for; tokens are in the keeper's ledger."""
+        return self._run.state_dict() | {
+            "end_tokens": self._end_tokens,
+            "cooldown_agreed": self._cooldown,
+            "cooldown_request": self._request.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a checkpoint; a cooldown that was asked for meanwhile stays."""
+        self._run.load_state_dict(state_dict)
+        self._end_tokens = state_dict["end_tokens"]
+        self._cooldown = state_dict["cooldown_agreed"]
+        self._request.load_state_dict(state_dict["cooldown_request"])
+
+
+def _whole_tokens(who: str, tokens: object) -> int:
+    if isinstance(tokens, str):
+        tokens = parse_quantity(tokens, "tokens")
+    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 != 0 or tokens < 1:
+        raise ValueError(f"{who}(tokens={tokens!r}): it must be a whole number of tokens, 1 or more.")
+    return int(tokens)
