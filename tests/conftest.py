@@ -1,6 +1,5 @@
 """What holds for every test: few threads, no network, an own folder, CUDA tests only where there is CUDA."""
 
-import logging
 import os
 
 # Set before anything imports torch, and inherited by the processes that tests start. The models are
@@ -8,6 +7,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Tables are drawn as in a wide terminal, whatever starts the tests.
+os.environ["COLUMNS"] = "200"
 
 import hypothesis
 import pytest
@@ -33,13 +34,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _own_folder(tmp_path, monkeypatch):
     """Run each test in an empty folder: Lightning writes its logs and checkpoints where it is started."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _logs_are_captured(monkeypatch):
-    """Let `caplog` see Lightning's log: it does not propagate if nobody listened when Lightning was imported."""
-    for name in ("lightning.fabric", "lightning.pytorch"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
 
 
 @pytest.fixture(autouse=True)

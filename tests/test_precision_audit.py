@@ -333,7 +333,6 @@ def test_the_table_is_logged_once_and_the_findings_are_one_warning(caplog: Any) 
 
 
 def test_the_table_shows_like_modules_as_one_row_with_rich_and_without(monkeypatch: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     report = audit_step(model, lambda: model(torch.ones(8, 8)).sum().backward())
     lines = plain_audit_table(report).splitlines()
