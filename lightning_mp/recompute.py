@@ -5,13 +5,14 @@ and buffers stay as they are, torch.compile traces through it, and a deep copy o
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.policy_forward import unwrap_forward
@@ -44,24 +45,37 @@ def run_checkpointed(
 ) -> Any:
     """Runs a module's forward under a non-reentrant checkpoint; without gradients, as in evaluation, as it is.
 
-    The random state and the autocast of the first run are those of the second. What ``norms`` learn about the data is
-    learned once.
+    The random state, the autocast and the kernels allowed for attention (``torch.nn.attention.sdpa_kernel``) of the
+    first run are those of the second. What ``norms`` learn about the data is learned once.
     """
     if not switch.on or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    cost = switch.cost
-    if torch.compiler.is_compiling() or (cost is None and not norms):
+    cost, attention = switch.cost, _attention_backends()
+    if torch.compiler.is_compiling() or (cost is None and not norms and len(attention) == len(_ATTENTION_SWITCHES)):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if cost is not None:
         cost.begin_call(kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first = cost.first_run() if cost is not None else nullcontext()
-        return first, _SecondRun(norms, cost)
+        return first, _SecondRun(norms, cost, attention)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+_ATTENTION_SWITCHES = {
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
+
+
+def _attention_backends() -> list[SDPBackend]:
+    """Those that are allowed now, on any device: another kernel in the second run would save other tensors."""
+    return [backend for backend, is_enabled in _ATTENTION_SWITCHES.items() if is_enabled()]
 
 
 def _is_cache(value: Any) -> bool:
@@ -72,12 +86,15 @@ def _is_cache(value: Any) -> bool:
 class _SecondRun:
     """Around the second run: running statistics are copies for that time. It may be entered again and again."""
 
-    def __init__(self, norms: Iterable[nn.Module], cost: StepCost | None) -> None:
+    def __init__(self, norms: Iterable[nn.Module], cost: StepCost | None, attention: list[SDPBackend]) -> None:
         self._norms = tuple(norms)
         self._cost = cost
+        self._attention = attention
+        self._stack = ExitStack()
         self._own: list[tuple[nn.Module, str, Tensor]] = []
 
     def __enter__(self) -> None:
+        self._stack.enter_context(sdpa_kernel(self._attention))
         if self._cost is not None:
             self._cost.begin_second_run()
         for norm in self._norms:
@@ -93,6 +110,7 @@ class _SecondRun:
             setattr(norm, name, buffer)
         if self._cost is not None:
             self._cost.end_second_run()
+        self._stack.close()
 
 
 class CheckpointedModules:
