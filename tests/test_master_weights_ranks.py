@@ -174,6 +174,22 @@ def test_model_parallel_equals_ddp(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+def test_a_second_fit_under_fsdp2_goes_on_from_the_masters_of_the_first(storage: str) -> None:
+    def train(rank: int, sharded: bool) -> list[Tensor]:
+        module = (Sharded if sharded else Regression)(OPTIMIZERS["adamw_foreach"])
+        for _ in range(2):
+            strategy = model_parallel(Sharded) if sharded else ddp()
+            trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[master_weights(storage=storage)])
+            trainer.fit(module, loader(BATCHES[rank]))
+        return full(masters_of(trainer))
+
+    first, second = run_ranks(lambda rank: train(rank, True), 2)
+    for ours, other, theirs in zip(first, second, run_ranks(lambda rank: train(rank, False), 2)[0], strict=True):
+        assert torch.equal(ours, other)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=4e-4)
+
+
 @pytest.mark.parametrize("distributed", [False, True], ids=["full-checkpoint", "distributed-checkpoint"])
 @pytest.mark.parametrize(("parallelism", "storage"), [(Sharded, "remainder"), (TensorParallel, "fp32")])
 def test_sharded_runs_resume_exactly(
