@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp import batch_counts, gradients, seams
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, refuse_rivals
-from lightning_mp.ledger import TokenLedger
+from lightning_mp.ledger_changes import LedgerChanges
+from lightning_mp.outcome import StepDispatcher
 from lightning_mp.planning.flops import CONVENTIONS
 from lightning_mp.planning.hardware import matmul_format, peak_flops
 from lightning_mp.planning.module_flops import FlopCount, FlopTally
@@ -24,23 +25,6 @@ from lightning_mp.weighting import CountFunction, Weighting
 from lightning_mp.windows import WindowKeeper
 
 __all__ = ["MFUMonitor"]
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """The ledger when it was last looked at."""
-
-    windows: int
-    tokens: int
-    presented_tokens: int
-    nonpad_tokens: int
-    skipped_tokens: int
-
-    @classmethod
-    def of(cls, ledger: TokenLedger) -> "_Seen":
-        return cls(
-            ledger.windows, ledger.tokens, ledger.presented_tokens, ledger.nonpad_tokens, ledger.skipped_tokens
-        )
 
 
 class MFUMonitor(Callback):
@@ -57,8 +41,8 @@ class MFUMonitor(Callback):
     ===========================  ========================================================================
 
     MFU and HFU count all tokens, as the devices multiply padding, too; times goodput they are the share of the peak
-    that taught something. The same figures of the whole run are in :attr:`total` and printed at its end. The sums behind
-    them are in the checkpoint, so they survive a resume, also on other devices.
+    that taught something. The same figures of the whole run are in :attr:`total` and printed at its end. The sums
+    behind them are in the checkpoint, so they survive a resume, also on other devices.
 
     *Time.* Nothing waits for the device. Token counts of an optimizer step reach the host when the device has finished
     its backward, one step late, and the clock is read then. So where the device is the slower one, a reading is exact;
@@ -127,13 +111,13 @@ class MFUMonitor(Callback):
         self.throughput = Throughput(window)
         self.flop_count: FlopCount | None = None
         self._clock: Callable[[], float] = time.monotonic
+        self._trainer: pl.Trainer | None = None
         self._keeper: WindowKeeper | None = None
         self._tally: FlopTally | None = None
         self._is_settled = False
         self._is_running = False
         self._is_warm = False
-        self._seen: _Seen | None = None
-        self._last_nonpad_tokens = 0
+        self._changes: LedgerChanges | None = None
         self._validation_began: float | None = None
 
     @property
@@ -180,8 +164,8 @@ class MFUMonitor(Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Goes on from the ledger as it was loaded; the clock starts after the first optimizer step."""
         assert self._keeper is not None
-        self._seen = _Seen.of(self._keeper.ledger)
-        self._last_nonpad_tokens = 0
+        self._trainer = trainer
+        self._changes = LedgerChanges(self._keeper.ledger)
         self._is_running = True
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -203,7 +187,7 @@ class MFUMonitor(Callback):
         self._stop_counting()
         self.throughput.stop_clock()
         self._is_running = False
-        self._validation_began = None
+        self._validation_began = self._trainer = None
 
     # -- operations per token ------------------------------------------------------------------------------------------
 
@@ -219,9 +203,9 @@ class MFUMonitor(Callback):
         assert self._keeper.requests.weighting is not None
         if not self._keeper.requests.weighting.counts_tokens:
             raise MisconfigurationException(
-                f"MFUMonitor cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer tensor"
-                " with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a batch to"
-                " its number of tokens, or of samples to have all figures per sample."
+                f"MFUMonitor cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer"
+                " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
+                " batch to its number of tokens, or of samples to have all figures per sample."
             )
         self._read_if_new()
         if not self._is_settled and not _is_compiled(pl_module):
@@ -351,35 +335,27 @@ class MFUMonitor(Callback):
 
     def _settle_and_read(self) -> None:
         if self._is_running and self._keeper is not None:
+            dispatcher = StepDispatcher.of(self._trainer) if self._trainer is not None else None
+            if dispatcher is not None:
+                dispatcher.settle()
             self._keeper.ledger.settle()
             self._read(self._clock())
 
     def _read_if_new(self) -> None:
-        assert self._keeper is not None
-        if self._seen != _Seen.of(self._keeper.ledger):
+        assert self._changes is not None
+        if self._changes.any:
             self._read(self._clock())
 
     def _read(self, now: float) -> None:
-        assert self._keeper is not None
-        assert self._seen is not None
-        before, self._seen = self._seen, _Seen.of(self._keeper.ledger)
-        seen = self._seen
-        tokens = seen.tokens - before.tokens
-        nonpad_tokens = seen.nonpad_tokens - before.nonpad_tokens
-        skipped_tokens = seen.skipped_tokens - before.skipped_tokens
-        if seen.windows > before.windows:
-            self._last_nonpad_tokens = nonpad_tokens
-            wasted_tokens = round(nonpad_tokens * skipped_tokens / tokens) if tokens else 0
-        else:
-            # Known only after its tokens were read.
-            wasted_tokens = self._last_nonpad_tokens if skipped_tokens else 0
+        assert self._changes is not None
+        change = self._changes.take()
         self.throughput.read(
             now,
-            presented_tokens=seen.presented_tokens - before.presented_tokens,
-            nonpad_tokens=nonpad_tokens,
-            useful_tokens=nonpad_tokens - wasted_tokens,
+            presented_tokens=change.presented_tokens,
+            nonpad_tokens=change.nonpad_tokens,
+            useful_tokens=change.useful_tokens,
         )
-        if not self._is_warm and seen.windows > before.windows:
+        if not self._is_warm and change.windows:
             self._is_warm = True
             self.throughput.start_clock(now)
 
@@ -395,7 +371,7 @@ class MFUMonitor(Callback):
         self.throughput.load_state_dict(state_dict)
 
 
-def _is_compiled(module: torch.nn.Module) -> bool:
+def _is_compiled(module: pl.LightningModule) -> bool:
     return seams.is_compiled(module) or any(seams.holds_compiled_code(part) for part in module.modules())
 
 

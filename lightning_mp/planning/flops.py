@@ -10,6 +10,8 @@ from types import MappingProxyType
 
 from lightning_mp.planning.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 
+_FLOPS_OF_WEIGHT_GRADIENT = 2
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
@@ -44,6 +46,11 @@ def _full_attention(shape: DecoderShape) -> int:
     return 12 * shape.layers * shape.width * shape.context_tokens
 
 
+def _causal_attention(shape: DecoderShape) -> int:
+    # A token sees T / 2 others on average.
+    return 6 * shape.layers * shape.width * shape.context_tokens
+
+
 CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
     {
         row.name: row
@@ -61,8 +68,19 @@ CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
                 formula="6 N + 12 L H Q T",
                 parameters="as the caller counts: all parameters in the PaLM paper, all but the position table in "
                 "nanoGPT; exact with the parameters that take part in matmuls",
-                source="Chowdhery et al. 2022, arXiv:2204.02311, appendix B",
+                source="Chowdhery et al. 2022, arXiv:2204.02311, appendix B; the same as "
+                "72 B L s h^2 (1 + s/6h + v/12hL) of Korthikanti et al. 2022, arXiv:2205.05198, and as Narayanan et "
+                "al. 2021, arXiv:2104.04473, without its recomputation",
                 attention=_full_attention,
+            ),
+            FlopsConvention(
+                name="megatron",
+                formula="6 N + 6 L H Q T",
+                parameters="all weights of matmuls, the output layer included and tables not; of a mixture of experts "
+                "those that one token meets",
+                source="num_floating_point_operations in Megatron-LM, which halves the attention of "
+                "Korthikanti et al. 2022, arXiv:2205.05198, for the causal mask",
+                attention=_causal_attention,
             ),
         )
     }
@@ -77,23 +95,30 @@ def flops_per_token(
     width: int | None = None,
     context_tokens: int | None = None,
     convention: str = "palm",
+    frozen_parameters: int = 0,
 ) -> int:
-    """Operations of forward and backward per training token of a dense decoder.
+    """Operations of forward and backward per training token of a decoder.
 
     ::
 
-        "6N"     6 N                   2 N forward, 4 N backward
-        "palm"   6 N + 12 L H Q T      plus attention over the full square: causal masking is not subtracted
+        "6N"        6 N                   2 N forward, 4 N backward
+        "palm"      6 N + 12 L H Q T      plus attention over the full square: causal masking is not subtracted
+        "megatron"  6 N + 6 L H Q T       plus attention over the half that a causal mask leaves
+        any of them - 2 N_frozen          frozen weights have no gradient of their own, but pass one on
 
-    With N the parameters that take part in matmuls, "palm" equals what ``torch.utils.flop_counter.FlopCounterMode``
-    counts when attention is decomposed into matmuls. Norms, activations, softmax and the optimizer are not counted.
+    With N the parameters that take part in matmuls, "palm" is exact for a dense decoder: it equals what
+    :func:`~lightning_mp.planning.module_flops.count_flops` counts for any module. Grouped-query attention and gated
+    MLPs change N only. Of a mixture of experts N counts what one token meets. Norms, activations, softmax and the
+    optimizer are not counted.
 
     Args:
         parameters: N. Which parameters it counts belongs to the figure: see :attr:`FlopsConvention.parameters`.
-        layers: Number of blocks. Needed by "palm".
-        width: Heads times head size. Needed by "palm".
-        context_tokens: Sequence length. Needed by "palm".
+        layers: Number of blocks. Needed by "palm" and "megatron".
+        width: Heads times head size. Needed by "palm" and "megatron".
+        context_tokens: Sequence length. Needed by "palm" and "megatron".
         convention: A name from :data:`CONVENTIONS`.
+        frozen_parameters: How many of N are frozen, as under adapters. Frozen layers below the first trained one
+            cost less still.
 
     Raises:
         ValueError: The convention is unknown, or an argument it needs is missing or not positive.
@@ -105,11 +130,21 @@ def flops_per_token(
         744000000
         >>> flops_per_token(124_000_000, layers=12, width=768, context_tokens=1024)
         857246208
+        >>> flops_per_token(124_000_000, layers=12, width=768, context_tokens=1024, convention="megatron")
+        800623104
     """
     if convention not in CONVENTIONS:
-        raise ValueError(f"Unknown FLOPs convention {convention!r}. Use one of {', '.join(CONVENTIONS)}.")
+        raise ValueError(
+            f"Unknown FLOPs convention {convention!r}. Use one of {', '.join(CONVENTIONS)};"
+            " count_flops() counts a module exactly."
+        )
     row = CONVENTIONS[convention]
     flops = FLOPS_PER_PARAMETER_AND_TOKEN * _positive_integer("parameters", parameters, row)
+    if frozen_parameters:
+        frozen = _positive_integer("frozen_parameters", frozen_parameters, row)
+        if frozen > parameters:
+            raise ValueError(f"`frozen_parameters` ({frozen}) cannot be more than `parameters` ({parameters}).")
+        flops -= _FLOPS_OF_WEIGHT_GRADIENT * frozen
     if row.attention is None:
         return flops
     shape = DecoderShape(

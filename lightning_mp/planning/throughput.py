@@ -1,0 +1,203 @@
+"""Tokens per second, MFU, HFU and goodput from readings of a clock and of token counts.
+
+Between two readings, with F the operations of the model per token, R those run again and P the peak of all devices::
+
+    tokens_per_second = presented tokens / seconds
+    MFU               = F presented tokens / (P seconds)
+    HFU               = (F + R) presented tokens / (P seconds)
+    goodput           = tokens that taught something / presented tokens
+
+Presented are all tokens that went through the model, padding included: the devices multiply padding, too. What taught
+something is neither padding nor part of an optimizer step that was skipped. Goodput times MFU is the share of the peak
+that was of use.
+"""
+
+from collections import deque
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+__all__ = ["Rates", "Throughput", "ThroughputTotals", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a token costs and what the machine could do. Where a figure is not known it is None.
+
+    Attributes:
+        model_flops_per_token: forward and backward.
+        hardware_flops_per_token: what is run again added.
+        peak_flops_per_second: dense peak of all devices together.
+    """
+
+    model_flops_per_token: float | None = None
+    hardware_flops_per_token: float | None = None
+    peak_flops_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputTotals:
+    """Sums over all devices and over the whole run, resumes included.
+
+    Attributes:
+        presented_tokens: through the model, padding included.
+        nonpad_tokens: without padding.
+        useful_tokens: without padding, in steps that were made.
+        timed_presented_tokens: those of ``presented_tokens`` whose time was taken; windows that warm up are left out.
+        timed_nonpad_tokens: the same without padding.
+        seconds: training time of the timed tokens, without validation.
+        validation_seconds: time in validation.
+        model_flops: of the timed tokens whose cost is known.
+        hardware_flops: what is run again added.
+        mfu_capacity_flops: what the devices could have done in the time of ``model_flops``.
+        hfu_capacity_flops: the same for ``hardware_flops``.
+    """
+
+    presented_tokens: int = 0
+    nonpad_tokens: int = 0
+    useful_tokens: int = 0
+    timed_presented_tokens: int = 0
+    timed_nonpad_tokens: int = 0
+    seconds: float = 0.0
+    validation_seconds: float = 0.0
+    model_flops: float = 0.0
+    hardware_flops: float = 0.0
+    mfu_capacity_flops: float = 0.0
+    hfu_capacity_flops: float = 0.0
+
+    def rates(self, since: "ThroughputTotals | None" = None) -> "Rates":
+        """Rates from an earlier reading to this one; without one, of the whole run."""
+        before = asdict(since) if since is not None else asdict(ThroughputTotals())
+        part = {name: value - before[name] for name, value in asdict(self).items()}
+
+        def ratio(above: str, below: str) -> float | None:
+            return part[above] / part[below] if part[below] > 0 else None
+
+        return Rates(
+            tokens_per_second=ratio("timed_presented_tokens", "seconds"),
+            nonpad_tokens_per_second=ratio("timed_nonpad_tokens", "seconds"),
+            mfu=ratio("model_flops", "mfu_capacity_flops"),
+            hfu=ratio("hardware_flops", "hfu_capacity_flops"),
+            goodput=ratio("useful_tokens", "presented_tokens"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates over some time. None where nothing was measured or a figure is missing.
+
+    Attributes:
+        tokens_per_second: presented tokens, over all devices.
+        nonpad_tokens_per_second: without padding.
+        mfu: model FLOPs utilisation.
+        hfu: hardware FLOPs utilisation.
+        goodput: share of the presented tokens that was neither padding nor in a skipped step.
+    """
+
+    tokens_per_second: float | None = None
+    nonpad_tokens_per_second: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    goodput: float | None = None
+
+
+@dataclass
+class Throughput:
+    """Sums up readings.
+
+    Args:
+        readings: how many of the last readings :attr:`window` looks back over.
+
+    Example:
+        100 tokens in 2 seconds, a quarter of them padding, at 6 operations each on a device that does 400 a second:
+
+        >>> throughput = Throughput(work=Work(6.0, 6.0, 400.0))
+        >>> throughput.start_clock(10.0)
+        >>> throughput.read(12.0, presented_tokens=100, nonpad_tokens=75, useful_tokens=75)
+        >>> throughput.total.tokens_per_second, throughput.total.mfu, throughput.total.goodput
+        (50.0, 0.75, 0.75)
+    """
+
+    readings: int = 20
+    work: Work = field(default_factory=Work)
+    totals: ThroughputTotals = field(default_factory=ThroughputTotals)
+
+    def __post_init__(self) -> None:
+        self._since: float | None = None
+        self._history: deque[ThroughputTotals] = deque([self.totals], maxlen=self.readings + 1)
+
+    @property
+    def total(self) -> Rates:
+        """Rates of the whole run."""
+        return self.totals.rates()
+
+    @property
+    def window(self) -> Rates:
+        """Rates over the last readings."""
+        return self.totals.rates(self._history[0])
+
+    def start_clock(self, now: float) -> None:
+        """Time counts from now on."""
+        self._since = now
+
+    def stop_clock(self) -> None:
+        """Time does not count until the clock is started again; tokens read meanwhile have no time."""
+        self._since = None
+
+    def read(self, now: float, *, presented_tokens: int, nonpad_tokens: int, useful_tokens: int) -> None:
+        """Takes the tokens since the last reading, and the time since then if the clock runs.
+
+        Useful tokens can be negative: when a step turns out to be skipped after its tokens were read.
+        """
+        before = self.totals
+        totals = replace(
+            before,
+            presented_tokens=before.presented_tokens + presented_tokens,
+            nonpad_tokens=before.nonpad_tokens + nonpad_tokens,
+            useful_tokens=before.useful_tokens + useful_tokens,
+        )
+        if self._since is not None:
+            totals = self._timed(totals, now - self._since, presented_tokens, nonpad_tokens)
+            self._since = now
+        self.totals = totals
+        self._history.append(totals)
+
+    def _timed(
+        self, totals: ThroughputTotals, seconds: float, presented_tokens: int, nonpad_tokens: int
+    ) -> ThroughputTotals:
+        totals = replace(
+            totals,
+            timed_presented_tokens=totals.timed_presented_tokens + presented_tokens,
+            timed_nonpad_tokens=totals.timed_nonpad_tokens + nonpad_tokens,
+            seconds=totals.seconds + seconds,
+        )
+        work = self.work
+        if work.peak_flops_per_second is None or work.model_flops_per_token is None:
+            return totals
+        capacity = work.peak_flops_per_second * seconds
+        totals = replace(
+            totals,
+            model_flops=totals.model_flops + work.model_flops_per_token * presented_tokens,
+            mfu_capacity_flops=totals.mfu_capacity_flops + capacity,
+        )
+        if work.hardware_flops_per_token is None:
+            return totals
+        return replace(
+            totals,
+            hardware_flops=totals.hardware_flops + work.hardware_flops_per_token * presented_tokens,
+            hfu_capacity_flops=totals.hfu_capacity_flops + capacity,
+        )
+
+    def validated(self, seconds: float) -> None:
+        """Time in validation, told apart."""
+        self.totals = replace(self.totals, validation_seconds=self.totals.validation_seconds + seconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals."""
+        return asdict(self.totals)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from saved totals; the window starts anew."""
+        self.totals = ThroughputTotals(**state)
+        self._history.clear()
+        self._history.append(self.totals)
+        self._since = None
