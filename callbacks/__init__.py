@@ -2,8 +2,10 @@
 
 from lightning_mp.callbacks.accumulation_scheduler import AccumulationScheduler
 from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_mp.callbacks.budget_forecast import BudgetForecast
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.callbacks.gradient_noise_scale import GradientNoiseScale
+from lightning_mp.callbacks.mfu_monitor import MFUMonitor
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 from lightning_mp.callbacks.overflow_monitor import OverflowMonitor
 from lightning_mp.callbacks.overflow_post_mortem import OverflowPostMortem, OverflowReport
@@ -14,8 +16,10 @@ from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
 __all__ = [
     "AccumulationScheduler",
     "ActivationCheckpointing",
+    "BudgetForecast",
     "ChinchillaBudget",
     "GradientNoiseScale",
+    "MFUMonitor",
     "MicroBatchOnOOM",
     "OverflowMonitor",
     "OverflowPostMortem",

@@ -1,0 +1,140 @@
+"""Where a run will end: its loss and the time it still takes, told while it trains."""
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
+from lightning_mp.host_copy import HostCopy
+from lightning_mp.planning.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
+from lightning_mp.seams import callbacks_of
+from lightning_mp.windows import WindowKeeper
+
+__all__ = ["BudgetForecast"]
+
+_MOST_POINTS = 2_000
+_RECENT_POINTS = 200
+
+
+class BudgetForecast(Callback):
+    """Forecasts the loss at the end of the budget, with a band, and the time until then.
+
+    Beside a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is
+    noted, one window late so that nothing waits for the device. Every ``every_n_steps`` the law of
+    :func:`lightning_mp.planning.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU core),
+    printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not know a learning rate that
+    still falls: with a decay ahead a run ends somewhat below. The points are saved in the checkpoint.
+
+    Args:
+        metric: name under which the module logs its training loss, with ``on_step=True``.
+        every_n_steps: optimizer steps from one forecast to the next.
+        confidence: of the band, over 0 and below 1.
+
+    Attributes:
+        loss: the last forecast; None until there are enough points (20, over a factor of 3 in tokens).
+        time: the last forecast of the seconds that are left.
+
+    Raises:
+        ValueError: if an argument is not valid.
+        MisconfigurationException: at the start of a fit, if there is no such budget.
+
+    Example:
+        >>> BudgetForecast("train/loss").loss is None
+        True
+    """
+
+    def __init__(self, metric: str, *, every_n_steps: int = 100, confidence: float = 0.9) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"BudgetForecast(every_n_steps={every_n_steps!r}): it must be a whole number from 1.")
+        if not 0 < confidence < 1:
+            raise ValueError(f"BudgetForecast(confidence={confidence!r}): it must be over 0 and below 1.")
+        self.metric = metric
+        self.every_n_steps = every_n_steps
+        self.confidence = confidence
+        self.loss: LossForecast | None = None
+        self.time: SecondsForecast | None = None
+        self.tokens: list[float] = []
+        self.losses: list[float] = []
+        self._recent: list[tuple[float, float]] = []
+        self._on_its_way: HostCopy | None = None
+        self._stride, self._windows = 1, 0
+        self._budget: ChinchillaBudget | None = None
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Checks the Trainer."""
+        refuse_other_trainers(self, trainer)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Finds the budget."""
+        budgets = [callback for callback in callbacks_of(trainer) if isinstance(callback, ChinchillaBudget)]
+        if not budgets or budgets[0].budget_tokens is None:
+            raise MisconfigurationException(
+                "BudgetForecast forecasts the end of a ChinchillaBudget in tokens or FLOPs, and there is none. Add"
+                " ChinchillaBudget(tokens=...) to the callbacks, or remove BudgetForecast."
+            )
+        self._budget = budgets[0]
+        self._recent, self._on_its_way = [], None
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the loss of a window, and forecasts now and then."""
+        keeper = WindowKeeper.of(trainer)
+        assert keeper is not None
+        if keeper.is_open:
+            return
+        before, logged = self._on_its_way, trainer.callback_metrics.get(self.metric)
+        self._on_its_way = HostCopy(logged.detach().reshape(1)) if isinstance(logged, torch.Tensor) else None
+        if before is not None:
+            self._note(float(keeper.ledger.tokens_before_last_window), before.read()[0])
+        if trainer.global_step % self.every_n_steps == 0:
+            self._forecast(pl_module)
+
+    def _note(self, tokens: float, loss: float) -> None:
+        self._recent = [*self._recent[-_RECENT_POINTS:], (time.monotonic(), tokens)]
+        self._windows += 1
+        if self._windows % self._stride == 0:
+            self.tokens.append(tokens)
+            self.losses.append(loss)
+        if len(self.tokens) > _MOST_POINTS:
+            self.tokens, self.losses, self._stride = self.tokens[::2], self.losses[::2], 2 * self._stride
+
+    def _forecast(self, pl_module: "pl.LightningModule") -> None:
+        assert self._budget is not None
+        assert self._budget.budget_tokens is not None
+        end = max(float(self._budget.budget_tokens), *self.tokens[-1:], 1.0)
+        try:
+            self.loss = forecast_loss(self.tokens, self.losses, end, confidence=self.confidence)
+            seconds, tokens = zip(*self._recent, strict=True)
+            self.time = forecast_seconds(seconds, tokens, end)
+        except ValueError:
+            # Too few points yet.
+            return
+        log_host_number(pl_module, "mp/forecast_loss", self.loss.loss)
+        log_host_number(pl_module, "mp/forecast_seconds", self.time.seconds)
+        band = f"{self.time.low:,.0f} to {self.time.high:,.0f} s"
+        rank_zero_info(f"Forecast: {self.loss}, in {self.time.seconds:,.0f} s ({band}).")
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Says so if the loss was never seen."""
+        if not self._windows and trainer.global_step > 1:
+            rank_zero_warn(
+                f"BudgetForecast({self.metric!r}) saw no loss: the module logs"
+                f" {', '.join(sorted(trainer.callback_metrics)) or 'nothing'}. Give the name it logs its training loss"
+                " under, with on_step=True."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The points."""
+        return {"tokens": self.tokens, "losses": self.losses, "stride": self._stride, "windows": self._windows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self.tokens, self.losses = list(state_dict["tokens"]), list(state_dict["losses"])
+        self._stride, self._windows = state_dict["stride"], state_dict["windows"]
