@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -17,7 +17,6 @@ from lightning_mp import (
     OverflowMonitor,
     OverflowPostMortem,
 )
-from lightning_mp.demo.checkpoint import WindowEndCheckpoint
 from lightning_mp.demo.folder import RunFolder
 from lightning_mp.demo.history import RunHistory
 from lightning_mp.demo.overflow import InjectOverflow
@@ -47,7 +46,8 @@ def assemble(
         MisconfigurationException: If Lightning refuses the combination of strategy and devices.
     """
     settings, plan, folder = job.settings, job.plan, job.folder
-    budget = ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
+    # The last checkpoint goes to the same file as the others.
+    budget = ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter, save=False)
     history = RunHistory(folder.history, job.facts, budget, plan.micro_batch_tokens)
     callbacks: list[Callback] = [
         OverflowMonitor(),
@@ -57,7 +57,12 @@ def assemble(
         history,
         DemoProgressBar(refresh_rate=_refresh_every(plan)),
         *extra_callbacks,
-        WindowEndCheckpoint(folder.checkpoint, plan.checkpoint_every_steps),
+        ModelCheckpoint(
+            dirpath=folder.checkpoint.parent,
+            filename=folder.checkpoint.stem,
+            every_n_train_steps=plan.checkpoint_every_steps,
+            enable_version_counter=False,
+        ),
         StopAtBoundary(folder.checkpoint, job.max_seconds, interrupt, history),
     ]
     if settings.inject_overflow is not None:
