@@ -6,18 +6,18 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._common import refuse_other_trainers, refuse_rivals
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.cooldown_request import CooldownRequest
+from lightning_mp.initial_rates import initial_rates, set_rates
 from lightning_mp.outcome import StepDispatcher
 from lightning_mp.planning.quantities import parse_quantity
 from lightning_mp.schedule_run import LONGEST_COSINE, ScheduleRun, missed_end
 from lightning_mp.seams import callbacks_of
-from lightning_mp.token_schedules import TokenSchedule, check_schedule
+from lightning_mp.token_schedules import TokenSchedule, WarmupStableDecay, check_schedule
 from lightning_mp.weighting import CountFunction, Weighting
 from lightning_mp.windows import WindowKeeper
 
@@ -81,6 +81,7 @@ class TokenLearningRate(Callback):
         self._cooldown = 0.0
         self._end_tokens = 0
         self._handles: list[RemovableHandle] = []
+        self._is_in_batch = False
         self._first_batch = True
         self._warned = False
 
@@ -123,7 +124,7 @@ class TokenLearningRate(Callback):
     def cooldown_now(self, tokens: float | str | None = None, *, fraction: float | None = None) -> None:
         """Cools down from the present rate, and ends the run with it: for a run that will be preempted.
 
-        From the next optimizer step on the rate falls to the schedule's ``final``, in the shape of
+        From the next optimizer step on the rate falls to the schedule's ``final`` (0 for a function), in the shape of
         :class:`WarmupStableDecay`, or in a straight line from another schedule. Where it ends becomes the budget of the
         run, that of ``ChinchillaBudget`` too, and still is after a resume; a budget that ends earlier stays. To cool
         down from a checkpoint, call this before ``fit(ckpt_path=...)``.
@@ -139,8 +140,8 @@ class TokenLearningRate(Callback):
         Raises:
             ValueError: if both are given, or neither and the schedule has no ``decay``, or one is not valid.
         """
-        if tokens is None and fraction is None:
-            fraction = getattr(self.schedule, "decay", None)
+        if tokens is None and fraction is None and isinstance(self.schedule, WarmupStableDecay):
+            fraction = self.schedule.decay
         if (tokens is None) == (fraction is None):
             raise ValueError(
                 "TokenLearningRate.cooldown_now needs one of tokens and fraction, for instance fraction=0.2; only"
@@ -192,6 +193,7 @@ class TokenLearningRate(Callback):
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses who else sets the rate, and puts itself before the optimizer's steps."""
+        self._is_in_batch = False
         schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
         if schedulers:
             raise MisconfigurationException(
@@ -204,6 +206,8 @@ class TokenLearningRate(Callback):
                     f"TokenLearningRate cannot schedule {type(optimizer).__name__}, which has a parameter group without"
                     " a learning rate. Give it an lr, or remove the callback."
                 )
+            # As torch's schedulers do: a distributed checkpoint is read only into what is there.
+            initial_rates(optimizer)
             handle = optimizer.register_step_pre_hook(lambda _, *call: self._before_step(trainer, *call))
             self._handles.append(handle)
 
@@ -217,7 +221,7 @@ class TokenLearningRate(Callback):
                 "TokenLearningRate does not know how long the run is. Give tokens=, or add a ChinchillaBudget of"
                 " tokens, tokens per parameter or flops; device_hours alone are no number of tokens."
             )
-        self._first_batch, self._warned = True, bool(trainer.fast_dev_run)
+        self._first_batch, self._warned = True, bool(getattr(trainer, "fast_dev_run", False))
         if trainer.global_step and not ledger.windows:
             rank_zero_warn(
                 f"TokenLearningRate: nobody counted the tokens of the {trainer.global_step:,} steps before; the"
@@ -285,6 +289,7 @@ class TokenLearningRate(Callback):
     ) -> None:
         """Lets ranks agree on a cooldown where a window opens; looks at the first batch."""
         assert self._keeper is not None
+        self._is_in_batch = True
         if self._first_batch:
             self._first_batch = False
             self._look_at(trainer, batch)
@@ -297,6 +302,12 @@ class TokenLearningRate(Callback):
         """Sets the rate where the optimizer itself calls the closure, which makes the gradients."""
         self._set_step_rates(trainer)
 
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Leaves the optimizer alone until the next batch: distributed checkpoints make steps, at a rate of 0."""
+        self._is_in_batch = False
+
     def needs_gradients(self, step_index: int) -> bool:
         """Our precision plugins need not make true gradients for this callback."""
         return False
@@ -304,7 +315,7 @@ class TokenLearningRate(Callback):
     def _before_step(self, trainer: "pl.Trainer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # With a closure the window is still open; `on_before_optimizer_step` comes inside of it. The first argument is
         # the optimizer.
-        if len(args) == 1 and kwargs.get("closure") is None:
+        if self._is_in_batch and len(args) == 1 and kwargs.get("closure") is None:
             self._set_step_rates(trainer)
 
     def _set_step_rates(self, trainer: "pl.Trainer") -> None:
@@ -316,15 +327,7 @@ class TokenLearningRate(Callback):
 
     def _set_rates(self, trainer: "pl.Trainer") -> None:
         for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                # torch's own name, as its schedulers use it; a number, since reading a tensor would wait
-                if not isinstance(group.get("initial_lr"), float):
-                    group["initial_lr"] = float(group.get("initial_lr", group["lr"]))
-                rate = group["initial_lr"] * self.factor
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+            set_rates(optimizer, self.factor)
 
     # -- warnings ------------------------------------------------------------------------------------------------------
 

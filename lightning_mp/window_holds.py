@@ -53,6 +53,12 @@ class WindowHolds:
         """The micro-batch is over."""
         self._reductions.end()
 
+    def settle_outcome(self) -> None:
+        """Makes sure that it is known whether the last step was skipped."""
+        dispatcher = StepDispatcher.of(self._trainer)
+        if dispatcher is not None:
+            dispatcher.settle()
+
     def detach(self) -> None:
         """Leaves everything as it was."""
         self._trainer.fit_loop.epoch_loop.min_steps = self._min_steps

@@ -1,6 +1,6 @@
 """What callbacks want of the window keeper, gathered and checked against each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -80,3 +80,7 @@ class WindowRequests:
                 "There are two ChinchillaBudgets; a run has one budget. Remove one of them."
             )
         self.budget = budget
+
+    def end_at(self, tokens: int) -> None:
+        """The run ends on so many tokens: its budget is another now, or it has one now and reaches it ("ceil")."""
+        self.budget = TokenBudget(tokens, "ceil") if self.budget is None else replace(self.budget, tokens=tokens)

@@ -373,6 +373,8 @@ class WindowKeeper(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger and the reference count."""
+        if self._holds is not None:
+            self._holds.settle_outcome()
         return {
             "ledger": self.ledger.state_dict(),
             "reference_items": self.reference_items,

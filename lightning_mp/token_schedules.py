@@ -1,0 +1,247 @@
+"""Learning-rate schedules over the share of a token budget that is spent. Pure functions.
+
+A schedule is any function from that fraction, 0 to 1, to a factor of the peak learning rate. It knows neither tokens
+nor steps, so one schedule serves every budget, batch size and accumulation. :class:`Course` says where a run stands.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = [
+    "Cooldown",
+    "CooldownShape",
+    "Course",
+    "TokenSchedule",
+    "WarmupCosine",
+    "WarmupStableDecay",
+    "check_schedule",
+]
+
+#: From the fraction of the budget that is spent to the factor of the peak learning rate.
+TokenSchedule = Callable[[float], float]
+
+CooldownShape = Literal["linear", "1-sqrt", "cosine"]
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda u: 1.0 - u,
+    # Haegele et al. 2024, equation 3
+    "1-sqrt": lambda u: 1.0 - math.sqrt(u),
+    "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
+}
+
+
+@dataclass(frozen=True)
+class Cooldown:
+    """Falls from ``start`` at fraction 0 to ``final`` at fraction 1.
+
+    With ``u`` the fraction, "linear" is ``1 - u``, "1-sqrt" is ``1 - sqrt(u)`` and "cosine" is ``(1 + cos(pi u)) / 2``,
+    each stretched to end at ``final``.
+
+    Args:
+        start: factor of the peak rate where it begins.
+        final: where it ends; a ``start`` below it is kept.
+        shape: "linear", "1-sqrt" or "cosine".
+
+    Raises:
+        ValueError: if an argument is not valid.
+
+    Example:
+        >>> [Cooldown(0.8, 0.0, "1-sqrt")(u) for u in (0, 0.25, 1)]
+        [0.8, 0.4, 0.0]
+    """
+
+    start: float = 1.0
+    final: float = 0.0
+    shape: CooldownShape = "1-sqrt"
+
+    def __post_init__(self) -> None:
+        _check(self, "start", high=math.inf)
+        _check(self, "final")
+        _check_shape(self, self.shape)
+
+    def __call__(self, fraction: float) -> float:
+        """The factor after this fraction."""
+        final = min(self.final, self.start)
+        if fraction >= 1:
+            return final
+        return final + (self.start - final) * _SHAPES[self.shape](max(fraction, 0.0))
+
+
+@dataclass(frozen=True)
+class WarmupStableDecay:
+    """Rises, stays at the peak, and cools down in the last part of the budget (WSD).
+
+    .. code-block:: text
+
+        factor = start + (1 - start) * f / warmup                        f < warmup
+                 1                                                       f < 1 - decay
+                 final + (1 - final) * shape((f - 1 + decay) / decay)    up to 1, where it is `final`
+
+    Up to the cooldown nothing depends on where the run will end.
+
+    Args:
+        warmup: share of the budget over which the rate rises in a straight line; 0 for none.
+        decay: share over which it falls at the end.
+        shape: how it falls, see :class:`Cooldown`.
+        final: factor of the peak rate at the end.
+        start: factor of the first step. With 0 the first step changes nothing.
+
+    Raises:
+        ValueError: if an argument is not valid.
+
+    References:
+        Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models with Scalable Training Strategies", 2024,
+        section 4, https://arxiv.org/abs/2404.06395 (the schedule); Haegele et al., "Scaling Laws and Compute-Optimal
+        Training Beyond Fixed Training Durations", 2024, section 3, https://arxiv.org/abs/2405.18392 (the shape
+        ``1 - sqrt``, a cooldown over 20% of the run).
+
+    Example:
+        >>> schedule = WarmupStableDecay(warmup=0.1, decay=0.2, shape="linear")
+        >>> [round(schedule(f), 3) for f in (0, 0.05, 0.1, 0.5, 0.8, 0.9, 1)]
+        [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+
+    warmup: float = 0.01
+    decay: float = 0.2
+    shape: CooldownShape = "1-sqrt"
+    final: float = 0.0
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "decay", "final", "start"):
+            _check(self, name)
+        _check_shape(self, self.shape)
+        if self.decay == 0 or self.warmup + self.decay > 1:
+            raise ValueError(
+                f"WarmupStableDecay(warmup={self.warmup!r}, decay={self.decay!r}): decay must be above 0, and both are"
+                " shares of one budget, so they add up to 1 at most. Take for instance warmup=0.01, decay=0.2."
+            )
+
+    def __call__(self, fraction: float) -> float:
+        """The factor after this fraction."""
+        if fraction < self.warmup:
+            return _rise(self.start, fraction / self.warmup)
+        if fraction <= 1 - self.decay:
+            return 1.0
+        into_decay = (fraction - (1 - self.decay)) / self.decay
+        return Cooldown(1.0, self.final, self.shape)(1.0 if fraction >= 1 else into_decay)
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Rises, then falls along half a cosine that ends with the budget.
+
+    .. code-block:: text
+
+        factor = start + (1 - start) * f / warmup                                          f < warmup
+                 final + (1 - final) * (1 + cos(pi * (f - warmup) / (1 - warmup))) / 2     up to 1
+
+    Args:
+        warmup: share of the budget over which the rate rises in a straight line; 0 for none.
+        final: factor of the peak rate at the end.
+        start: factor of the first step. With 0 the first step changes nothing.
+
+    Raises:
+        ValueError: if an argument is not valid.
+
+    References:
+        Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, equation 5,
+        https://arxiv.org/abs/1608.03983; one cycle as long as the run, down to a tenth: Hoffmann et al., "Training
+        Compute-Optimal Large Language Models", 2022, appendix B, https://arxiv.org/abs/2203.15556
+
+    Example:
+        >>> llama = WarmupCosine(warmup=2000 * 4e6 / 2e12, final=0.1)  # 2,000 of 500,000 steps with 4M tokens each
+        >>> [round(3e-4 * llama(tokens / 2e12), 7) for tokens in (0, 4e9, 8e9, 1.004e12, 2e12)]
+        [0.0, 0.00015, 0.0003, 0.000165, 3e-05]
+    """
+
+    warmup: float = 0.01
+    final: float = 0.1
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "final", "start"):
+            _check(self, name)
+        if self.warmup == 1:
+            raise ValueError("WarmupCosine(warmup=1) leaves nothing for the cosine; take for instance warmup=0.01.")
+
+    def __call__(self, fraction: float) -> float:
+        """The factor after this fraction."""
+        if fraction < self.warmup:
+            return _rise(self.start, fraction / self.warmup)
+        return Cooldown(1.0, self.final, "cosine")((fraction - self.warmup) / (1 - self.warmup))
+
+
+@dataclass(frozen=True)
+class Course:
+    """Which part of a schedule a run has behind it after so many tokens.
+
+    Args:
+        from_tokens: tokens where this course begins.
+        end_tokens: tokens where the schedule ends.
+        from_fraction: fraction of the schedule where it begins.
+
+    Example:
+        >>> course = Course(0, 1000)
+        >>> course.fraction(500), course.fraction(1200)
+        (0.5, 1.0)
+        >>> course.shortened(500, 100).fraction(500), course.shortened(500, 100).fraction(900)
+        (0.5, 1.0)
+    """
+
+    from_tokens: int
+    end_tokens: int
+    from_fraction: float = 0.0
+
+    def fraction(self, tokens: int) -> float:
+        """The fraction after ``tokens``; never above 1."""
+        if tokens >= self.end_tokens:
+            return 1.0
+        way = (tokens - self.from_tokens) / (self.end_tokens - self.from_tokens)
+        return self.from_fraction + (1.0 - self.from_fraction) * way
+
+    def shortened(self, tokens: int, by_tokens: int) -> "Course":
+        """The course from here on, where the run ends that many tokens earlier than it was to."""
+        return Course(tokens, self.end_tokens - by_tokens, self.fraction(tokens))
+
+
+def check_schedule(schedule: TokenSchedule) -> TokenSchedule:
+    """The schedule, if it is one.
+
+    Raises:
+        ValueError: if it is no function, or does not give a finite number from 0 at its beginning, middle and end.
+    """
+    if not callable(schedule):
+        raise ValueError(
+            f"TokenLearningRate(schedule={schedule!r}): it must be a WarmupStableDecay, a WarmupCosine, or a function"
+            " from the fraction of the horizon that is spent to a factor of the learning rate."
+        )
+    for fraction in (0.0, 0.5, 1.0):
+        factor = schedule(fraction)
+        if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise ValueError(
+                f"TokenLearningRate(schedule={schedule!r}): it gives {factor!r} for the fraction {fraction:g}; it must"
+                " give a finite number from 0."
+            )
+    return schedule
+
+
+def _rise(start: float, way: float) -> float:
+    return start + (1.0 - start) * max(way, 0.0)
+
+
+def _check(schedule: object, name: str, high: float = 1.0) -> None:
+    value = getattr(schedule, name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= high or value == math.inf:
+        allowed = "from 0 to 1" if high == 1 else "from 0"
+        raise ValueError(f"{type(schedule).__name__}({name}={value!r}): it must be a number {allowed}.")
+
+
+def _check_shape(schedule: object, shape: str) -> None:
+    if shape not in _SHAPES:
+        raise ValueError(
+            f"{type(schedule).__name__}(shape={shape!r}) is unknown; it must be one of {get_args(CooldownShape)}."
+        )
