@@ -11,6 +11,7 @@ from lightning_mp.callbacks.overflow_monitor import OverflowMonitor
 from lightning_mp.callbacks.overflow_post_mortem import OverflowPostMortem, OverflowReport
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from lightning_mp.callbacks.stop_at_boundary import StopAtBoundary
+from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "OverflowReport",
     "PrecisionAudit",
     "StopAtBoundary",
+    "TokenLearningRate",
     "UnderflowMonitor",
 ]

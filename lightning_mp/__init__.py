@@ -14,6 +14,7 @@ from lightning_mp.callbacks import (
     OverflowReport,
     PrecisionAudit,
     StopAtBoundary,
+    TokenLearningRate,
     UnderflowMonitor,
 )
 from lightning_mp.loss_scaler import LossScaleFloorError, LossScaler
@@ -22,6 +23,9 @@ from lightning_mp.outcome import StepOutcome
 from lightning_mp.planning import compute_optimal, fit_scaling_law
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
+from lightning_mp.reduced_precision import reduced_precision_hook
+from lightning_mp.strategies import ReducedPrecisionDDPStrategy
+from lightning_mp.token_schedules import WarmupCosine, WarmupStableDecay
 
 __all__ = [
     "AccumulationScheduler",
@@ -42,13 +46,18 @@ __all__ = [
     "OverflowReport",
     "PrecisionAudit",
     "PrecisionPolicy",
+    "ReducedPrecisionDDPStrategy",
     "StepOutcome",
     "StopAtBoundary",
     "TF32Precision",
+    "TokenLearningRate",
     "TokenPerplexity",
     "UnderflowFraction",
     "UnderflowMonitor",
+    "WarmupCosine",
+    "WarmupStableDecay",
     "__version__",
     "compute_optimal",
     "fit_scaling_law",
+    "reduced_precision_hook",
 ]

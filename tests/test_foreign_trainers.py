@@ -19,14 +19,24 @@ from torch import Tensor, nn
 
 from lightning_mp import (
     AccumulationScheduler,
+    ActivationCheckpointing,
     AutocastPrecision,
+    BudgetForecast,
     ChinchillaBudget,
     Float8Precision,
+    GradientNoiseScale,
     LossScaler,
     MasterWeightsPrecision,
+    MFUMonitor,
+    MicroBatchOnOOM,
     OverflowMonitor,
     OverflowPostMortem,
+    PrecisionAudit,
+    StopAtBoundary,
     TF32Precision,
+    TokenLearningRate,
+    UnderflowMonitor,
+    WarmupCosine,
 )
 
 ADVICE = r"use `import lightning\.pytorch as pl`, not `import pytorch_lightning as pl`"
@@ -70,8 +80,17 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_the_plugin_needs(preci
         OverflowPostMortem,
         lambda: AccumulationScheduler({0: 2}),
         lambda: ChinchillaBudget(tokens=100),
+        UnderflowMonitor,
+        PrecisionAudit,
+        StopAtBoundary,
+        MicroBatchOnOOM,
+        GradientNoiseScale,
+        MFUMonitor,
+        lambda: ActivationCheckpointing("net.*"),
+        lambda: BudgetForecast("loss"),
+        lambda: TokenLearningRate(WarmupCosine(), tokens=100),
     ],
-    ids=["OverflowMonitor", "OverflowPostMortem", "AccumulationScheduler", "ChinchillaBudget"],
+    ids=lambda make: type(make()).__name__,
 )
 def test_a_pytorch_lightning_trainer_is_told_which_import_a_callback_needs(
     make_callback: Callable[[], pl.Callback],

@@ -157,6 +157,9 @@ class AutocastPrecision(EpiloguePrecision):
         FSDP1 has one dtype for all parameters. A policy that asks for another one in some modules gets fp32 parameters,
         which autocast casts at their use: twice the bytes to gather. Under rules about operations parameters come in 16
         bit, and fp32 operations cast them up.
+
+        With 16-bit parameters FSDP1 also casts what enters the model, floating-point targets in the batch included;
+        integer labels stay. FSDP2 does not.
         """
         return fsdp_mixed_precision(self.dtype, self.policy)
 
