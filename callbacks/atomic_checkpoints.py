@@ -14,6 +14,7 @@ from lightning_mp.atomic_checkpoint import (
     commit_checkpoint,
     is_local,
     remove_checkpoint,
+    settle_checkpoint,
     temporary_path,
 )
 from lightning_mp.callbacks._common import refuse_other_trainers
@@ -24,7 +25,7 @@ __all__ = ["AtomicCheckpoints"]
 
 
 class AtomicCheckpoints(Callback):
-    """Makes each checkpoint of ``fit`` appear in one step, so that ``kill -9`` at any moment leaves the last one usable.
+    """Makes each checkpoint of ``fit`` appear in one step: ``kill -9`` at any moment leaves the last one usable.
 
     For any strategy and any kind of checkpoint: a single file, or the directory that FSDP and ModelParallelStrategy
     write with all ranks. It is written under a hidden name beside its place, synced to the disk, marked as complete if
@@ -88,6 +89,11 @@ class AtomicCheckpoints(Callback):
         # Lightning is walking through the old one.
         others = [callback for callback in callbacks_of(trainer) if callback is not self]
         set_callbacks(trainer, [*others, self])
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Ends a rename that a killed run had begun, now that all ranks have read the checkpoint."""
+        if trainer.is_global_zero and trainer.ckpt_path is not None and is_local(trainer.ckpt_path):
+            settle_checkpoint(Path(trainer.ckpt_path))
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Gives the strategy its own methods back."""

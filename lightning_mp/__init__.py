@@ -1,9 +1,11 @@
 """Mixed-precision plugins, callbacks and strategies for PyTorch Lightning."""
 
 from lightning_mp._version import __version__
+from lightning_mp.atomic_checkpoint import AtomicCheckpointIO
 from lightning_mp.callbacks import (
     AccumulationScheduler,
     ActivationCheckpointing,
+    AtomicCheckpoints,
     BudgetForecast,
     ChinchillaBudget,
     GradientNoiseScale,
@@ -13,10 +15,12 @@ from lightning_mp.callbacks import (
     OverflowPostMortem,
     OverflowReport,
     PrecisionAudit,
+    RankWatchdog,
     StopAtBoundary,
     TokenLearningRate,
     UnderflowMonitor,
 )
+from lightning_mp.latest_checkpoint import latest_checkpoint
 from lightning_mp.loss_scaler import LossScaleFloorError, LossScaler
 from lightning_mp.metrics import OverflowRate, TokenPerplexity, UnderflowFraction
 from lightning_mp.outcome import StepOutcome
@@ -30,6 +34,8 @@ from lightning_mp.token_schedules import WarmupCosine, WarmupStableDecay
 __all__ = [
     "AccumulationScheduler",
     "ActivationCheckpointing",
+    "AtomicCheckpointIO",
+    "AtomicCheckpoints",
     "AutocastPrecision",
     "BudgetForecast",
     "ChinchillaBudget",
@@ -46,6 +52,7 @@ __all__ = [
     "OverflowReport",
     "PrecisionAudit",
     "PrecisionPolicy",
+    "RankWatchdog",
     "ReducedPrecisionDDPStrategy",
     "StepOutcome",
     "StopAtBoundary",
@@ -59,5 +66,6 @@ __all__ = [
     "__version__",
     "compute_optimal",
     "fit_scaling_law",
+    "latest_checkpoint",
     "reduced_precision_hook",
 ]

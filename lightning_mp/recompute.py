@@ -65,7 +65,7 @@ def run_checkpointed(
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-_ATTENTION_SWITCHES = {
+_ATTENTION_SWITCHES: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,

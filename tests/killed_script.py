@@ -1,0 +1,55 @@
+"""A training script as a user starts it: ``killed_script.py FOLDER FAULT [RANK]``, by torchrun or by Lightning."""
+
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from killed_runs import Run
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mp import StopAtBoundary
+from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
+from lightning_mp.callbacks.rank_watchdog import RankWatchdog
+
+FAULTS = ("none", "kill", "hang", "term")
+
+
+class Fault(Callback):
+    """In the second micro-batch of the third window, on one rank."""
+
+    def __init__(self, fault: str, rank: int) -> None:
+        self.fault, self.rank = fault, rank
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == 2 and trainer.fit_loop.epoch_loop.batch_idx % 2:
+            if self.fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.fault == "hang":
+                time.sleep(300)
+            elif self.fault == "term":
+                # What a cluster's scheduler sends it to: torchrun, which sends it on, or the script it started.
+                os.kill(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+
+
+def main() -> None:
+    folder, fault = Path(sys.argv[1]), sys.argv[2]
+    assert fault in FAULTS
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    with (folder / "pids.txt").open("a") as file:
+        print(os.getpid(), file=file)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    on_trial = [AtomicCheckpoints(), StopAtBoundary(), RankWatchdog(timeout_seconds=4)]
+    fault_callback = Fault(fault, int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    result = Run("ddp", folder / "checkpoints", callbacks=lambda: [fault_callback, *on_trial]).train(rank)
+    torch.save(result, folder / f"result-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
