@@ -28,7 +28,7 @@ from lightning_mp.planning import compute_optimal, fit_scaling_law
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 from lightning_mp.reduced_precision import reduced_precision_hook
-from lightning_mp.strategies import ReducedPrecisionDDPStrategy
+from lightning_mp.strategies import FSDP2Strategy, ReducedPrecisionDDPStrategy
 from lightning_mp.token_schedules import WarmupCosine, WarmupStableDecay
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "AutocastPrecision",
     "BudgetForecast",
     "ChinchillaBudget",
+    "FSDP2Strategy",
     "Float8Precision",
     "GradientNoiseScale",
     "LossScaleFloorError",

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -47,6 +48,7 @@ __all__ = [
     "running_backward",
     "scaled_clamp_",
     "set_callbacks",
+    "set_data_parallel_size",
     "sharding_param_dtype",
     "version_of",
     "without_function_modes",
@@ -258,3 +260,8 @@ def is_compiled(module: "pl.LightningModule") -> bool:
         inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
         for name, inner in module.named_modules()
     )
+
+
+def set_data_parallel_size(strategy: ModelParallelStrategy, size: int) -> None:
+    """Over how many ranks the data are spread, once their number is known; the constructor wants it before."""
+    strategy._data_parallel_size = size

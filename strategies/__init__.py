@@ -1,3 +1,6 @@
-"""Strategies for mixed-precision training; empty until the first one lands."""
+"""Strategies for ``Trainer(strategy=...)``; importing this registers their names with Lightning."""
 
-__all__: list[str] = []
+from lightning_mp.strategies.fsdp2 import FSDP2Strategy
+from lightning_mp.strategies.reduced_precision_ddp import ReducedPrecisionDDPStrategy
+
+__all__ = ["FSDP2Strategy", "ReducedPrecisionDDPStrategy"]

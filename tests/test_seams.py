@@ -22,8 +22,8 @@ SEAMS = ast.parse(Path(seams.__file__).read_text())
 
 # No class has them as attributes, so the list cannot; `test_grad_scaler_keeps_its_state...` guards them.
 MADE_BY_INIT = {"_per_optimizer_states"}
-# The same; tests/test_policy_sharding.py guards it.
-MADE_BY_SHARDING = {"_mp_policy"}
+# The same; tests/test_policy_sharding.py and tests/test_fsdp2_strategy.py guard them.
+MADE_BY_SHARDING = {"_mp_policy", "_data_parallel_size"}
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------

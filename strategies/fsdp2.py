@@ -1,0 +1,331 @@
+"""FSDP2, tensor parallelism and both, for models that know nothing of it."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lightning_mp import seams
+from lightning_mp.policy_rules import named_modules
+from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.sharding_rules import Shard, read_shard, unit_names
+from lightning_mp.strategies.fsdp2_checkpoints import (
+    existing_checkpoint,
+    full_optimizer_state,
+    is_sharded_checkpoint,
+    load_full_checkpoint,
+    move_checkpoint,
+    remove_checkpoint,
+)
+from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
+from lightning_mp.tensor_parallel_plan import Style, check_divisible, read_plan, resolve_plan
+
+__all__ = ["FSDP2Strategy"]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Shards any LightningModule by FSDP2, cuts its layers by tensor parallelism, or both.
+
+    .. code-block:: python
+
+        Trainer(strategy=FSDP2Strategy(shard={Block}), devices=8)            # by class
+        Trainer(strategy=FSDP2Strategy(shard="my_project.Block"), ...)       # by name, as in YAML
+        Trainer(strategy=FSDP2Strategy(shard="model.blocks.*"), ...)         # by a glob over names of modules
+        Trainer(strategy=FSDP2Strategy(shard=10_000_000), ...)               # every module of that many parameters
+        Trainer(strategy="mp_fsdp2", ...)                                    # blocks are found
+        Trainer(strategy=FSDP2Strategy(replicate_size=2), devices=8)         # 2 copies, each over 4 ranks
+        Trainer(strategy=FSDP2Strategy(tensor_parallel_size=2), devices=8)   # 4 data ranks, each over 2
+
+    Nothing is needed in the model: no ``configure_model``, no wrapper, and names in the state dict stay. Each module
+    that the rule is about becomes a unit: its weights are gathered before its forward and freed after it. The rest is
+    gathered for the whole step. All parameters are DTensors from then on.
+
+    Precision comes from the plugin, see :func:`~lightning_mp.gathered_dtypes.gathered_dtypes`: with ``*-mixed`` weights
+    that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every operation has the dtypes
+    that it has on one device. Gradients are reduced in fp32; buffers are left alone. All ranks start from the weights
+    of rank 0.
+
+    Gradients are reduced once per window of accumulation or at every micro-batch, as
+    ``AccumulationScheduler(sync=...)`` says; without it at every micro-batch. ``ActivationCheckpointing`` goes inside
+    of a unit by itself. In manual optimization each part of the LightningModule is gathered when it is called, not for
+    the whole step, because optimizers are stepped in the middle. Lightning refuses a LightningModule that is compiled
+    as a whole here; compile its blocks in place: ``block.compile()``.
+
+    A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is sharded; units come to
+    life one after the other, by their modules' ``reset_parameters``, with the same weights on any number of ranks.
+
+    The model stays sharded after the run; called by hand it wants the autocast of the run.
+
+    Checkpoints are folders with the shards of every rank, or with ``save_distributed_checkpoint=False`` a single file
+    that any strategy reads. Both resume on any number of ranks, and get their name only when they are complete.
+
+    Args:
+        shard: a module class, its name, a glob over names, or several of these; or a number of parameters, for the
+            smallest modules that have so many; or "auto": repeated children of an ``nn.ModuleList``, as a transformer's
+            blocks. Of modules inside of each other the outer one is taken.
+        replicate_size: hybrid sharding: how many copies of the model there are, each sharded over the other ranks.
+        tensor_parallel_size: over how many ranks each layer of the plan is cut; neighbouring ranks, so no more than a
+            node has.
+        tensor_parallel_plan: globs over names of layers to styles
+            (:func:`~lightning_mp.tensor_parallel_plan.apply_style`), the first that fits wins; "auto" or None for
+            Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``. Under "auto" layers whose queries, keys
+            and values are one matrix (GPT-2 and our GPT) are cut, and attention itself runs on every rank. Logits come
+            out whole.
+        reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
+            spread them over that many ranks; None for what FSDP2 does.
+        save_distributed_checkpoint: one file per rank, or one in all.
+        process_group_backend: "nccl", "gloo"; None for the device's.
+        timeout: of a collective operation.
+
+    Raises:
+        ValueError: if an argument cannot be read; at set-up, if a rule matches nothing, or sizes do not divide.
+        MisconfigurationException: at set-up, if a module on the meta device has no ``reset_parameters``, the precision
+            plugin cannot keep ranks together, or a callback has copied the model (WeightAveraging, SWA).
+
+    References:
+        Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; Shoeybi et al., "Megatron-LM", 2019,
+        https://arxiv.org/abs/1909.08053
+
+    Example:
+        >>> from lightning_mp.strategies.fsdp2 import FSDP2Strategy
+        >>> FSDP2Strategy(shard="model.blocks.*").unit_names
+        ()
+    """
+
+    def __init__(
+        self,
+        shard: Shard = "auto",
+        *,
+        replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: Mapping[str, Style] | Literal["auto"] | None = None,
+        reshard_after_forward: bool | int | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+    ) -> None:
+        for name, size in (("replicate_size", replicate_size), ("tensor_parallel_size", tensor_parallel_size)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"FSDP2Strategy({name}={size!r}): it must be a whole number of 1 or more.")
+        if tensor_parallel_plan is not None and tensor_parallel_size == 1:
+            raise ValueError(
+                "FSDP2Strategy(tensor_parallel_plan=...) says how layers are cut, and tensor_parallel_size=1 cuts none."
+                " Give a tensor_parallel_size of 2 or more, or leave the plan out."
+            )
+        super().__init__(
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.shard = read_shard(shard)
+        self.replicate_size = replicate_size
+        self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_plan = read_plan(tensor_parallel_plan)
+        self.reshard_after_forward = reshard_after_forward
+        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.unit_names: tuple[str, ...] = ()
+        self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
+        self._methods: ForwardMethods | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes ``Trainer(strategy="mp_fsdp2")`` known."""
+        if "mp_fsdp2" not in strategy_registry:
+            strategy_registry.register(
+                "mp_fsdp2", cls, description="FSDP2 for any LightningModule; a transformer's blocks become units"
+            )
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Starts the processes' group and lays the ranks out: copies, shards, tensor parallel, the last next door."""
+        ranks = self.num_nodes * self.num_processes
+        parts = self.replicate_size * self.tensor_parallel_size
+        if ranks % parts:
+            raise ValueError(
+                f"FSDP2Strategy(replicate_size={self.replicate_size}, tensor_parallel_size={self.tensor_parallel_size})"
+                f" needs a multiple of {parts} ranks, and the Trainer has {ranks} (devices x num_nodes)."
+            )
+        seams.set_data_parallel_size(self, ranks // self.tensor_parallel_size)
+        super().setup_environment()
+        tensor = self.device_mesh["tensor_parallel"] if self.tensor_parallel_size > 1 else None
+        data = self.device_mesh["data_parallel"]
+        if self.replicate_size > 1:
+            shape = (self.replicate_size, ranks // parts, self.tensor_parallel_size)
+            names = ("replicate", "shard", "tensor_parallel")
+            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+            tensor = mesh["tensor_parallel"] if tensor is not None else None
+            data = mesh["replicate", "shard"]
+        self._meshes = (data, tensor)
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Shards the model, then lets the precision plugin and the optimizers see it.
+
+        Raises:
+            ValueError: if a rule matches nothing.
+            MisconfigurationException: if the model or the precision plugin cannot do it.
+        """
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._check_precision_plugin()
+        _refuse_copies_of_the_model(trainer)
+        module = self.lightning_module
+        if any(isinstance(part, FSDPModule) for part in module.modules()):
+            self._check_earlier_sharding(module)
+        else:
+            self._shard(module)
+        self._methods = ForwardMethods(module, STEPS)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: "pl.LightningModule") -> None:
+        assert self._meshes is not None
+        names = unit_names(module, self.shard)
+        data, tensor = self._meshes
+        styles = resolve_plan(module, self.tensor_parallel_plan) if tensor is not None else {}
+        check_divisible(module, styles, self.tensor_parallel_size)
+        shard_model(
+            module,
+            names,
+            styles,
+            data_mesh=data,
+            tensor_mesh=tensor,
+            plugin=self.precision_plugin,
+            device=self.root_device,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+        self.unit_names = tuple(names)
+        self._say_what_was_done(module, styles)
+
+    def _say_what_was_done(self, module: "pl.LightningModule", styles: Mapping[str, Style]) -> None:
+        modules = dict(named_modules(module))
+        # fully_shard puts a class of its own before that of the module
+        classes = sorted({type(modules[name]).__bases__[-1].__name__ for name in self.unit_names})
+        units = f"{len(self.unit_names)} units of class {', '.join(classes)}, and the rest" if classes else "one unit"
+        shards = self.world_size // self.replicate_size // self.tensor_parallel_size
+        text = f"FSDP2Strategy: {units}, each over {shards} rank{'s' if shards > 1 else ''}"
+        if self.replicate_size > 1:
+            text += f", in {self.replicate_size} copies"
+        if styles:
+            text += f"; {len(styles)} layers cut over {self.tensor_parallel_size} ranks"
+        rank_zero_info(f"{text}.")
+
+    def _check_precision_plugin(self) -> None:
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and not isinstance(plugin, EpiloguePrecision) and plugin.scaler:
+            raise MisconfigurationException(
+                "FSDP2Strategy with Lightning's MixedPrecision('16-mixed'): torch's GradScaler looks at one mesh of"
+                " ranks only, and ranks would skip different steps. Use"
+                " Trainer(plugins=[lightning_mp.AutocastPrecision('16-mixed')]) and leave precision out."
+            )
+
+    def _check_earlier_sharding(self, module: "pl.LightningModule") -> None:
+        """A second run of the same module, or one that shards itself, keeps its shards."""
+        units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        rounded = [dtype for unit in units if (dtype := seams.sharding_param_dtype(unit)) is not None]
+        precision = str(self.precision_plugin.precision)
+        if rounded and not precision.startswith("bf16" if rounded[0] == torch.bfloat16 else "16"):
+            raise MisconfigurationException(
+                f"The model is sharded already and gathers weights in {rounded[0]}, and precision is now {precision!r}."
+                " Use the precision that it was sharded for, or a new model."
+            )
+
+    def teardown(self) -> None:
+        """Takes the wrappers of the step methods away; the model stays sharded."""
+        methods, self._methods = self._methods, None
+        if methods is not None:
+            methods.detach()
+        super().teardown()
+
+    def on_validation_end(self) -> None:
+        """Frees the weights that are gathered for the whole of a step; no backward has done it."""
+        self._free_gathered_weights()
+
+    def on_test_end(self) -> None:
+        """The same after testing."""
+        self._free_gathered_weights()
+
+    def on_predict_end(self) -> None:
+        """The same after prediction."""
+        self._free_gathered_weights()
+
+    def _free_gathered_weights(self) -> None:
+        for part in self.lightning_module.modules() if self.lightning_module is not None else ():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The shards, or on rank 0 the whole, with parameters in the order of the optimizer."""
+        if self.save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return full_optimizer_state(inner, keep=self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes beside the place where it belongs, and moves it there when all ranks are done."""
+        path = Path(self.broadcast(filepath))
+        written = path.with_name(f".{path.name}.unfinished")
+        if self.is_global_zero:
+            remove_checkpoint(written)  # of a run that was ended while it wrote
+        self.barrier()
+        super().save_checkpoint(checkpoint, written, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            move_checkpoint(written, path)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads shards or a single file, written by any number of ranks."""
+        assert self.model is not None
+        assert self.lightning_module is not None
+        path = existing_checkpoint(Path(self.broadcast(checkpoint_path)))
+        if is_sharded_checkpoint(path):
+            return super().load_checkpoint(path, weights_only)
+        return load_full_checkpoint(
+            path,
+            self.model,
+            self.optimizers,
+            strict=self.lightning_module.strict_loading,
+            weights_only=weights_only,
+        )
+
+
+def _refuse_copies_of_the_model(trainer: "pl.Trainer") -> None:
+    """Callbacks of Lightning that have copied the model by now; the copy stays whole, and on every rank.
+
+    Raises:
+        MisconfigurationException: names the callback.
+    """
+    for callback in seams.callbacks_of(trainer):
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"FSDP2Strategy cannot be used with {type(callback).__name__}, which copies the model before it is"
+                " sharded and could not average shards into it. Leave it out, average checkpoints after the run, or use"
+                " strategy='ddp'."
+            )
+
+
+FSDP2Strategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,143 @@
+"""Single-file and sharded checkpoints of an FSDP2 run, readable by a run with any number of ranks."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "existing_checkpoint",
+    "full_optimizer_state",
+    "is_sharded_checkpoint",
+    "load_full_checkpoint",
+    "move_checkpoint",
+    "remove_checkpoint",
+]
+
+#: What a sharded checkpoint has besides the shards, as Lightning writes it.
+_REST = "meta.pt"
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether it is a folder with shards."""
+    return path.is_dir() and (path / _REST).is_file()
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a folder or a file; does nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def existing_checkpoint(path: Path) -> Path:
+    """The checkpoint of that name; or the one before it, if the run was ended in the moment when they changed."""
+    before = _before(path)
+    return before if before.exists() and not path.exists() else path
+
+
+def move_checkpoint(written: Path, path: Path) -> None:
+    """Gives a finished checkpoint its name. One that has it already stays until the new one is there."""
+    if not written.is_dir() and not path.is_dir():
+        written.replace(path)
+        return
+    before = _before(path)  # a folder cannot be replaced in one go
+    remove_checkpoint(before)
+    if path.exists() or path.is_symlink():
+        path.rename(before)
+    written.rename(path)
+    remove_checkpoint(before)
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(f".{path.name}.before")
+
+
+def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` gives on one device: whole tensors on the CPU, parameters by number.
+
+    Numbers follow the optimizer's own groups, so that any other strategy can load it. All ranks have to call it.
+
+    Args:
+        optimizer: over DTensors, or plain parameters, or both.
+        keep: False on ranks that do not write: they take part in the gathering and get nothing.
+    """
+    state = optimizer.state_dict()
+    values: dict[int, dict[str, Any]] = {}
+    for number, of_parameter in state["state"].items():
+        gathered = {name: _whole(value) for name, value in of_parameter.items()}
+        if keep:
+            values[number] = {
+                name: value.cpu() if isinstance(value, Tensor) else value for name, value in gathered.items()
+            }
+    return {**state, "state": values} if keep else {}
+
+
+def load_full_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[Optimizer], *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Reads a single file on every rank and keeps this rank's part. Returns everything that is neither of both.
+
+    The file may come from any strategy and any number of ranks.
+
+    Raises:
+        ValueError: if the optimizers are others than those that it was written by.
+    """
+    checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    options = StateDictOptions(full_state_dict=True, strict=strict)
+    set_model_state_dict(model, checkpoint.pop("state_dict"), options=options)
+    states = checkpoint.get("optimizer_states", [])
+    if optimizers and len(states) != len(optimizers):
+        raise ValueError(
+            f"The checkpoint {path} holds the state of {len(states)} optimizers, and configure_optimizers made"
+            f" {len(optimizers)}. Use the model that it was written by, or load its weights only."
+        )
+    for optimizer, state in zip(optimizers, states, strict=False):
+        optimizer.load_state_dict(_distributed(state, optimizer, model))
+    return checkpoint
+
+
+def _distributed(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """A state of whole tensors, cut as the parameters are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = dict(_numbers_of(state, parameters, model))
+    values = {
+        numbers[key]: {name: _cut(name, value, parameters[numbers[key]]) for name, value in of_parameter.items()}
+        for key, of_parameter in state["state"].items()
+    }
+    groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": values, "param_groups": groups}
+
+
+def _numbers_of(state: Mapping[str, Any], parameters: list[Tensor], model: nn.Module) -> Iterator[tuple[Any, int]]:
+    """Parameters are numbered by torch, and named in what FSDP1 and older runs wrote."""
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    places = {id(p): place for place, p in enumerate(parameters)}
+    for place, key in enumerate(keys):
+        yield key, places[names[key]] if isinstance(key, str) else place
+
+
+def _cut(name: str, value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or value.dim() == 0:
+        return value
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"The checkpoint holds {name!r} of shape {tuple(value.shape)} in the optimizer's state of a parameter of"
+            f" shape {tuple(parameter.shape)}, and only tensors of the parameter's own shape can be cut as it is. Use"
+            " the model and the optimizer that it was written by; for optimizers with other tensors in their state, use"
+            " save_distributed_checkpoint=True."
+        )
+    whole = value.to(parameter.device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value

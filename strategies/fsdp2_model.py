@@ -1,0 +1,180 @@
+"""A LightningModule becomes units of FSDP2, cut by tensor parallelism before."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from lightning_mp.gathered_dtypes import gathered_dtypes
+from lightning_mp.materialise import Materialiser, not_initialisable
+from lightning_mp.policy_rules import named_modules
+from lightning_mp.policy_sharding import ShardingUnit, sharding_units
+from lightning_mp.sharding_rules import tied_parameters
+from lightning_mp.tensor_parallel_plan import Style, apply_style
+
+__all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
+
+#: Methods of a LightningModule that begin with a forward.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+_LOW = {
+    "16-mixed": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "fp8-mixed": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+}
+
+
+def shard_model(
+    module: "pl.LightningModule",
+    names: Sequence[str],
+    styles: Mapping[str, Style],
+    *,
+    data_mesh: DeviceMesh,
+    tensor_mesh: DeviceMesh | None,
+    plugin: Precision,
+    device: torch.device,
+    reshard_after_forward: bool | int | None,
+) -> None:
+    """Brings unit after unit to life, onto the device, cuts its layers and shards it; the model itself last.
+
+    Args:
+        module: the model.
+        names: of the units, besides the model.
+        styles: of the layers that are cut.
+        data_mesh: over which units are sharded; with two dimensions they are copied along the first.
+        tensor_mesh: over which layers are cut.
+        plugin: says in which dtype weights are gathered.
+        device: of the run.
+        reshard_after_forward: see ``fully_shard``.
+
+    Raises:
+        MisconfigurationException: if a module on the meta device cannot be initialised, or, in manual optimization, the
+            LightningModule holds parameters itself.
+    """
+    lost = not_initialisable(module)
+    if lost:
+        raise MisconfigurationException(
+            f"FSDP2Strategy: modules of class {', '.join(lost)} are on the meta device and have no reset_parameters(),"
+            " so nothing can give their parameters and buffers a value. Define it, or build the model without"
+            " init_module(empty_init=True)."
+        )
+    modules = dict(named_modules(module))
+    roots = [""] if module.automatic_optimization else _roots_in_manual_optimization(module, names)
+    ties = [tie for tie in tied_parameters(module) if any(name.rpartition(".")[0] in styles for name in tie)]
+    bring_to_life = Materialiser(device)
+    done: set[int] = set()
+    for unit in units_for(module, [*names, *roots], plugin):
+        owned = []
+        for name in unit.modules:
+            for part_name, part in named_modules(modules[name]):
+                if id(part) not in done:
+                    done.add(id(part))
+                    owned.append((f"{name}.{part_name}".strip("."), part))
+        bring_to_life([part for _, part in owned])
+        if tensor_mesh is not None:
+            for name, part in owned:
+                if name in styles:
+                    apply_style(part, styles[name], tensor_mesh)
+            _tie_again(modules, [tie for tie in ties if tie[0].rpartition(".")[0] in dict(owned)])
+        parts = [modules[name] for name in unit.modules]
+        fully_shard(
+            parts if len(parts) > 1 else parts[0],
+            mesh=data_mesh,
+            mp_policy=unit.mixed_precision,
+            reshard_after_forward=reshard_after_forward,
+        )
+    if tensor_mesh is not None:
+        _same_random_numbers(tensor_mesh, device)
+
+
+def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precision) -> list[ShardingUnit]:
+    """The units with the dtypes that a precision plugin wants, inner ones first."""
+    precision = str(plugin.precision)
+    policy = getattr(plugin, "policy", None)
+    low = _LOW.get(precision)
+    if getattr(plugin, "eval_precision", precision) != precision:
+        low = None  # what is gathered in 16 bit could not be evaluated in fp32
+    if low is not None and precision.endswith("-mixed"):
+        return sharding_units(gathered_dtypes(module, policy, low), names, low)
+    if low is not None and policy is not None:
+        return sharding_units(policy.resolve(module), names, low)
+    in_own_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    inner_first = sorted(names, key=lambda name: -(name.count(".") + 1 if name else 0))
+    return [ShardingUnit((name,), in_own_dtype) for name in inner_first]
+
+
+class ForwardMethods:
+    """Lets methods of a unit gather and free its weights as its forward does, until :meth:`detach`."""
+
+    def __init__(self, module: nn.Module, methods: Iterable[str]) -> None:
+        self._module = module
+        self._before: dict[str, Any] = {}
+        if isinstance(module, FSDPModule):
+            for name in methods:
+                self._before[name] = vars(module).get(name)
+                register_fsdp_forward_method(module, name)
+
+    def detach(self) -> None:
+        """Gives the module its own methods back."""
+        for name, before in self._before.items():
+            if before is None:
+                vars(self._module).pop(name, None)
+            else:
+                vars(self._module)[name] = before
+        self._before.clear()
+
+
+def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[str]) -> list[str]:
+    """The outermost modules with a forward, each gathered when it is called."""
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise MisconfigurationException(
+            f"FSDP2Strategy in manual optimization: {', '.join(own)} of {type(module).__name__} belongs to no module"
+            " that is called, so nothing would gather it. Put it into a submodule with a forward of its own."
+        )
+    roots: list[str] = []
+    for name, part in named_modules(module):
+        has_forward = type(part).forward is not nn.Module.forward
+        inside = any(name.startswith(f"{root}.") for root in (*roots, *names))
+        if name and has_forward and not inside and name not in names and next(part.parameters(), None) is not None:
+            roots.append(name)
+    return roots
+
+
+def _tie_again(modules: Mapping[str, nn.Module], ties: Iterable[list[str]]) -> None:
+    """Layers are cut one by one; those that shared a weight share the first one's part."""
+    for first, *others in ties:
+        owner, _, name = first.rpartition(".")
+        shared = getattr(modules[owner], name)
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            mine = getattr(modules[owner], name)
+            if getattr(mine, "placements", None) != getattr(shared, "placements", None):
+                raise ValueError(
+                    f"FSDP2Strategy(tensor_parallel_plan=...): {first} and {other} are one parameter (tied weights) and"
+                    " would be cut differently. Give both layers a style that cuts the same dimension ('vocabulary' and"
+                    " 'column_gather'), or neither."
+                )
+            setattr(modules[owner], name, shared)
+
+
+def _same_random_numbers(mesh: DeviceMesh, device: torch.device) -> None:
+    """Ranks that compute one model together draw the same dropout masks."""
+    group = mesh.get_group()
+    source = dist.get_global_rank(group, 0)
+    state = torch.get_rng_state().to(device)
+    dist.broadcast(state, src=source, group=group)
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device).to(device)
+        dist.broadcast(state, src=source, group=group)
+        torch.cuda.set_rng_state(state.cpu(), device)

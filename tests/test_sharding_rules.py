@@ -1,0 +1,61 @@
+"""Which modules become sharding units: pure resolution, no process."""
+
+from typing import Any
+
+import pytest
+from fsdp2_runs import model
+from torch import nn
+
+from lightning_mp.demo.model import Block
+from lightning_mp.sharding_rules import read_shard, repeated_blocks, tied_parameters, unit_names, units_by_size
+
+BLOCKS = ["model.blocks.0", "model.blocks.1"]
+
+
+@pytest.mark.parametrize(
+    "shard", [Block, {Block}, [Block], "Block", "lightning_mp.demo.model.Block", "model.blocks.*", "auto", 3000]
+)
+def test_every_way_to_name_the_blocks(shard: Any) -> None:
+    assert unit_names(model(), read_shard(shard)) == BLOCKS
+
+
+def test_sizes_count_what_is_in_no_unit_inside() -> None:
+    assert units_by_size(model(), 2000) == ["model", "model.blocks.0.mlp", "model.blocks.1.mlp"]
+    assert units_by_size(model(), 1000) == [
+        f"{name}.{part}" for name in BLOCKS for part in ("attention", "mlp.up", "mlp.down")
+    ]
+
+
+def test_a_size_that_nothing_has_names_the_largest() -> None:
+    with pytest.raises(ValueError, match=r"shard=1000000\): no module .* The largest: model \(6864\), model.blocks"):
+        units_by_size(model(), 1_000_000)
+
+
+def test_blocks_that_share_weights_with_the_rest_are_no_units() -> None:
+    shared = nn.Linear(4, 4)
+    tied = nn.ModuleDict({"blocks": nn.ModuleList([shared, nn.Linear(4, 4)]), "again": shared})
+    assert repeated_blocks(tied) == ["blocks.0", "blocks.1"]  # one module under two names: all of it is inside
+    tied["other"] = nn.Linear(4, 4)
+    tied["other"].weight = tied["blocks"][1].weight
+    assert "blocks.1" not in repeated_blocks(tied)
+    assert ["blocks.1.weight", "other.weight"] in tied_parameters(tied)
+    part = nn.Linear(4, 4)  # of two blocks: gathered by the one, used by the other
+    blocks = nn.ModuleList([nn.Sequential(part, nn.Linear(4, 4)), nn.Sequential(part)])
+    assert repeated_blocks(nn.ModuleDict({"blocks": blocks})) == []
+
+
+def test_experts_inside_of_blocks_stay_in_them() -> None:
+    block = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    other = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    assert repeated_blocks(nn.ModuleDict({"layers": nn.ModuleList([block, other])})) == ["layers.0", "layers.1"]
+
+
+def test_a_unit_that_takes_half_of_a_tie_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model.head.weight and model.token_embedding.weight are one parameter .*'mo"):
+        unit_names(model(), ("model.head",))
+
+
+@pytest.mark.parametrize("shard", [0, -1, True, 1.5, None, [], "", [1], nn.Linear(2, 2)])
+def test_what_cannot_be_read_is_refused(shard: Any) -> None:
+    with pytest.raises(ValueError, match=r"FSDP2Strategy\(shard=.*a number of parameters of 1 or more"):
+        read_shard(shard)
