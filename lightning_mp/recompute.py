@@ -52,8 +52,10 @@ def run_checkpointed(
         return forward(*args, **kwargs)
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     cost, attention = switch.cost, _attention_backends()
-    if torch.compiler.is_compiling() or (cost is None and not norms and len(attention) == len(_ATTENTION_SWITCHES)):
+    if cost is None and not norms and len(attention) == len(_ATTENTION_SWITCHES):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if cost is not None:
         cost.begin_call(kwargs)

@@ -37,6 +37,13 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def _no_seed_of_another_test(monkeypatch):
+    """`seed_everything` leaves its seed in the environment, and Lightning seeds the ranks of later runs with it."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _same_random_numbers():
     """Start each test from the same random state, whatever ran before it."""
     import torch

@@ -203,6 +203,7 @@ def test_the_stock_strategy_takes_the_hook_on_cuda() -> None:
     assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in seen)
 
 
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 # LightningCLI 2.6 calls what jsonargparse has given other names since (lightning/pytorch/cli.py); it still works.
 @pytest.mark.filterwarnings(r"ignore:\s*By default only one JsonargparseDeprecationWarning per type:DeprecationWarning")
 @pytest.mark.parametrize(
