@@ -9,7 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.atomic_checkpoint import (
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.faults.atomic_checkpoint import (
     begin_checkpoint,
     commit_checkpoint,
     is_local,
@@ -17,7 +18,6 @@ from lightning_mp.atomic_checkpoint import (
     settle_checkpoint,
     temporary_path,
 )
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.holds import InstanceMethod
 from lightning_mp.seams import callbacks_of, set_callbacks
 
@@ -29,7 +29,7 @@ class AtomicCheckpoints(Callback):
 
     For any strategy and any kind of checkpoint: a single file, or the directory that FSDP and ModelParallelStrategy
     write with all ranks. It is written under a hidden name beside its place, synced to the disk, marked as complete if
-    it is a directory, and renamed by rank 0 when all ranks are done. :func:`~lightning_mp.latest_checkpoint` finds it
+    it is a directory, and renamed by rank 0 when all ranks are done. :func:`lightning_mp.latest_checkpoint` finds it
     again. All ranks must see the same folder. Paths with a protocol, as ``s3://``, are left to Lightning.
 
     ``strategy.save_checkpoint`` and ``remove_checkpoint`` are wrapped for the time of ``fit``, ``validate`` or
@@ -41,7 +41,7 @@ class AtomicCheckpoints(Callback):
     Example:
         >>> import lightning.pytorch as pl
         >>> from lightning.pytorch.callbacks import ModelCheckpoint
-        >>> from lightning_mp.latest_checkpoint import latest_checkpoint
+        >>> from lightning_mp.faults.latest_checkpoint import latest_checkpoint
         >>> trainer = pl.Trainer(
         ...     callbacks=[AtomicCheckpoints(), ModelCheckpoint("checkpoints", every_n_train_steps=100)], logger=False
         ... )

@@ -15,13 +15,14 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import LBFGS
 
-from lightning_mp import batch_counts, gradients, oom_retry, seams
-from lightning_mp.batch_split import Chunk, SplitFunction, num_samples, split_batch, split_by
+from lightning_mp import batch_counts, gradients, seams
 from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.chunk_logs import ChunkLogs
-from lightning_mp.chunked_step import ChunkedStep, chunk_shares
 from lightning_mp.holds import InstanceMethod
 from lightning_mp.host_copy import HostCopy
+from lightning_mp.micro_batches import retry as oom_retry
+from lightning_mp.micro_batches.chunk_logs import ChunkLogs
+from lightning_mp.micro_batches.chunked_step import ChunkedStep, chunk_shares
+from lightning_mp.micro_batches.split import Chunk, SplitFunction, num_samples, split_batch, split_by
 from lightning_mp.module_state import keep_module
 from lightning_mp.random_state import RandomState
 from lightning_mp.weighting import Weighting

@@ -18,15 +18,15 @@ from torch.optim import LBFGS, Optimizer
 from lightning_mp import gradients
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.loss_scaler import LossScaler
-from lightning_mp.micro_batch_replay import MicroBatch, Replay
 from lightning_mp.outcome import StepDispatcher, StepOutcome
-from lightning_mp.overflow_report import OverflowReport
-from lightning_mp.overflow_search import SearchResult, search_overflow
 from lightning_mp.policy_rules import named_modules
+from lightning_mp.post_mortem.replay import MicroBatch, Replay
+from lightning_mp.post_mortem.report import OverflowReport
+from lightning_mp.post_mortem.search import SearchResult, search_overflow
+from lightning_mp.post_mortem.sightings import take_reading
 from lightning_mp.precision.base import EpiloguePrecision
 from lightning_mp.precision.ranks import stepping_ranks
 from lightning_mp.random_state import RandomState
-from lightning_mp.sightings import take_reading
 
 __all__ = ["OverflowPostMortem", "OverflowReport"]
 

@@ -8,11 +8,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_mp.audit_asked import AskedPrecision
-from lightning_mp.audit_findings import Finding, find_problems
-from lightning_mp.audit_records import AuditReport
-from lightning_mp.audit_table import audit_table
-from lightning_mp.audit_watch import PrecisionWatch
+from lightning_mp.audit.asked import AskedPrecision
+from lightning_mp.audit.findings import Finding, find_problems
+from lightning_mp.audit.records import AuditReport
+from lightning_mp.audit.table import audit_table
+from lightning_mp.audit.watch import PrecisionWatch
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import Float8Precision
@@ -31,13 +31,13 @@ class PrecisionAudit(Callback):
 
     After the backward of that batch everything is taken away, so that the rest of the run costs nothing more, and rank
     0 logs a table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast
-    it ran under. What is not as it should be (:data:`~lightning_mp.audit_findings.FindingKind`) follows as one
+    it ran under. What is not as it should be (:data:`~lightning_mp.audit.findings.FindingKind`) follows as one
     ``UserWarning`` that names the modules and says what to do.
 
     The run computes the same numbers, to the last bit, with it and without. It works with any precision plugin. With
     manual optimization the whole training step is watched, without its optimizer steps. A batch without a backward
     (a ``training_step`` that returned None) is passed over. What it can see of compiled code is said in
-    :class:`~lightning_mp.audit_watch.PrecisionWatch`, which also works without a Trainer.
+    :class:`~lightning_mp.audit.watch.PrecisionWatch`, which also works without a Trainer.
 
     Args:
         batch: which training batch of a fit, from 0.

@@ -11,13 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._common import refuse_other_trainers, refuse_rivals
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
-from lightning_mp.cooldown_request import CooldownRequest
-from lightning_mp.initial_rates import initial_rates, set_rates
 from lightning_mp.outcome import StepDispatcher
 from lightning_mp.planning.quantities import parse_quantity
-from lightning_mp.schedule_run import LONGEST_COSINE, ScheduleRun, missed_end
 from lightning_mp.seams import callbacks_of
-from lightning_mp.token_schedules import TokenSchedule, WarmupStableDecay, check_schedule
+from lightning_mp.token_rates.cooldown_request import CooldownRequest
+from lightning_mp.token_rates.initial_rates import initial_rates, set_rates
+from lightning_mp.token_rates.run import LONGEST_COSINE, ScheduleRun, missed_end
+from lightning_mp.token_rates.schedules import TokenSchedule, WarmupStableDecay, check_schedule
 from lightning_mp.weighting import CountFunction, Weighting
 from lightning_mp.windows import WindowKeeper
 
@@ -63,7 +63,7 @@ class TokenLearningRate(Callback):
 
     Example:
         >>> from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
-        >>> from lightning_mp.token_schedules import WarmupStableDecay
+        >>> from lightning_mp.token_rates.schedules import WarmupStableDecay
         >>> TokenLearningRate(WarmupStableDecay(warmup=0.01, decay=0.2), tokens="1.5B").tokens
         1500000000
     """

@@ -16,15 +16,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
-from lightning_mp.exponent_plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
-from lightning_mp.exponent_table import ExponentTable
-from lightning_mp.exponents import narrow_format
 from lightning_mp.formats import NumberFormat
 from lightning_mp.host_copy import HostCopy
 from lightning_mp.precision.gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
-from lightning_mp.underflow_observation import UnderflowObservation, UnderflowSummary
+from lightning_mp.underflow.activation_watch import ActivationWatch, leaf_modules
+from lightning_mp.underflow.exponents import narrow_format
+from lightning_mp.underflow.observation import UnderflowObservation, UnderflowSummary
+from lightning_mp.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
+from lightning_mp.underflow.table import ExponentTable
 
 __all__ = ["UnderflowMonitor"]
 

@@ -1,7 +1,6 @@
 """Mixed-precision plugins, callbacks and strategies for PyTorch Lightning."""
 
 from lightning_mp._version import __version__
-from lightning_mp.atomic_checkpoint import AtomicCheckpointIO
 from lightning_mp.callbacks import (
     AccumulationScheduler,
     ActivationCheckpointing,
@@ -20,7 +19,8 @@ from lightning_mp.callbacks import (
     TokenLearningRate,
     UnderflowMonitor,
 )
-from lightning_mp.latest_checkpoint import latest_checkpoint
+from lightning_mp.faults.atomic_checkpoint import AtomicCheckpointIO
+from lightning_mp.faults.latest_checkpoint import latest_checkpoint
 from lightning_mp.loss_scaler import LossScaleFloorError, LossScaler
 from lightning_mp.metrics import OverflowRate, TokenPerplexity, UnderflowFraction
 from lightning_mp.outcome import StepOutcome
@@ -29,7 +29,7 @@ from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 from lightning_mp.reduced_precision import reduced_precision_hook
 from lightning_mp.strategies import FSDP2Strategy, ReducedPrecisionDDPStrategy
-from lightning_mp.token_schedules import WarmupCosine, WarmupStableDecay
+from lightning_mp.token_rates.schedules import WarmupCosine, WarmupStableDecay
 
 __all__ = [
     "AccumulationScheduler",

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from lightning_mp import seams
 from lightning_mp.policy_rules import named_modules
 from lightning_mp.precision.base import EpiloguePrecision
-from lightning_mp.sharding_rules import Shard, read_shard, unit_names
+from lightning_mp.sharding.rules import Shard, read_shard, unit_names
+from lightning_mp.sharding.tensor_parallel_plan import Style, check_divisible, read_plan, resolve_plan
 from lightning_mp.strategies.fsdp2_checkpoints import (
     existing_checkpoint,
     full_optimizer_state,
@@ -31,7 +32,6 @@ from lightning_mp.strategies.fsdp2_checkpoints import (
     remove_checkpoint,
 )
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
-from lightning_mp.tensor_parallel_plan import Style, check_divisible, read_plan, resolve_plan
 
 __all__ = ["FSDP2Strategy"]
 
@@ -55,10 +55,10 @@ class FSDP2Strategy(ModelParallelStrategy):
     that the rule is about becomes a unit: its weights are gathered before its forward and freed after it. The rest is
     gathered for the whole step. All parameters are DTensors from then on.
 
-    Precision comes from the plugin, see :func:`~lightning_mp.gathered_dtypes.gathered_dtypes`: with ``*-mixed`` weights
-    that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every operation has the dtypes
-    that it has on one device. Gradients are reduced in fp32; buffers are left alone. All ranks start from the weights
-    of rank 0.
+    Precision comes from the plugin, see :func:`~lightning_mp.sharding.gathered_dtypes.gathered_dtypes`: with
+    ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
+    operation has the dtypes that it has on one device. Gradients are reduced in fp32; buffers are left alone. All
+    ranks start from the weights of rank 0.
 
     Gradients are reduced once per window of accumulation or at every micro-batch, as
     ``AccumulationScheduler(sync=...)`` says; without it at every micro-batch. ``ActivationCheckpointing`` goes inside
@@ -82,10 +82,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         tensor_parallel_size: over how many ranks each layer of the plan is cut; neighbouring ranks, so no more than a
             node has.
         tensor_parallel_plan: globs over names of layers to styles
-            (:func:`~lightning_mp.tensor_parallel_plan.apply_style`), the first that fits wins; "auto" or None for
-            Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``. Under "auto" layers whose queries, keys
-            and values are one matrix (GPT-2 and our GPT) are cut, and attention itself runs on every rank. Logits come
-            out whole.
+            (:func:`~lightning_mp.sharding.tensor_parallel_plan.apply_style`), the first that fits wins; "auto" or
+            None for Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``. Under "auto" layers whose
+            queries, keys and values are one matrix (GPT-2 and our GPT) are cut, and attention itself runs on every
+            rank. Logits come out whole.
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
             spread them over that many ranks; None for what FSDP2 does.
         save_distributed_checkpoint: one file per rank, or one in all.

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from lightning_mp.gathered_dtypes import gathered_dtypes
-from lightning_mp.materialise import Materialiser, not_initialisable
 from lightning_mp.policy_rules import named_modules
 from lightning_mp.policy_sharding import ShardingUnit, sharding_units
-from lightning_mp.sharding_rules import tied_parameters
-from lightning_mp.tensor_parallel_plan import Style, apply_style
+from lightning_mp.sharding.gathered_dtypes import gathered_dtypes
+from lightning_mp.sharding.materialise import Materialiser, not_initialisable
+from lightning_mp.sharding.rules import tied_parameters
+from lightning_mp.sharding.tensor_parallel_plan import Style, apply_style
 
 __all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
 

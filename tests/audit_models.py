@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.audit_records import AuditReport
+from lightning_mp.audit.records import AuditReport
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 
 WIDTH, CLASSES = 16, 8

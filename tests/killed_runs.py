@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
-from lightning_mp.latest_checkpoint import latest_checkpoint
+from lightning_mp.faults.latest_checkpoint import latest_checkpoint
 
 LENGTHS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6]}
 TOKENS = 100

@@ -15,7 +15,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches, weights
 
-from lightning_mp.atomic_checkpoint import (
+from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
+from lightning_mp.faults.atomic_checkpoint import (
     AtomicCheckpointIO,
     begin_checkpoint,
     commit_checkpoint,
@@ -24,8 +25,7 @@ from lightning_mp.atomic_checkpoint import (
     remove_checkpoint,
     temporary_path,
 )
-from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
-from lightning_mp.latest_checkpoint import latest_checkpoint
+from lightning_mp.faults.latest_checkpoint import latest_checkpoint
 
 BATCHES = regression_batches(4)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from lightning_mp.batch_split import Chunk, chunk_bounds, merge_outputs, num_samples, split_batch, split_by
+from lightning_mp.micro_batches.split import Chunk, chunk_bounds, merge_outputs, num_samples, split_batch, split_by
 
 Pair = namedtuple("Pair", ["x", "names"])
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp import exponents
-from lightning_mp.exponent_table import ExponentTable
-from lightning_mp.exponents import ExponentHistogram, count_exponents, narrow_format, suggested_scale
 from lightning_mp.formats import FORMATS, FP16, fraction_lost
+from lightning_mp.underflow import exponents
+from lightning_mp.underflow.exponents import ExponentHistogram, count_exponents, narrow_format, suggested_scale
+from lightning_mp.underflow.table import ExponentTable
 
 NARROW = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e5m2", "tf32")
 BITS = {

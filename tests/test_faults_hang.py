@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches
 
 from lightning_mp.callbacks.rank_watchdog import RankWatchdog
-from lightning_mp.heartbeat import EXIT_CODE, RankReport, describe, find_hung
+from lightning_mp.faults.heartbeat import EXIT_CODE, RankReport, describe, find_hung
 
 BATCHES = regression_batches(4)
 TIMEOUT_SECONDS = 1.0

@@ -17,7 +17,7 @@ from killed_runs import Result, Run, kill_after, kill_at_file_event, uninterrupt
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
-from lightning_mp.latest_checkpoint import latest_checkpoint
+from lightning_mp.faults.latest_checkpoint import latest_checkpoint
 
 __all__ = ["uninterrupted"]
 

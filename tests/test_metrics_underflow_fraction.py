@@ -6,9 +6,9 @@ from gloo import process_group, run_ranks
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_mp.exponents import ExponentHistogram
 from lightning_mp.formats import FORMATS, fraction_lost
 from lightning_mp.metrics import UnderflowFraction, underflow_fraction
+from lightning_mp.underflow.exponents import ExponentHistogram
 
 
 def spread(seed: int, size: int = 2000) -> torch.Tensor:

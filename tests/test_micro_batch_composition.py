@@ -17,8 +17,8 @@ from transformers import BatchEncoding
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
-from lightning_mp.chunk_logs import merge_logged
-from lightning_mp.oom_retry import is_out_of_memory
+from lightning_mp.micro_batches.chunk_logs import merge_logged
+from lightning_mp.micro_batches.retry import is_out_of_memory
 
 
 def fit(model: pl.LightningModule, batches: Any, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision, PrecisionPolicy
-from lightning_mp.audit_table import HEAD, audit_table, plain_audit_table
-from lightning_mp.audit_watch import PrecisionWatch, audit_step
+from lightning_mp.audit.table import HEAD, audit_table, plain_audit_table
+from lightning_mp.audit.watch import PrecisionWatch, audit_step
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 
 
@@ -343,7 +343,7 @@ def test_the_table_shows_like_modules_as_one_row_with_rich_and_without(monkeypat
     assert all(head in drawn for head in HEAD)
     assert "addmm fp32" in drawn
     assert "┃" in drawn
-    monkeypatch.setattr("lightning_mp.audit_table.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_mp.audit.table.find_spec", lambda name: None)
     assert audit_table(report) == plain_audit_table(report)
 
 

@@ -10,7 +10,7 @@ from small_models import weights
 from torch import nn
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
-from lightning_mp.audit_table import plain_audit_table
+from lightning_mp.audit.table import plain_audit_table
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 
 # Of torch.compile, when it looks at the gradients of its inputs.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision, PrecisionPolicy
-from lightning_mp.audit_asked import AskedPrecision
-from lightning_mp.audit_findings import find_problems
-from lightning_mp.audit_watch import audit_step
+from lightning_mp.audit.asked import AskedPrecision
+from lightning_mp.audit.findings import find_problems
+from lightning_mp.audit.watch import audit_step
 
 DEFAULT = PrecisionPolicy.default()
 

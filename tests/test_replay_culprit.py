@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mp.culprit import find_culprit
-from lightning_mp.overflow_search import largest_finite_scale
-from lightning_mp.sightings import Place, take_reading
-from lightning_mp.tensor_watch import TensorWatch
+from lightning_mp.post_mortem.culprit import find_culprit
+from lightning_mp.post_mortem.search import largest_finite_scale
+from lightning_mp.post_mortem.sightings import Place, take_reading
+from lightning_mp.post_mortem.tensor_watch import TensorWatch
 
 
 def run(net: nn.Module, x: torch.Tensor, *, reduce=torch.sum):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_mp import AutocastPrecision
-from lightning_mp.tensor_parallel_plan import check_divisible, read_plan, resolve_plan
+from lightning_mp.sharding.tensor_parallel_plan import check_divisible, read_plan, resolve_plan
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

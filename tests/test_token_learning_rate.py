@@ -38,7 +38,7 @@ from lightning_mp import (
     OverflowMonitor,
 )
 from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
-from lightning_mp.token_schedules import WarmupCosine
+from lightning_mp.token_rates.schedules import WarmupCosine
 
 
 def half(**arguments: Any) -> AutocastPrecision:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
 from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
-from lightning_mp.cooldown_request import CooldownRequest
-from lightning_mp.token_schedules import WarmupCosine, WarmupStableDecay
+from lightning_mp.token_rates.cooldown_request import CooldownRequest
+from lightning_mp.token_rates.schedules import WarmupCosine, WarmupStableDecay
 
 SKIPPED = (0, 3, 4, 9)
 

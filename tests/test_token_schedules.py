@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from lightning_mp.schedule_run import ScheduleRun, missed_end
-from lightning_mp.token_schedules import Cooldown, Course, WarmupCosine, WarmupStableDecay, check_schedule
+from lightning_mp.token_rates.run import ScheduleRun, missed_end
+from lightning_mp.token_rates.schedules import Cooldown, Course, WarmupCosine, WarmupStableDecay, check_schedule
 
 SHAPES = ["linear", "1-sqrt", "cosine"]
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
-from lightning_mp.exponents import ExponentHistogram
+from lightning_mp.underflow.exponents import ExponentHistogram
 
 SCALE = 2.0**10
 BATCHES = regression_batches(6)

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import gradients, seams
-from lightning_mp.exponent_table import ExponentTable
 from lightning_mp.fused_optimizers import applies_grad_scale
 from lightning_mp.precision.base import EpiloguePrecision
 from lightning_mp.precision.ranks import stepping_ranks
+from lightning_mp.underflow.table import ExponentTable
 
 __all__ = ["count_gradients", "gradients_are_scaled", "loss_scale_of"]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_mp.audit_operations import candidates
-from lightning_mp.audit_records import OperationRecord, dtype_label
+from lightning_mp.audit.operations import candidates
+from lightning_mp.audit.records import OperationRecord, dtype_label
 from lightning_mp.policy_operations import by_autocast
 
 __all__ = ["autocast_label", "infer_autocast", "join_autocast"]

@@ -34,7 +34,7 @@ def loss_with_gradients(
 
     Example:
         >>> import torch
-        >>> from lightning_mp.ready_gradients import loss_with_gradients
+        >>> from lightning_mp.micro_batches.ready_gradients import loss_with_gradients
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> loss = loss_with_gradients(torch.tensor(5.0), [weight], [torch.tensor([4.0, 8.0])], torch.tensor(4.0))
         >>> (loss / 2).backward()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_mp.exponent_table import ExponentTable
+from lightning_mp.underflow.table import ExponentTable
 
 __all__ = ["ActivationWatch", "leaf_modules"]
 

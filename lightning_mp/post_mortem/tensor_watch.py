@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.policy_rules import named_modules
-from lightning_mp.sightings import Place, Role, Sighting, read_sightings, take_reading
+from lightning_mp.post_mortem.sightings import Place, Role, Sighting, read_sightings, take_reading
 
 __all__ = ["TensorWatch"]
 
@@ -31,7 +31,7 @@ class TensorWatch:
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from lightning_mp.tensor_watch import TensorWatch
+        >>> from lightning_mp.post_mortem.tensor_watch import TensorWatch
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> with TensorWatch(net) as watch:
         ...     loss = net(torch.ones(1, 2)).sum()

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_mp import batch_counts
-from lightning_mp.batch_split import Chunk, merge_outputs
-from lightning_mp.chunk_logs import ChunkLogs
+from lightning_mp.micro_batches.chunk_logs import ChunkLogs
+from lightning_mp.micro_batches.ready_gradients import loss_with_gradients
+from lightning_mp.micro_batches.split import Chunk, merge_outputs
 from lightning_mp.module_state import gradients_set_aside
-from lightning_mp.ready_gradients import loss_with_gradients
 from lightning_mp.weighting import Weighting
 
 __all__ = ["ChunkedStep", "chunk_shares"]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp import gradients
-from lightning_mp.exponents import NUM_SLOTS, ExponentHistogram, count_exponents
+from lightning_mp.underflow.exponents import NUM_SLOTS, ExponentHistogram, count_exponents
 
 __all__ = ["ExponentTable"]
 
@@ -36,7 +36,7 @@ class ExponentTable:
         self.seen: set[str] = set()
 
     def add(self, name: str, values: Tensor, factor: Tensor | float | None = None) -> None:
-        """Counts into a row, as :func:`lightning_mp.exponents.count_exponents` does."""
+        """Counts into a row, as :func:`lightning_mp.underflow.exponents.count_exponents` does."""
         counts, largest = count_exponents(values, factor)
         row = self._row_of[name]
         self._counts[row] += counts.to(self._counts.device, non_blocking=True)

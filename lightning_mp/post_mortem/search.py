@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mp.culprit import Culprit
-from lightning_mp.micro_batch_replay import MicroBatch, Replay, Trial
+from lightning_mp.post_mortem.culprit import Culprit
+from lightning_mp.post_mortem.replay import MicroBatch, Replay, Trial
 
 __all__ = ["Finding", "SearchResult", "Verdict", "largest_finite_scale", "search_overflow"]
 
@@ -59,7 +59,7 @@ def largest_finite_scale(scale: float, is_finite: Callable[[float], bool]) -> fl
         is_finite: asks about a smaller one. 1, or what is just above it, must be finite.
 
     Example:
-        >>> from lightning_mp.overflow_search import largest_finite_scale
+        >>> from lightning_mp.post_mortem.search import largest_finite_scale
         >>> largest_finite_scale(65536.0, lambda scale: scale <= 5000)
         4096.0
     """

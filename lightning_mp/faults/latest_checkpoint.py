@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from lightning_mp.atomic_checkpoint import INCOMPLETE, PREVIOUS, is_complete, is_local, marker_path
+from lightning_mp.faults.atomic_checkpoint import INCOMPLETE, PREVIOUS, is_complete, is_local, marker_path
 
 __all__ = ["latest_checkpoint"]
 

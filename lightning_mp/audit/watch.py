@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import seams
-from lightning_mp.audit_autocast import autocast_label, infer_autocast, join_autocast
-from lightning_mp.audit_operations import compute_dtype, identify, product_sizes, tensors_in
-from lightning_mp.audit_records import AuditReport, ModuleRecord, OperationRecord, Phase, dtype_label
+from lightning_mp.audit.autocast_state import autocast_label, infer_autocast, join_autocast
+from lightning_mp.audit.operations import compute_dtype, identify, product_sizes, tensors_in
+from lightning_mp.audit.records import AuditReport, ModuleRecord, OperationRecord, Phase, dtype_label
 from lightning_mp.policy_rules import named_modules
 
 __all__ = ["PrecisionWatch", "audit_step"]

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from lightning_mp.audit_records import AuditReport, ModuleRecord, OperationRecord
+from lightning_mp.audit.records import AuditReport, ModuleRecord, OperationRecord
 
 __all__ = ["HEAD", "audit_table", "plain_audit_table", "table_rows"]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mp.sightings import Sighting
+from lightning_mp.post_mortem.sightings import Sighting
 
 __all__ = ["Culprit", "find_culprit"]
 
@@ -50,8 +50,8 @@ def find_culprit(sightings: Sequence[Sighting]) -> Culprit | None:
 
     Example:
         >>> import torch
-        >>> from lightning_mp.culprit import find_culprit
-        >>> from lightning_mp.sightings import Place, Sighting
+        >>> from lightning_mp.post_mortem.culprit import find_culprit
+        >>> from lightning_mp.post_mortem.sightings import Place, Sighting
         >>> def seen(role, tensor, posinf):
         ...     place = Place(role, "net.0", "Linear", tensor, call=1)
         ...     return Sighting(place, (4, 8), torch.float16, False, posinf, False, 6e4)

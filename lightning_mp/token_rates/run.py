@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_mp.token_schedules import Cooldown, Course, TokenSchedule, WarmupCosine, WarmupStableDecay
+from lightning_mp.token_rates.schedules import Cooldown, Course, TokenSchedule, WarmupCosine, WarmupStableDecay
 
 __all__ = ["LONGEST_COSINE", "ScheduleRun", "missed_end"]
 

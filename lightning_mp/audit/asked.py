@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_mp.audit_operations import candidates
-from lightning_mp.audit_records import OperationRecord, dtype_label
+from lightning_mp.audit.operations import candidates
+from lightning_mp.audit.records import OperationRecord, dtype_label
 from lightning_mp.policy import PolicyModule, ResolvedPolicy
 from lightning_mp.policy_rules import LOW, Dtype
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mp.audit_records import Kind
+from lightning_mp.audit.records import Kind
 from lightning_mp.policy_operations import FAMILIES
 
 __all__ = ["SeenOperation", "candidates", "compute_dtype", "held_dtype", "identify", "product_sizes", "tensors_in"]

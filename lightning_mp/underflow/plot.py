@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_mp.exponents import ExponentHistogram, narrow_format
 from lightning_mp.formats import NumberFormat
+from lightning_mp.underflow.exponents import ExponentHistogram, narrow_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

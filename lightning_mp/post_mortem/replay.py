@@ -13,12 +13,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_mp import gradients
-from lightning_mp.culprit import Culprit, find_culprit
 from lightning_mp.module_state import gradients_set_aside, logging_muted, module_kept
 from lightning_mp.policy_rules import named_modules
+from lightning_mp.post_mortem.culprit import Culprit, find_culprit
+from lightning_mp.post_mortem.sightings import Place, Role
+from lightning_mp.post_mortem.tensor_watch import TensorWatch
 from lightning_mp.random_state import RandomState, random_state_kept
-from lightning_mp.sightings import Place, Role
-from lightning_mp.tensor_watch import TensorWatch
 
 __all__ = ["MicroBatch", "Replay", "Trial"]
 

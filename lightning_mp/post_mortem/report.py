@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_mp.culprit import Culprit
-from lightning_mp.overflow_search import Finding
+from lightning_mp.post_mortem.culprit import Culprit
+from lightning_mp.post_mortem.search import Finding
 
 __all__ = ["OverflowReport"]
 

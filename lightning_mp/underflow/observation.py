@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from lightning_mp.exponents import ExponentHistogram, suggested_scale
+from lightning_mp.underflow.exponents import ExponentHistogram, suggested_scale
 
 __all__ = ["UnderflowObservation", "UnderflowSummary"]
 
@@ -23,7 +23,8 @@ class UnderflowSummary:
         zero_fraction: share of exact zeros among all values.
         headroom_doublings: how often the scale may double before the largest value overflows; -inf if one is not
             finite, inf if all are zero.
-        suggested_scale: see :func:`lightning_mp.exponents.suggested_scale`; None for activations, which are not scaled.
+        suggested_scale: see :func:`lightning_mp.underflow.exponents.suggested_scale`; None for activations, which are
+            not scaled.
     """
 
     step_index: int

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from lightning_mp.audit_asked import AskedPrecision
-from lightning_mp.audit_records import AuditReport, OperationRecord
+from lightning_mp.audit.asked import AskedPrecision
+from lightning_mp.audit.records import AuditReport, OperationRecord
 
 __all__ = ["Finding", "FindingKind", "find_problems"]
 
@@ -61,7 +61,7 @@ def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[Finding, 
 
     Example:
         >>> from torch import nn, ones
-        >>> from lightning_mp.audit_watch import audit_step
+        >>> from lightning_mp.audit.watch import audit_step
         >>> model = nn.Linear(8, 8)
         >>> report = audit_step(model, lambda: model(ones(8, 8)).sum().backward())  # the autocast is missing
         >>> [finding.kind for finding in find_problems(report, AskedPrecision("bf16-mixed"))]

@@ -81,7 +81,7 @@ def take_reading(tensor: Tensor) -> Tensor | None:
 
     Example:
         >>> import torch
-        >>> from lightning_mp.sightings import take_reading
+        >>> from lightning_mp.post_mortem.sightings import take_reading
         >>> take_reading(torch.tensor([-3.0, float("inf")])).tolist()
         [0.0, 1.0, 0.0, 3.0]
     """

@@ -1,0 +1,1 @@
+"""What dtype each operation of a step really used: the parts of ``PrecisionAudit``."""

@@ -1,0 +1,1 @@
+"""Checkpoints that a kill cannot spoil, and ranks that are watched."""

@@ -1,0 +1,1 @@
+"""Which tensor overflowed first, found by running a window again: the parts of ``OverflowPostMortem``."""

@@ -1,0 +1,1 @@
+"""The learning rate over tokens: the parts of ``TokenLearningRate``."""

@@ -1,0 +1,1 @@
+"""Exponent histograms on the device: the parts of ``UnderflowMonitor`` and ``UnderflowFraction``."""
