@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.callbacks._common import refuse_other_trainers, refuse_rivals
+from lightning_mp.data_ranks import num_data_ranks
 from lightning_mp.gradient_sync import Sync
 from lightning_mp.planning.quantities import parse_quantity
 from lightning_mp.step_estimate import estimate_steps
@@ -108,6 +109,8 @@ class AccumulationScheduler(Callback):
             "micro_batch" reduces and shards them after every micro-batch. The bytes of both are printed.
         save_partial_gradients: let checkpoints be written inside a window, with its gradient so far. On one process a
             resumed run is the same to the bit, on several up to rounding. Not with sharded strategies.
+        straddle_epochs: let a window that is not full at the end of an epoch go on in the next one, instead of closing
+            it there. The last epoch of ``max_epochs`` still closes it.
 
     Raises:
         ValueError: if an argument is not valid.
@@ -134,6 +137,7 @@ class AccumulationScheduler(Callback):
         count: CountFunction | None = None,
         sync: Sync = "window",
         save_partial_gradients: bool = False,
+        straddle_epochs: bool = False,
     ) -> None:
         if unit not in get_args(Unit):
             raise ValueError(f"AccumulationScheduler(unit={unit!r}) is unknown; it must be one of {get_args(Unit)}.")
@@ -164,6 +168,7 @@ class AccumulationScheduler(Callback):
         self.count = count
         self.sync: Sync = sync
         self.save_partial_gradients = save_partial_gradients
+        self.straddle_epochs = straddle_epochs
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Hands the schedule to the window keeper."""
@@ -174,7 +179,12 @@ class AccumulationScheduler(Callback):
         if self.save_partial_gradients:
             _refuse_partial_gradients(trainer)
         keeper = WindowKeeper.attach(trainer)
-        keeper.requests.follow(self.windows, sync=self.sync, save_partial_gradients=self.save_partial_gradients)
+        keeper.requests.follow(
+            self.windows,
+            sync=self.sync,
+            save_partial_gradients=self.save_partial_gradients,
+            straddle_epochs=self.straddle_epochs,
+        )
         keeper.requests.weigh(self.weight_by, self.count)
 
     def estimated_steps(self, trainer: "pl.Trainer") -> int | float:
@@ -204,6 +214,7 @@ class AccumulationScheduler(Callback):
             max_epochs=max_epochs,
             max_steps=trainer.max_steps,
             micro_batch_samples=samples,
+            straddle_epochs=self.straddle_epochs,
         )
 
     def _micro_batch_samples(self, trainer: "pl.Trainer") -> int:
@@ -214,8 +225,7 @@ class AccumulationScheduler(Callback):
                 f" loader of type {type(trainer.train_dataloader).__name__} has no batch_size. Give a schedule in"
                 " steps or epochs, or compute the number of steps yourself."
             )
-        sampler: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
-        return batch_size * sampler.get("num_replicas", 1)
+        return batch_size * num_data_ranks(trainer)
 
 
 def _target_batch(

@@ -36,16 +36,19 @@ class CheckpointHold:
         return self
 
     def _hold(self, checkpoint: ModelCheckpoint) -> None:
-        postponed = False
+        postponed = epoch_postponed = False
 
         def on_train_batch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any, **kw: Any) -> None:
-            nonlocal postponed
+            nonlocal postponed, epoch_postponed
             if self._is_open():
                 return
             batch_end.original(trainer, pl_module, *args, **kw)
             if postponed:
                 postponed = False
                 validation_end.original(trainer, pl_module)
+            if epoch_postponed:
+                epoch_postponed = False
+                epoch_end.original(trainer, pl_module)
 
         def on_validation_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
             nonlocal postponed
@@ -54,9 +57,17 @@ class CheckpointHold:
             else:
                 validation_end.original(trainer, pl_module)
 
+        def on_train_epoch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+            nonlocal epoch_postponed
+            if self._is_open():
+                epoch_postponed = True
+            else:
+                epoch_end.original(trainer, pl_module)
+
         batch_end = InstanceMethod(checkpoint, "on_train_batch_end", on_train_batch_end)
         validation_end = InstanceMethod(checkpoint, "on_validation_end", on_validation_end)
-        self._methods += [batch_end, validation_end]
+        epoch_end = InstanceMethod(checkpoint, "on_train_epoch_end", on_train_epoch_end)
+        self._methods += [batch_end, validation_end, epoch_end]
 
     def detach(self) -> None:
         """Gives the callbacks their own hooks back."""

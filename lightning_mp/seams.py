@@ -50,6 +50,7 @@ __all__ = [
     "set_callbacks",
     "set_data_parallel_size",
     "sharding_param_dtype",
+    "take_back_a_logged_step",
     "version_of",
     "without_function_modes",
 ]
@@ -227,6 +228,11 @@ def call_before_optimizer_step_hooks(model: "pl.LightningModule", optimizer: Opt
     """Calls ``on_before_optimizer_step`` of all callbacks and of the module, as Lightning's plugins do."""
     _call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
     _call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
+
+
+def take_back_a_logged_step(trainer: "pl.Trainer") -> None:
+    """The x axis of loggers counts steps; Lightning is about to count one at an epoch's end that was not made."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
 
 def callbacks_of(trainer: "pl.Trainer") -> list[Callback]:

@@ -14,6 +14,7 @@ def estimate_steps(
     max_epochs: int = -1,
     max_steps: int = -1,
     micro_batch_samples: int = 0,
+    straddle_epochs: bool = False,
 ) -> int | float:
     """Counts optimizer steps by walking through the windows of the run.
 
@@ -29,6 +30,7 @@ def estimate_steps(
         max_epochs: -1 for no limit.
         max_steps: -1 for no limit.
         micro_batch_samples: samples of one micro-batch over all ranks; the last of an epoch is taken to be as large.
+        straddle_epochs: windows go on in the next epoch.
 
     Returns:
         The number of steps; ``math.inf`` without any limit.
@@ -51,16 +53,23 @@ def estimate_steps(
         return math.inf
     if batches_per_epoch < 1:
         return 0
-    steps = epoch = samples = last_window = 0
+    steps = epoch = samples = last_window = planned = position = 0
     while (max_epochs == -1 or epoch < max_epochs) and (max_steps == -1 or steps < max_steps):
         left = batches_per_epoch
+        another_follows = max_epochs == -1 or epoch + 1 < max_epochs
         while left > 0 and (max_steps == -1 or steps < max_steps):
-            seen = samples - last_window
-            progress = Progress(epoch=epoch, step=steps, samples=seen, micro_batch_samples=micro_batch_samples)
-            length = min(left, schedule.micro_batches(progress))
-            left -= length
+            if position == 0:
+                seen = samples - last_window
+                progress = Progress(epoch=epoch, step=steps, samples=seen, micro_batch_samples=micro_batch_samples)
+                planned = schedule.micro_batches(progress)
+            taken = min(left, planned - position)
+            left -= taken
+            position += taken
+            if position < planned and straddle_epochs and another_follows:
+                break
             steps += 1
-            last_window = length * micro_batch_samples
+            last_window = position * micro_batch_samples
             samples += last_window
+            position = 0
         epoch += 1
     return steps

@@ -21,6 +21,7 @@ class WindowRequests:
         schedule: how long windows are.
         sync: when sharded gradients are reduced.
         saves_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
+        straddles_epochs: a window may go on in the next epoch.
         weighting: what micro-batches weigh; None while nobody has asked for anything.
         budget: where the run ends.
     """
@@ -29,16 +30,25 @@ class WindowRequests:
     schedule: WindowSchedule | None = None
     sync: Sync = "window"
     saves_partial_gradients: bool = False
+    straddles_epochs: bool = False
     weighting: Weighting | None = None
     budget: TokenBudget | None = None
 
-    def follow(self, schedule: WindowSchedule, *, sync: Sync = "window", save_partial_gradients: bool = False) -> None:
+    def follow(
+        self,
+        schedule: WindowSchedule,
+        *,
+        sync: Sync = "window",
+        save_partial_gradients: bool = False,
+        straddle_epochs: bool = False,
+    ) -> None:
         """Window lengths come from ``schedule``, asked once when a window opens.
 
         Args:
             schedule: says how long they are.
             sync: when sharded gradients are reduced, see :func:`lightning_mp.gradient_sync.gradient_sync`.
             save_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
+            straddle_epochs: a window may go on in the next epoch.
 
         Raises:
             MisconfigurationException: if the Trainer or another callback sets them already.
@@ -53,6 +63,7 @@ class WindowRequests:
         self.schedule = schedule
         self.sync = sync
         self.saves_partial_gradients = save_partial_gradients
+        self.straddles_epochs = straddle_epochs
 
     def weigh(self, weight_by: WeightBy, count: CountFunction | None) -> None:
         """Micro-batches weigh what ``weight_by`` says; ``count`` overrides the labels.

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp import batch_counts, gradients, seams
+from lightning_mp.data_ranks import data_rank, num_data_ranks
 from lightning_mp.ledger import TokenLedger, WindowTotals
 from lightning_mp.outcome import StepDispatcher, StepOutcome
 from lightning_mp.partial_window import PartialWindow
 from lightning_mp.spending import OpenWindow, Spending
+from lightning_mp.straddled_epochs import another_epoch_follows
 from lightning_mp.weighting import Measure, WeightBy, Weighting
 from lightning_mp.window import Window
 from lightning_mp.window_holds import WindowHolds
@@ -142,6 +144,7 @@ class WindowKeeper(Callback):
                 self.requests.sync,
                 lambda: self._is_open,
                 checkpoints_wait=not self.requests.saves_partial_gradients,
+                straddles_epochs=self.requests.straddles_epochs,
             )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -174,10 +177,11 @@ class WindowKeeper(Callback):
         self._is_repeating = trainer.current_epoch > 0
         last_of_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
         self._lands = self._begin(trainer, pl_module.device, batch)
-        self._closes = self._lands or last_of_epoch or self._position + 1 >= self._planned
+        last_of_all = last_of_epoch and not (self.requests.straddles_epochs and another_epoch_follows(trainer))
+        self._closes = self._lands or last_of_all or self._position + 1 >= self._planned
         trainer.accumulate_grad_batches = Window(self._planned, batch_idx=batch_idx, opens=opens, closes=self._closes)
         if self._holds is not None:
-            self._holds.begin(closes=self._closes)
+            self._holds.begin(closes=self._closes, last_of_epoch=last_of_epoch)
 
     def _progress(self, trainer: "pl.Trainer") -> Progress:
         return Progress(
@@ -306,7 +310,7 @@ class WindowKeeper(Callback):
         certain_tokens = self._measure.presented_tokens if self._num_data_ranks == 1 else 0
         if self._spending.is_far_from_the_end(self._position, certain_tokens):
             return False
-        window = OpenWindow(self._totals, self._position, self._measure, _data_parallel(trainer).get("rank", 0), device)
+        window = OpenWindow(self._totals, self._position, self._measure, data_rank(trainer), device)
         lands, self._measure = self._spending.begin_micro_batch(window, batch)
         return lands
 
@@ -329,7 +333,7 @@ class WindowKeeper(Callback):
         self.requests.weighting.resolve(batch, shifted=shifted, budgeted=needs_tokens)
         if self.requests.budget is not None:
             self._spending = Spending(self.requests.budget, self.ledger, self.requests.weighting)
-        self._num_data_ranks = _data_parallel(trainer).get("num_replicas", 1)
+        self._num_data_ranks = num_data_ranks(trainer)
         if self.requests.schedule is not None and not self.micro_batch_samples and not self.micro_batch_tokens:
             size = trainer.strategy.broadcast(self.requests.weighting.size(batch, self.requests.schedule.units))
             self.micro_batch_samples, self.micro_batch_tokens = (self._num_data_ranks * count for count in size)
@@ -392,9 +396,3 @@ class WindowKeeper(Callback):
         self.micro_batch_tokens = state_dict["micro_batch_tokens"]
         self.budget_reached = state_dict["budget_reached"]
         self.device_seconds = state_dict["device_seconds"]
-
-
-def _data_parallel(trainer: "pl.Trainer") -> dict[str, int]:
-    """``rank`` and ``num_replicas`` of this process among those that see different data; empty on a single device."""
-    sampler: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
-    return sampler

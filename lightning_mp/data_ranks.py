@@ -1,0 +1,20 @@
+"""Which ranks see different data."""
+
+import lightning.pytorch as pl
+
+__all__ = ["data_rank", "num_data_ranks"]
+
+
+def num_data_ranks(trainer: "pl.Trainer") -> int:
+    """Ranks that see different data: not those of one tensor-parallel group."""
+    return _sampler(trainer).get("num_replicas", 1)
+
+
+def data_rank(trainer: "pl.Trainer") -> int:
+    """This process among them."""
+    return _sampler(trainer).get("rank", 0)
+
+
+def _sampler(trainer: "pl.Trainer") -> dict[str, int]:
+    kwargs: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
+    return kwargs
