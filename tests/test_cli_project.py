@@ -137,6 +137,7 @@ def test_the_config_that_a_run_saves_starts_it_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:No seed found, seed set to 0")
 def test_plugin_and_callbacks_can_be_given_as_options() -> None:
     cli = fit(
         "--trainer.accelerator=cpu",

@@ -91,14 +91,19 @@ def test_half_the_bytes_are_on_the_wire(dtype: torch.dtype, arguments: dict[str,
 
 
 def test_16_bit_gradients_are_reduced_as_they_are() -> None:
+    def reduce_half() -> Any:
+        model = nn.Linear(4, 1, bias=False).half()
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, reduced_precision_hook("bf16"))
+        with Reductions() as seen:
+            wrapped(torch.full((1, 4), 1.0 + 2.0**-10, dtype=torch.float16)).sum().backward()
+        return seen.dtypes, model.weight.grad
+
     def reduce(rank: int) -> Any:
         with process_group():
-            model = nn.Linear(4, 1, bias=False).half()
-            wrapped = DistributedDataParallel(model)
-            wrapped.register_comm_hook(None, reduced_precision_hook("bf16"))
-            with Reductions() as seen:
-                wrapped(torch.full((1, 4), 1.0 + 2.0**-10, dtype=torch.float16)).sum().backward()
-            return seen.dtypes, model.weight.grad
+            # A function of its own: DDP must not outlive the group. The one that lets go of it last joins its threads,
+            # and holding Python's lock for that hangs where a thread still has a hook of ours to drop.
+            return reduce_half()
 
     for dtypes, gradient in run_ranks(reduce, 2):
         assert dtypes == [torch.float16]
