@@ -72,6 +72,7 @@ def test_a_guarded_run_equals_one_without_the_bad_batches(plugin: str, optimizer
     reference.fit(clean, loader([batch for index, batch in enumerate(batches) if index not in OVERFLOWS]))
 
     assert (monitor.attempted_steps, monitor.skipped_steps) == (NUM_BATCHES, len(OVERFLOWS))
+    assert not hasattr(trainer.optimizers[0], "found_inf"), "the flag is off the optimizer after its step"
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == NUM_BATCHES - len(OVERFLOWS)
     for ours, theirs in zip(weights(guarded), weights(clean), strict=True):
         assert torch.equal(ours, theirs)
