@@ -3,10 +3,8 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lightning_mp.gradients import sum_over_ranks_
-from lightning_mp.host_copy import HostCopy
+from lightning_mp.lagged_sum import LaggedSum
 
 __all__ = ["CooldownRequest"]
 
@@ -28,17 +26,12 @@ class CooldownRequest:
 
     def __init__(self) -> None:
         self.amount = 0.0
-        self._on_its_way: HostCopy | None = None
-        self._sums = [0.0, 0.0]
+        self._asked = LaggedSum(2)
 
     def agree(self, device: torch.device) -> float:
         """What ranks have asked for; 0 for nothing. To be called on all of them when a window opens."""
         asked, self.amount = self.amount, 0.0
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return asked
-        ranks, total = self._arrived()
-        sums = [torch.full((), number, dtype=torch.float64, device=device) for number in (float(asked > 0), asked)]
-        self._on_its_way = HostCopy(sum_over_ranks_(torch.stack(sums)))
+        ranks, total = self._asked.add([float(asked > 0), asked], device)
         return total / ranks if ranks else 0.0
 
     @staticmethod
@@ -48,17 +41,11 @@ class CooldownRequest:
             return round(amount)
         return max(1, round(trained_tokens * amount / (1 - amount)))
 
-    def _arrived(self) -> list[float]:
-        if self._on_its_way is not None:
-            self._sums = self._on_its_way.read()
-            self._on_its_way = None
-        return self._sums
-
     def state_dict(self) -> dict[str, Any]:
         """What was asked for and is not agreed on yet."""
-        return {"amount": self.amount, "sums": self._arrived()}
+        return {"amount": self.amount, "sums": self._asked.arrived()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state; what was asked for since then stays."""
         self.amount = self.amount or state["amount"]
-        self._on_its_way, self._sums = None, list(state["sums"])
+        self._asked.load(state["sums"])
