@@ -19,17 +19,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_mp import seams
+from lightning_mp.faults.atomic_checkpoint import (
+    begin_checkpoint,
+    commit_checkpoint,
+    standing_checkpoint,
+    temporary_path,
+)
 from lightning_mp.policy_rules import named_modules
 from lightning_mp.precision.base import EpiloguePrecision
 from lightning_mp.sharding.rules import Shard, read_shard, unit_names
 from lightning_mp.sharding.tensor_parallel_plan import Style, check_divisible, read_plan, resolve_plan
 from lightning_mp.strategies.fsdp2_checkpoints import (
-    existing_checkpoint,
     full_optimizer_state,
     is_sharded_checkpoint,
     load_full_checkpoint,
-    move_checkpoint,
-    remove_checkpoint,
 )
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
 
@@ -287,21 +290,20 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes beside the place where it belongs, and moves it there when all ranks are done."""
         path = Path(self.broadcast(filepath))
-        written = path.with_name(f".{path.name}.unfinished")
         if self.is_global_zero:
-            remove_checkpoint(written)  # of a run that was ended while it wrote
+            begin_checkpoint(path)
         self.barrier()
-        super().save_checkpoint(checkpoint, written, storage_options)
+        super().save_checkpoint(checkpoint, temporary_path(path), storage_options)
         self.barrier()
         if self.is_global_zero:
-            move_checkpoint(written, path)
+            commit_checkpoint(path)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads shards or a single file, written by any number of ranks."""
         assert self.model is not None
         assert self.lightning_module is not None
-        path = existing_checkpoint(Path(self.broadcast(checkpoint_path)))
+        path = standing_checkpoint(Path(self.broadcast(checkpoint_path)))
         if is_sharded_checkpoint(path):
             return super().load_checkpoint(path, weights_only)
         return load_full_checkpoint(

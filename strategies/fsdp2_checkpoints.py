@@ -1,6 +1,5 @@
 """Single-file and sharded checkpoints of an FSDP2 run, readable by a run with any number of ranks."""
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 __all__ = [
-    "existing_checkpoint",
     "full_optimizer_state",
     "is_sharded_checkpoint",
     "load_full_checkpoint",
-    "move_checkpoint",
-    "remove_checkpoint",
 ]
 
 #: What a sharded checkpoint has besides the shards, as Lightning writes it.
@@ -26,37 +22,6 @@ _REST = "meta.pt"
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether it is a folder with shards."""
     return path.is_dir() and (path / _REST).is_file()
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Removes a folder or a file; does nothing if there is none."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def existing_checkpoint(path: Path) -> Path:
-    """The checkpoint of that name; or the one before it, if the run was ended in the moment when they changed."""
-    before = _before(path)
-    return before if before.exists() and not path.exists() else path
-
-
-def move_checkpoint(written: Path, path: Path) -> None:
-    """Gives a finished checkpoint its name. One that has it already stays until the new one is there."""
-    if not written.is_dir() and not path.is_dir():
-        written.replace(path)
-        return
-    before = _before(path)  # a folder cannot be replaced in one go
-    remove_checkpoint(before)
-    if path.exists() or path.is_symlink():
-        path.rename(before)
-    written.rename(path)
-    remove_checkpoint(before)
-
-
-def _before(path: Path) -> Path:
-    return path.with_name(f".{path.name}.before")
 
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from small_models import Regression, ResumableLoader, loader, quiet_trainer, regression_batches, sgd
 
-from lightning_mp import MasterWeightsPrecision, OverflowMonitor
+from lightning_mp import AtomicCheckpoints, MasterWeightsPrecision, OverflowMonitor, latest_checkpoint
+from lightning_mp.faults.atomic_checkpoint import previous_path
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -219,7 +220,7 @@ def test_weights_are_validated_without_an_optimizer_from_what_an_ended_run_left(
         trained = train(rank, 2, fsdp2(), steps=2, save_to=path)["weights"]
         dist.barrier()
         if rank == 0:  # as a run that is ended while one checkpoint takes the place of another leaves it
-            path.rename(tmp_path / ".a.ckpt.before")
+            path.rename(previous_path(path))
         dist.barrier()
         module = model()
         trainer = quiet_trainer(devices=2, strategy=fsdp2(), plugins=[fp16()], callbacks=[OverflowMonitor()])
@@ -227,3 +228,20 @@ def test_weights_are_validated_without_an_optimizer_from_what_an_ended_run_left(
         return all(torch.equal(value, trained[name]) for name, value in full_weights(module).items())
 
     assert run_ranks(run, 2) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
+@pytest.mark.parametrize("callbacks", [list, lambda: [AtomicCheckpoints()]], ids=["alone", "with AtomicCheckpoints"])
+def test_the_latest_checkpoint_is_found_again(callbacks: Any, tmp_path: Path) -> None:
+    """The folders are marked as complete, whether or not the callback for other strategies is there, too."""
+
+    def run(rank: int) -> Any:
+        keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        train(rank, 2, fsdp2(), steps=3, callbacks=[keep, *callbacks()], enable_checkpointing=True)
+        dist.barrier()
+        found = latest_checkpoint(tmp_path)
+        assert found is not None
+        return found.name, len(train(rank, 2, fsdp2(), steps=5, ckpt_path=found)["losses"])
+
+    assert run_ranks(run, 2) == [("step=3.ckpt", 2)] * 2
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]

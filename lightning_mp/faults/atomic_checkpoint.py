@@ -25,6 +25,7 @@ __all__ = [
     "previous_path",
     "remove_checkpoint",
     "settle_checkpoint",
+    "standing_checkpoint",
     "temporary_path",
 ]
 
@@ -42,6 +43,14 @@ def temporary_path(path: Path) -> Path:
 def previous_path(path: Path) -> Path:
     """Where a directory checkpoint waits for the moment in which another takes its name."""
     return path.with_name(f".{path.name}{PREVIOUS}")
+
+
+def standing_checkpoint(path: Path) -> Path:
+    """The checkpoint of that name, for reading; after a kill it may be a complete directory under a hidden name."""
+    temporary, previous = temporary_path(path), previous_path(path)
+    if temporary.is_dir() and is_complete(temporary):
+        return temporary
+    return previous if previous.exists() and not path.exists() else path
 
 
 def settle_checkpoint(path: Path) -> None:
@@ -91,9 +100,10 @@ def begin_checkpoint(path: Path) -> Path:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, previous = temporary_path(path), previous_path(path)
-    if temporary.is_dir() and is_complete(temporary):
+    standing = standing_checkpoint(path)
+    if standing == temporary:
         _rename(path)
-    elif previous.exists() and not path.exists():
+    elif standing == previous:
         os.replace(previous, path)
     remove_checkpoint(temporary)
     remove_checkpoint(previous)
@@ -135,7 +145,8 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _mark(directory: Path) -> None:
-    entries = sorted(directory.rglob("*"))
+    # A strategy that marks its own has left one already, which is about to be another.
+    entries = sorted(entry for entry in directory.rglob("*") if entry != marker_path(directory))
     for entry in entries:
         _sync(entry)
     sizes = {str(entry.relative_to(directory)): entry.stat().st_size for entry in entries if entry.is_file()}
