@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.listed import listed
 from lightning_mp.module_selection import ModulePattern, as_patterns, select_modules
 from lightning_mp.recompute import CheckpointedModules
 from lightning_mp.recompute_cost import RecomputeReport, StepCost
@@ -120,12 +121,10 @@ class ActivationCheckpointing(Callback):
         self.report = None
         self._is_counted = False
         self._checkpointed = CheckpointedModules(found.values())
-        names = ", ".join(self.module_names[:_NAMES_IN_LOG])
-        more = len(found) - _NAMES_IN_LOG
         classes = ", ".join(sorted({type(module).__name__ for module in found.values()}))
         rank_zero_info(
-            f"ActivationCheckpointing: {len(found)} modules of class {classes} run again in backward: {names}"
-            f"{f' and {more} more' if more > 0 else ''}."
+            f"ActivationCheckpointing: {len(found)} modules of class {classes} run again in backward:"
+            f" {listed(self.module_names, _NAMES_IN_LOG)}."
         )
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, report_folder
+from lightning_mp.listed import listed
 from lightning_mp.outcome import StepDispatcher, StepOutcome
 from lightning_mp.precision.stock_steps import StockStepObserver
 from lightning_mp.step_limit import RealStepLimit
@@ -145,10 +146,7 @@ class OverflowMonitor(Callback):
 
     def _reason(self, outcome: StepOutcome) -> str:
         names = outcome.nonfinite_parameters()
-        more = f" and {len(names) - _NAMES_IN_REASON} more" if len(names) > _NAMES_IN_REASON else ""
-        where = (
-            f" Non-finite gradients, last layer first: {', '.join(names[:_NAMES_IN_REASON])}{more}." if names else ""
-        )
+        where = f" Non-finite gradients, last layer first: {listed(names, _NAMES_IN_REASON)}." if names else ""
         return (
             f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}, at loss scale"
             f" {outcome.loss_scale:g}.{where}"

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_mp.listed import listed
 from lightning_mp.policy import ResolvedPolicy
 from lightning_mp.policy_rules import LOW, named_modules
 
@@ -140,9 +141,10 @@ def _entries_by_linear(
             if any(_is_inside(name, root) for name in own_names for root in roots)
         ]
         if not hits:
+            there_are = listed([own[0] for own in names.values()], _NAMES_IN_AN_ERROR) or "none"
             raise ValueError(
                 f"skip={written} matches no nn.Linear, and no module that holds one. The Linear layers of"
-                f" {type(model).__name__} are: {_listed([own[0] for own in names.values()])}."
+                f" {type(model).__name__} are: {there_are}."
             )
         for linear in hits:
             found.setdefault(linear, written)
@@ -160,11 +162,6 @@ def _rules_by_name(policy: ResolvedPolicy) -> dict[str, str]:
 
 def _is_inside(name: str, root: str) -> bool:
     return root in ("", name) or name.startswith(f"{root}.")
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_IN_AN_ERROR]) or "none"
-    return shown if len(names) <= _NAMES_IN_AN_ERROR else f"{shown} and {len(names) - _NAMES_IN_AN_ERROR} more"
 
 
 def _owners_besides_linears(model: nn.Module) -> dict[int, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_mp.listed import listed
 from lightning_mp.policy_rules import LOW, Rule, named_modules, near_misses
 
 __all__ = ["ModulePattern", "as_patterns", "select_modules"]
@@ -81,7 +82,8 @@ def select_modules(
             around = sorted({other for other in outer for name in names if name.startswith(f"{other}.")})
             raise ValueError(
                 f"{owner}: all that {_text(pattern)} fits lies inside of modules that another pattern fits"
-                f" ({_shortened(around)}), so it would change nothing. Leave one of the two patterns out."
+                f" ({listed(around, _NAMES_IN_MESSAGE)}), so it would change nothing. Leave one of the two patterns"
+                " out."
             )
     return {name: candidates[name] for name in outer[::every]}
 
@@ -138,9 +140,5 @@ def _nothing_fits(owner: str, pattern: ModulePattern, model: nn.Module, candidat
     wanted = pattern if isinstance(pattern, str) else pattern.__name__
     misses = near_misses(wanted.rpartition(".")[2] or wanted, [*candidates, *classes])
     counts = ", ".join(f"{name} ({number})" for name, number in classes.most_common(_NAMES_IN_MESSAGE))
-    return f"{text}{misses} Names that exist: {_shortened(list(candidates)) or 'none'}. Classes: {counts or 'none'}."
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_IN_MESSAGE
-    return ", ".join(names[:_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+    names = listed(list(candidates), _NAMES_IN_MESSAGE)
+    return f"{text}{misses} Names that exist: {names or 'none'}. Classes: {counts or 'none'}."

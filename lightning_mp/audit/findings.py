@@ -6,6 +6,7 @@ from typing import Literal, TypeVar
 
 from lightning_mp.audit.asked import AskedPrecision
 from lightning_mp.audit.records import AuditReport, OperationRecord
+from lightning_mp.listed import listed
 
 __all__ = ["Finding", "FindingKind", "find_problems"]
 
@@ -91,7 +92,7 @@ def _not_active(report: AuditReport, asked: AskedPrecision) -> Iterator[Finding]
         "not_active",
         names,
         f"Mixed precision is not active at all: {asked.precision} was asked for, and every product ran in fp32"
-        f" ({_listed(names)}).",
+        f" ({_places(names)}).",
         "Look for torch.autocast(enabled=False) around the model, and for a training_step that calls the model in"
         " another thread or process, or on another device type than the Trainer's.",
     )
@@ -107,7 +108,7 @@ def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -
             yield Finding(
                 "fp32_matmul",
                 names,
-                f"{operation} ran in fp32 in a {asked.precision} run: {_listed(names)}.",
+                f"{operation} ran in fp32 in a {asked.precision} run: {_places(names)}.",
                 "Its inputs were fp32 where autocast is off: look for torch.autocast(enabled=False), a custom autograd"
                 " function, or a buffer that is fp32. If it is meant so, say so in a PrecisionPolicy."
                 + (" Attention in parts means that no fused kernel took these shapes." if inside else ""),
@@ -118,7 +119,7 @@ def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -
         yield Finding(
             "other_format",
             names,
-            f"Products ran in {compute} in a {asked.precision} run: {_listed(names)}.",
+            f"Products ran in {compute} in a {asked.precision} run: {_places(names)}.",
             "Look for a torch.autocast of the model's own, and for weights that were cast with .half() or .bfloat16().",
         )
 
@@ -136,7 +137,7 @@ def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[Finding]:
         yield Finding(
             "not_fp8",
             missing,
-            f"Chosen for fp8, and not multiplied in fp8: {_listed(missing)}.",
+            f"Chosen for fp8, and not multiplied in fp8: {_places(missing)}.",
             "Look for a forward that uses the layer's weight itself, or a forward that was replaced.",
         )
 
@@ -152,7 +153,7 @@ def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -
         yield Finding(
             "policy",
             names,
-            f"{operation} ran in {compute} though the policy says {wanted}: {_listed(names)}.",
+            f"{operation} ran in {compute} though the policy says {wanted}: {_places(names)}.",
             "Rules about modules act on forward, those about operations where autocast is on: look for another method"
             " that is called directly, torch.autocast(enabled=False), or a scripted function.",
         )
@@ -172,7 +173,7 @@ def _low_precision(
         yield Finding(
             "low_precision",
             names,
-            f"{operation} ran in {compute}: {_listed(names)}.",
+            f"{operation} ran in {compute}: {_places(names)}.",
             "Give the precision plugin policy=PrecisionPolicy.default() (AutocastPrecision takes one), which keeps"
             " norms, softmax and losses of torch in fp32 on every device, or say in the policy that 16 bit is meant. A"
             " norm that is written by hand needs a rule about its module.",
@@ -189,7 +190,7 @@ def _fp64(report: AuditReport) -> Iterator[Finding]:
         yield Finding(
             "fp64",
             names,
-            f"64-bit floating-point numbers: {_listed(names)}.",
+            f"64-bit floating-point numbers: {_places(names)}.",
             "NumPy makes them by default: cast the batch with .float() in the data set, weights with module.float().",
         )
 
@@ -210,7 +211,7 @@ def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection
         yield Finding(
             "tensor_cores",
             names,
-            f"{dimension} is {size}, no multiple of {multiple}: {_listed(names)}.",
+            f"{dimension} is {size}, no multiple of {multiple}: {_places(names)}.",
             f"GPUs multiply such sizes partly or wholly without tensor cores: make it {more}"
             + (", by padding the batch or its sequences." if dimension == "rows" else "."),
         )
@@ -230,7 +231,5 @@ def _modules(rows: Sequence[OperationRecord]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row.module for row in rows))
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = [name or "the step around the model" for name in names[:_MOST_NAMES]]
-    more = len(names) - _MOST_NAMES
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+def _places(names: Sequence[str]) -> str:
+    return listed([name or "the step around the model" for name in names], _MOST_NAMES)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from lightning_mp.audit.records import AuditReport, ModuleRecord, OperationRecord
+from lightning_mp.listed import listed
 
 __all__ = ["HEAD", "audit_table", "plain_audit_table", "table_rows"]
 
@@ -103,8 +104,7 @@ def _joined(dtypes: Sequence[str]) -> str:
 def _notes(report: AuditReport) -> list[str]:
     notes = [_COMPILED] if report.compiled else []
     if report.unseen:
-        more = len(report.unseen) - _MOST_UNSEEN
-        notes.append(f"{_UNSEEN}{', '.join(report.unseen[:_MOST_UNSEEN])}{f' and {more} more' if more > 0 else ''}.")
+        notes.append(f"{_UNSEEN}{listed(report.unseen, _MOST_UNSEEN)}.")
     return notes
 
 

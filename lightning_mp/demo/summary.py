@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_mp.demo.folder import RunFolder
+from lightning_mp.listed import listed
 
 __all__ = ["SkippedStep", "Summary", "format_table"]
 
@@ -141,9 +142,7 @@ def _describe_skip(skip: SkippedStep) -> str:
     if skip.learning_rate is not None and skip.next_learning_rate is not None:
         verb = "held at" if skip.learning_rate == skip.next_learning_rate else f"{skip.learning_rate:.3e} ->"
         text += f", learning rate {verb} {skip.next_learning_rate:.3e}"
-    names = ", ".join(skip.parameters[:_NAMES_IN_TABLE]) or "unknown"
-    more = len(skip.parameters) - _NAMES_IN_TABLE
-    return f"{text}, not finite: {names}{f' and {more} more' if more > 0 else ''}"
+    return f"{text}, not finite: {listed(skip.parameters, _NAMES_IN_TABLE) or 'unknown'}"
 
 
 def _skips(steps: Mapping[str, Any], folder: Path) -> list[SkippedStep]:

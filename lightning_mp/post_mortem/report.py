@@ -1,10 +1,10 @@
 """A skipped step told to a reader: what happened, where, and what to do."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_mp.listed import listed
 from lightning_mp.post_mortem.culprit import Culprit
 from lightning_mp.post_mortem.search import Finding
 
@@ -44,25 +44,20 @@ class OverflowReport:
     def __str__(self) -> str:
         lines = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:g}."]
         if self.parameters:
-            lines[0] += f" Non-finite gradients, last layer first: {_some(self.parameters, _NAMES_IN_TEXT)}."
+            lines[0] += f" Non-finite gradients, last layer first: {listed(self.parameters, _NAMES_IN_TEXT)}."
         for finding in self.findings[:_RANKS_IN_TEXT]:
             lines += _tell(finding, self.loss_scale)
         if len(self.findings) > _RANKS_IN_TEXT:
             others = [str(finding.rank) for finding in self.findings[_RANKS_IN_TEXT:]]
-            lines.append(f"  The same kind of trouble on ranks {_some(others, 20)}.")
+            lines.append(f"  The same kind of trouble on ranks {listed(others, 20)}.")
         if self.buffers:
             lines.append(
-                f"  Non-finite numbers are now in the buffers {_some(self.buffers, _NAMES_IN_TEXT)}, and stay there: a"
+                f"  Non-finite numbers are now in the buffers {listed(self.buffers, _NAMES_IN_TEXT)}, and stay there: a"
                 " skipped step does not take back what its forward wrote. Reset them, or go back to a checkpoint."
             )
         if self.note:
             lines.append(f"  {self.note}")
         return "\n".join(lines)
-
-
-def _some(names: Sequence[str], limit: int) -> str:
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def _tell(finding: Finding, loss_scale: float) -> list[str]:

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_mp.listed import listed
 from lightning_mp.precision.autocast_run import why_no_autocast
 from lightning_mp.working_weights import keeps_float32, unit_of_two_dtypes
 
@@ -102,14 +103,10 @@ def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -
     if found is None:
         return
     unit, wide, narrow = found
+    kept, others = (listed(names, _NAMES_IN_AN_ERROR) for names in (wide, narrow))
     raise MisconfigurationException(
-        f"The policy of MasterWeightsPrecision keeps {_some(wide)} in fp32, and fully_shard has put it into one unit"
-        f" ({unit or 'the model'}) with {_some(narrow)}, which is 16 bit; FSDP2 wants one dtype in a unit. In"
+        f"The policy of MasterWeightsPrecision keeps {kept} in fp32, and fully_shard has put it into one unit"
+        f" ({unit or 'the model'}) with {others}, which is 16 bit; FSDP2 wants one dtype in a unit. In"
         " configure_model shard the units that lightning_mp.policy_sharding.sharding_units makes of the policy, or use"
         " AutocastPrecision."
     )
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _NAMES_IN_AN_ERROR
-    return ", ".join(names[:_NAMES_IN_AN_ERROR]) + (f" and {rest} more" if rest > 0 else "")
