@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp import seams
 from lightning_mp.gradients import local_shard
+from lightning_mp.operation_flops import operation_flops
 
 __all__ = ["RecomputeReport", "StepCost", "StorageBytes"]
 
@@ -115,8 +115,8 @@ class StorageBytes:
 class StepCost:
     """Counts one micro-batch: :meth:`begin`, forward, :meth:`end_forward`, backward, :meth:`end`.
 
-    Values do not change by it. FLOPs are those of torch's own formulas (``torch.utils.flop_counter``): matrix products,
-    convolutions and attention, two per multiply-add. What runs compiled is not seen.
+    Values do not change by it. FLOPs are those of :mod:`lightning_mp.operation_flops`: matrix products, convolutions
+    and attention, two per multiply-add. What runs compiled is not seen.
 
     Args:
         model: its weights and buffers are left out of the bytes.
@@ -182,9 +182,7 @@ class StepCost:
             self._known.add(parameter)
 
     def _after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = flop_registry.get(operation.overloadpacket)
-        if formula is not None:
-            self._flops += formula(*args, **kwargs, out_val=result)
+        self._flops += operation_flops(operation.overloadpacket, args, kwargs, result) or 0
 
     def _saved_outside(self, tensor: Tensor) -> Tensor:
         (self._inputs if self._saving_inputs else self._outside).add(tensor)

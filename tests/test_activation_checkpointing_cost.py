@@ -242,3 +242,28 @@ def test_16_bit_halves_what_is_saved() -> None:
     assert callback.report is not None
     assert callback.report.recompute_flops == reference.recompute_flops
     assert callback.report.saved_bytes < reference.saved_bytes
+
+
+def test_attention_on_the_cpu_is_counted() -> None:
+    """torch's own counter has no formula for this kernel."""
+    rows, heads, tokens, size = 2, 2, 6, 4
+
+    class Attending(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            # What follows asks for the result, so the second run cannot stop before it.
+            return nn.functional.scaled_dot_product_attention(x, x, x).exp()
+
+    class Module(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.segments = nn.ModuleList([Attending()])
+            self.start = nn.Parameter(torch.zeros(size))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            attended: Tensor = self.segments[0](batch + self.start)
+            return attended.sum()
+
+    report = report_of(Module(), Attending, data=loader([torch.randn(rows, heads, tokens, size)]))
+    product = 2 * rows * heads * tokens * tokens * size
+    assert report.recompute_flops == 2 * product  # scores, and the mean of values
+    assert report.step_flops == (2 + 2 + 5) * product
