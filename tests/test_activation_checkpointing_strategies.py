@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import loader, quiet_trainer, regression_batches
 from test_activation_checkpointing import DropBlock, LateStack, Stack, assert_same, fit, taken
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
@@ -45,22 +46,9 @@ class Nested(Sharded):
     nested = True
 
 
-class CpuFsdp(FSDPStrategy):
-    """FSDP1 for tests without a GPU: torch takes the CPU if it is named. Each block is a unit."""
-
-    def _setup_model(self, model: Any) -> Any:
-        return FullyShardedDataParallel(
-            module=model,
-            mixed_precision=self.mixed_precision_config,
-            auto_wrap_policy=ModuleWrapPolicy({DropBlock}),
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
-
-
 STRATEGIES: dict[str, tuple[Callable[[], Stack], Callable[[], Any]]] = {
     "ddp": (Plain, lambda: DDPStrategy(process_group_backend="gloo")),
-    "fsdp1": (Plain, lambda: CpuFsdp(process_group_backend="gloo")),
+    "fsdp1": (Plain, lambda: CpuFsdp(auto_wrap_policy=ModuleWrapPolicy({DropBlock}))),
     "fsdp2": (lambda: Sharded("late"), lambda: ModelParallelStrategy(2, 1, process_group_backend="gloo")),
     "fsdp2-nested": (lambda: Nested("late"), lambda: ModelParallelStrategy(2, 1, process_group_backend="gloo")),
 }

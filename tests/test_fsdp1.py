@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -13,18 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
 
 BATCHES = {rank: regression_batches(12)[6 * rank : 6 * rank + 6] for rank in (0, 1)}
-
-
-class CpuFsdp(FSDPStrategy):
-    """FSDP1 for tests without a GPU: torch takes the CPU if it is named."""
-
-    def _setup_model(self, model: Any) -> Any:
-        return FullyShardedDataParallel(
-            module=model,
-            mixed_precision=self.mixed_precision_config,
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
 
 
 def fit(module: Any, strategy: str, batches: Any, init_scale: float = 1024.0, **arguments: Any) -> tuple[Any, ...]:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from master_loops import DTYPES, KINDS, OPTIMIZERS, MastersByHand, master_weights, masters_of, scale_of
-from sharded_models import CpuFsdp
 from small_models import Regression, TokenModel, loader, quiet_trainer, regression_batches, token_batches
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

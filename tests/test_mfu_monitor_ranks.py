@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from sharded_models import CpuFsdp
 from small_models import TokenModel, loader, quiet_trainer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from planted_overflows import Planted, TimesInBackward, TimesInForward, numbered_batches
 from small_models import adamw, fused_adamw, loader, quiet_trainer
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem
@@ -41,18 +42,6 @@ class Unsharded(Planted):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.body[2] = nn.Identity()
-
-
-class CpuFsdp(FSDPStrategy):
-    """FSDP1 for tests without a GPU: torch takes the CPU if it is named."""
-
-    def _setup_model(self, model: Any) -> Any:
-        return FullyShardedDataParallel(
-            module=model,
-            mixed_precision=self.mixed_precision_config,
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
 
 
 def strategy_for(module: Planted) -> Any:

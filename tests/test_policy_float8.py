@@ -10,7 +10,7 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from policy_models import LOW, nothing_is_left
+from policy_models import LOW, ByHand, nothing_is_left
 from small_models import adamw, loader, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -71,16 +71,8 @@ class Net(pl.LightningModule):
         return adamw(self.parameters())
 
 
-class Manual(Net):
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__(reentrant)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.step(batch))
-        optimizer.step()
+class Manual(ByHand, Net):
+    pass
 
 
 def batches(num_batches: int = 2) -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import DTYPES, KINDS, CountCasts, master_weights, scale_of
-from policy_models import CLASSES, RULES, WIDTH, Classifier, batches, nothing_is_left
+from policy_models import CLASSES, RULES, WIDTH, ByHand, Classifier, batches, nothing_is_left
 from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,16 +33,8 @@ class Trained(Classifier):
         return adamw(self.parameters())
 
 
-class Manual(Trained):
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__(reentrant)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.step(batch))
-        optimizer.step()
+class Manual(ByHand, Trained):
+    pass
 
 
 def train(

@@ -8,11 +8,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_fsdp import CpuFsdp
 from gloo import process_group, run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, nothing_is_left
-from sharded_models import CpuFsdp
 from small_models import adamw, loader, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from policy_models import LOW, RULES, WIDTH, Classifier, batches, step_under, train
+from policy_models import LOW, RULES, WIDTH, ByHand, Classifier, batches, step_under, train
 from small_models import weights
 from torch import Tensor, nn
 
@@ -59,16 +59,8 @@ def test_a_checkpoint_computes_again_what_it_computed(reentrant: bool):
         assert torch.equal(ours, expected)
 
 
-class Manual(Classifier):
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__(reentrant)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.step(batch))
-        optimizer.step()
+class Manual(ByHand, Classifier):
+    pass
 
 
 @pytest.mark.parametrize("kind", [Classifier, Manual])

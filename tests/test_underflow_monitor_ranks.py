@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import TokenModel, adamw, fused_adamw, loader, quiet_trainer, sgd, token_batches
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision, LossScaler
@@ -39,13 +40,6 @@ class PartlySharded(Sharded):
     def on_after_backward(self) -> None:
         torch.distributed.all_reduce(self.embedding.weight.grad)
         self.embedding.weight.grad /= 2
-
-
-class CpuFsdp(FSDPStrategy):
-    """FSDP1 for tests without a GPU: torch takes the CPU if it is named."""
-
-    def _setup_model(self, model: Any) -> Any:
-        return FullyShardedDataParallel(module=model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 class Full(Callback):
