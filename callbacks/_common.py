@@ -9,8 +9,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.seams import callbacks_of
+from lightning_mp.weighting import CountFunction, WeightBy
+from lightning_mp.windows import WindowKeeper
 
-__all__ = ["log_host_number", "refuse_other_trainers", "refuse_rivals", "report_folder"]
+__all__ = ["join_window_keeper", "log_host_number", "refuse_other_trainers", "refuse_rivals", "report_folder"]
 
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
@@ -56,6 +58,24 @@ def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.Lightn
                 f"{name} and {type(other).__name__} both set accumulate_grad_batches. Remove the latter and give its"
                 " schedule to lightning_mp.AccumulationScheduler."
             )
+
+
+def join_window_keeper(
+    callback: object,
+    trainer: "pl.Trainer",
+    pl_module: "pl.LightningModule",
+    count: CountFunction | None,
+    weight_by: WeightBy = "auto",
+) -> WindowKeeper:
+    """The Trainer's window keeper, told what micro-batches weigh.
+
+    Raises:
+        MisconfigurationException: if somebody else decides about windows, or counts in another way.
+    """
+    refuse_rivals(callback, trainer, pl_module)
+    keeper = WindowKeeper.attach(trainer)
+    keeper.requests.weigh(weight_by, count)
+    return keeper
 
 
 def report_folder(trainer: "pl.Trainer") -> Path:

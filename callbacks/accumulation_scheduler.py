@@ -9,14 +9,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.callbacks._common import refuse_other_trainers, refuse_rivals
+from lightning_mp.callbacks._common import join_window_keeper, refuse_other_trainers
 from lightning_mp.data_ranks import num_data_ranks
 from lightning_mp.gradient_sync import Sync
 from lightning_mp.planning.quantities import parse_quantity
 from lightning_mp.step_estimate import estimate_steps
 from lightning_mp.weighting import CountFunction, WeightBy, Weighting
 from lightning_mp.window_schedule import Ramp, TargetBatch, Thresholds, Unit
-from lightning_mp.windows import WindowKeeper
 
 __all__ = ["AccumulationScheduler", "parse_schedule"]
 
@@ -175,17 +174,15 @@ class AccumulationScheduler(Callback):
         refuse_other_trainers(self, trainer)
         if stage != "fit":
             return
-        refuse_rivals(self, trainer, pl_module)
+        keeper = join_window_keeper(self, trainer, pl_module, self.count, self.weight_by)
         if self.save_partial_gradients:
             _refuse_partial_gradients(trainer)
-        keeper = WindowKeeper.attach(trainer)
         keeper.requests.follow(
             self.windows,
             sync=self.sync,
             save_partial_gradients=self.save_partial_gradients,
             straddle_epochs=self.straddle_epochs,
         )
-        keeper.requests.weigh(self.weight_by, self.count)
 
     def estimated_steps(self, trainer: "pl.Trainer") -> int | float:
         """Optimizer steps of the whole run, for ``configure_optimizers``; as attempted, skipped ones included.

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_mp.agreed_flag import AgreedFlag
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, refuse_rivals, report_folder
+from lightning_mp.callbacks._common import join_window_keeper, log_host_number, refuse_other_trainers, report_folder
 from lightning_mp.landing import LandingMode, TokenBudget, TrimFunction
 from lightning_mp.outcome import StepDispatcher
 from lightning_mp.planning.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
@@ -146,11 +146,8 @@ class ChinchillaBudget(Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Joins the window keeper."""
         refuse_other_trainers(self, trainer)
-        if stage != "fit":
-            return
-        refuse_rivals(self, trainer, pl_module)
-        self._keeper = WindowKeeper.attach(trainer)
-        self._keeper.requests.weigh("auto", self.count)
+        if stage == "fit":
+            self._keeper = join_window_keeper(self, trainer, pl_module, self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Counts parameters and sets the budget."""

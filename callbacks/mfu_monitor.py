@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp import batch_counts, gradients, seams
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, refuse_rivals
+from lightning_mp.callbacks._common import join_window_keeper, log_host_number, refuse_other_trainers
 from lightning_mp.ledger_changes import LedgerChanges
 from lightning_mp.outcome import StepDispatcher
 from lightning_mp.planning.flops import CONVENTIONS
@@ -135,11 +135,8 @@ class MFUMonitor(Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Joins the window keeper, whose ledger counts tokens once over all ranks."""
         refuse_other_trainers(self, trainer)
-        if stage != "fit":
-            return
-        refuse_rivals(self, trainer, pl_module)
-        self._keeper = WindowKeeper.attach(trainer)
-        self._keeper.requests.weigh("auto", self.count)
+        if stage == "fit":
+            self._keeper = join_window_keeper(self, trainer, pl_module, self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses what cannot be counted.

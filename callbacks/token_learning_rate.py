@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.callbacks._common import refuse_other_trainers, refuse_rivals
+from lightning_mp.callbacks._common import join_window_keeper, refuse_other_trainers
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.outcome import StepDispatcher
 from lightning_mp.planning.quantities import parse_quantity
@@ -185,11 +185,8 @@ class TokenLearningRate(Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Joins the window keeper, which counts."""
         refuse_other_trainers(self, trainer)
-        if stage != "fit":
-            return
-        refuse_rivals(self, trainer, pl_module)
-        self._keeper = WindowKeeper.attach(trainer)
-        self._keeper.requests.weigh("auto", self.count)
+        if stage == "fit":
+            self._keeper = join_window_keeper(self, trainer, pl_module, self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses who else sets the rate, and puts itself before the optimizer's steps."""
