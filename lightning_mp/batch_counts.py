@@ -1,10 +1,12 @@
 """How much a batch weighs: its samples and its loss-bearing tokens, and how to hide tokens from the loss."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_mp.nested_tensors import tensors_in
 
 __all__ = [
     "IGNORE_INDEX",
@@ -103,7 +105,7 @@ def count_samples(batch: Any) -> int:
         >>> count_samples({"x": torch.zeros(3, 5)})
         3
     """
-    for tensor in _tensors(batch):
+    for tensor in tensors_in(batch):
         if tensor.ndim:
             return tensor.shape[0]
     raise ValueError(
@@ -138,17 +140,6 @@ def nonpad_tokens(batch: Any) -> Tensor | None:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     # Two dimensions, [batch, tokens]; a mask with more says who sees whom.
     return (mask != 0).sum() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        for value in batch:
-            yield from _tensors(value)
 
 
 def replaceable_labels(batch: Any) -> bool:

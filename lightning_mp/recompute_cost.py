@@ -5,9 +5,7 @@ the batch, which live on anyway, are left out. They are seen by saved-tensor hoo
 caching and speed do not matter.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp import seams
 from lightning_mp.gradients import local_shard
+from lightning_mp.nested_tensors import tensors_in
 from lightning_mp.operation_flops import operation_flops
 
 __all__ = ["RecomputeReport", "StepCost", "StorageBytes"]
@@ -65,15 +64,6 @@ def _readable(size_bytes: int) -> str:
         if size_bytes >= 1024**power:
             return f"{size_bytes / 1024**power:.1f} {unit}"
     return f"{size_bytes} bytes"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from chain.from_iterable(map(_tensors, value.values()))
-    elif isinstance(value, list | tuple):
-        yield from chain.from_iterable(map(_tensors, value))
 
 
 class StorageBytes:
@@ -129,7 +119,7 @@ class StepCost:
         self._handle: RemovableHandle | None = None
         self._counts_flops = False
         self._known = StorageBytes()
-        for tensor in (*model.parameters(), *model.buffers(), *_tensors(batch)):
+        for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch)):
             self._known.add(tensor)
         self._outside, self._inputs = StorageBytes(), StorageBytes()
         self._inside: list[StorageBytes] = []
@@ -197,7 +187,7 @@ class StepCost:
             keywords: it keeps these without telling hooks.
         """
         self._saving_inputs = True
-        for tensor in _tensors(keywords):
+        for tensor in tensors_in(keywords):
             self._inputs.add(tensor)
 
     def first_run(self) -> "_CountedSaves":

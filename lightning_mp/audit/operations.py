@@ -1,16 +1,17 @@
 """What an operation at torch's dispatcher is: its kind, the dtype it computes in, and the sizes of its product."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mp.audit.records import Kind
+from lightning_mp.nested_tensors import tensors_in
 from lightning_mp.policy_operations import FAMILIES
 
-__all__ = ["SeenOperation", "candidates", "compute_dtype", "held_dtype", "identify", "product_sizes", "tensors_in"]
+__all__ = ["SeenOperation", "candidates", "compute_dtype", "held_dtype", "identify", "product_sizes"]
 
 #: Functions of torch that a rule of a policy can name and that end in an operation of the dispatcher.
 _FROM: dict[str, tuple[str, ...]] = {
@@ -190,18 +191,3 @@ def product_sizes(operation: str, args: Sequence[Any]) -> tuple[tuple[str, int],
         return ()
     columns = right.shape[0] if operation in ("linear", "linear_pointwise", "mkl_linear") else right.shape[-1]
     return (("rows", left.shape[-2]), ("inner", left.shape[-1]), ("columns", columns))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name, None))

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_mp import seams
 from lightning_mp.audit.autocast_state import autocast_label, infer_autocast, join_autocast
-from lightning_mp.audit.operations import compute_dtype, identify, product_sizes, tensors_in
+from lightning_mp.audit.operations import compute_dtype, identify, product_sizes
 from lightning_mp.audit.records import AuditReport, ModuleRecord, OperationRecord, Phase, dtype_label
+from lightning_mp.nested_tensors import tensors_in
 from lightning_mp.policy_rules import named_modules
 
 __all__ = ["PrecisionWatch", "audit_step"]

@@ -15,7 +15,7 @@ Causal masks are not subtracted: attention counts over the full square.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import seams
+from lightning_mp.nested_tensors import tensors_in
 from lightning_mp.operation_flops import operation_flops, score_flops
 
 __all__ = ["FlopCount", "FlopTally", "count_flops"]
@@ -128,7 +129,7 @@ class FlopTally:
             if operation.namespace not in _OWN_NAMESPACES:
                 self._unknown[f"{operation.namespace}::{packet.__name__}"] = None
             return
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         flops = _share_of_rank(cost, tensors)
         if seams.running_backward() is None:
             part, again = "forward", 0
@@ -221,18 +222,6 @@ def _run_forward(module: nn.Module, batch: Any) -> Any:
     return output if loss is None else loss
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in mappings and sequences, nested as they may be."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for inner in value:
-            yield from _tensors(inner)
-
-
 def _batch_on_meta(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.to("meta")
@@ -245,7 +234,7 @@ def _batch_on_meta(batch: Any) -> Any:
 
 def _sum(output: Any) -> Tensor | None:
     """One number that depends on all outputs that have a gradient; adding up costs no products."""
-    leaves = [leaf for leaf in _tensors(output) if leaf.requires_grad]
+    leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
     sums = [leaf if leaf.ndim == 0 else leaf.sum() for leaf in leaves]
     return torch.stack([value.float() for value in sums]).sum() if sums else None
 
@@ -254,7 +243,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
     """A copy whose tensors have no memory: the copy is told beforehand what stands for each of them."""
     memo: dict[int, Any] = {}
     for part in module.modules():
-        own = chain(part.parameters(recurse=False), part.buffers(recurse=False), _tensors(list(vars(part).values())))
+        own = chain(part.parameters(recurse=False), part.buffers(recurse=False), tensors_in(list(vars(part).values())))
         for tensor in own:
             if isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
