@@ -47,6 +47,7 @@ def two_ranks() -> ModelParallelStrategy:
 
 
 @pytest.mark.parametrize("optimizer", [sgd, fused_adamw, foreach_adamw])
+@pytest.mark.full
 def test_it_equals_one_process_and_counts_shared_data_once(optimizer: Any) -> None:
     """D03, D20, D21: mixed tensor kinds, one norm, any kernel; both ranks see the same tokens."""
 

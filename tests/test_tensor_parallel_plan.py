@@ -8,6 +8,7 @@ import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
 from gloo import run_ranks
 from huggingface_models import VOCABULARY
+from huggingface_models import gpt2 as huggingface_gpt2
 from lightning.pytorch.plugins import Precision
 from small_models import loader, quiet_trainer
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def alone() -> dict[str, Any]:
     [
         (2, {}),
         pytest.param(2, {"tensor_parallel_plan": MLP_ONLY}, marks=pytest.mark.full),
-        (4, {}),
+        pytest.param(4, {}, marks=pytest.mark.full),
         pytest.param(4, {"replicate_size": 2}, marks=pytest.mark.full),
         pytest.param(4, {"tensor_parallel_size": 4, "tensor_parallel_plan": MLP_ONLY}, marks=pytest.mark.full),
     ],
@@ -69,7 +70,7 @@ def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
 
 
 class HuggingFace(pl.LightningModule):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, dropout: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(0)
         sizes = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1}
@@ -86,7 +87,14 @@ class HuggingFace(pl.LightningModule):
             self.model: nn.Module = LlamaForCausalLM(config)
         else:
             config = GPT2Config(
-                n_positions=8, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0, **sizes
+                n_positions=8,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                resid_pdrop=dropout,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                **sizes,
             )
             self.model = GPT2LMHeadModel(config)
 
@@ -102,12 +110,12 @@ class HuggingFace(pl.LightningModule):
     ("ranks", "arguments"),
     [
         pytest.param(2, {}, marks=pytest.mark.full),
-        (2, {"tensor_parallel_size": 2}),
+        pytest.param(2, {"tensor_parallel_size": 2}, marks=pytest.mark.full),
         pytest.param(4, {"tensor_parallel_size": 2}, marks=pytest.mark.full),
     ],
     ids=["FSDP2", "tensor", "2-D"],
 )
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.full), "gpt2"])
 def test_hugging_face_models_equal_one_process(kind: str, ranks: int, arguments: dict[str, Any]) -> None:
     """Tied weights, rotary tables and a Conv1D; all ranks see the same rows. GPT-2 with dropout: ranks
     that compute one model together draw the masks of the first of them, whatever their seeds."""
@@ -143,8 +151,8 @@ def test_hugging_face_models_equal_one_process(kind: str, ranks: int, arguments:
 def test_auto_knows_what_it_cuts() -> None:
     gpt = resolve_plan(model(), "auto")
     assert gpt["model.token_embedding"] == "vocabulary"
-    assert gpt["model.head"] == "column_gather"
-    assert gpt["model.blocks.1.attention.query_key_value"] == "column_gather"
+    assert gpt["model.head"] == "vocabulary_head"
+    assert gpt["model.blocks.1.attention.query_key_value"] == "column_qkv"
     assert gpt["model.blocks.1.mlp.down"] == "row"
     assert len(gpt) == 10
     llama = resolve_plan(HuggingFace("llama"), "auto")
@@ -157,7 +165,7 @@ def test_auto_knows_what_it_cuts() -> None:
         "gate_proj": "column",
         "up_proj": "column",
         "down_proj": "row",
-        "lm_head": "column_gather",
+        "lm_head": "vocabulary_head",
     }
     assert len(resolve_plan(HuggingFace("gpt2"), "auto")) == 10
 
@@ -174,7 +182,7 @@ def test_a_rule_that_fits_nothing_says_what_there_is() -> None:
 
 @pytest.mark.parametrize("plan", [{}, "all", {"a": "diagonal"}, {1: "row"}])
 def test_a_plan_that_cannot_be_read_is_refused(plan: Any) -> None:
-    with pytest.raises(ValueError, match=r"one of \('column', 'row', 'column_gather', 'row_split', 'vocabulary'\)"):
+    with pytest.raises(ValueError, match=r"one of \('column', 'column_gather', .* 'auto_sequence'\)"):
         read_plan(plan)
 
 
@@ -198,6 +206,16 @@ def test_parts_that_are_not_equal_are_refused() -> None:
     with pytest.raises(ValueError, match="num_key_value_heads=2, which 4 ranks do not divide; each rank"):
         check_divisible(llama, resolve_plan(llama, "auto"), 4)
     assert VOCABULARY % 2
+
+
+def test_a_vocabulary_that_ranks_do_not_divide_can_be_left_whole() -> None:
+    """Tied weights: the embedding and the head go together."""
+    gpt2 = huggingface_gpt2()
+    with pytest.raises(ValueError, match=r"wte is cut as 'vocabulary' along a dimension of 31, .* let it be 'whole'"):
+        check_divisible(gpt2, resolve_plan(gpt2, "auto"), 2)
+    styles = resolve_plan(gpt2, {"*.wte": "whole", "lm_head": "whole", "*": "auto"})
+    check_divisible(gpt2, styles, 2)
+    assert styles.keys() == resolve_plan(gpt2, "auto").keys() - {"transformer.wte", "lm_head"}
 
 
 def test_tied_weights_that_would_be_cut_apart_are_refused() -> None:

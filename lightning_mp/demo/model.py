@@ -119,16 +119,18 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.query_key_value = nn.Linear(config.width, 3 * config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, tokens, width]`` to ``[batch, tokens, width]``."""
-        batch, tokens, width = x.shape
-        qkv = self.query_key_value(x).view(batch, tokens, 3, self.heads, width // self.heads)
+        batch, tokens, _ = x.shape
+        # Heads are not counted: under tensor parallelism a rank has some of them.
+        qkv = self.query_key_value(x).view(batch, tokens, 3, -1, self.head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return projected
 
 

@@ -1,0 +1,172 @@
+"""Queries, keys and values in one matrix, cut so that each rank has whole heads.
+
+Their matrix is ``[queries; keys; values]``. Cut as it is, the first of two ranks would get all queries and half of the
+keys. So it is held in *rank order*, ``[queries 0; keys 0; values 0; queries 1; keys 1; values 1]``, of which an
+ordinary cut gives each rank its heads. No other code sees that: gradients, norms, optimizers and FSDP2 do not ask for
+the order of rows. Where values leave the model or come in (state dicts of the model and of its optimizers) they are in
+the order of a single process, so that checkpoints know nothing of the number of ranks.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+__all__ = ["FusedOrder", "convert_optimizer_states", "fused_orders", "hold_in_rank_order"]
+
+#: Attribute of a fused layer: the orders of its parameters, by name. Parameters lose theirs in ``module.to()``.
+_ORDERS = "fused_orders"
+
+#: Queries, keys, values.
+_PARTS = 3
+
+
+@dataclass(frozen=True)
+class FusedOrder:
+    """In which order the rows of a fused matrix lie.
+
+    Args:
+        ranks: over how many ranks it is cut.
+        dim: along which dimension.
+        parts: how many matrices of one size it is made of.
+
+    Example:
+        >>> order = FusedOrder(ranks=2, dim=0)
+        >>> order.by_rank(torch.arange(6))  # queries 0 1, keys 2 3, values 4 5
+        tensor([0, 2, 4, 1, 3, 5])
+        >>> order.by_part(order.by_rank(torch.arange(6)))
+        tensor([0, 1, 2, 3, 4, 5])
+    """
+
+    ranks: int
+    dim: int
+    parts: int = _PARTS
+
+    def by_rank(self, whole: Tensor) -> Tensor:
+        """From the order of one process to that in which the rows of one rank are neighbours."""
+        return self._swapped(whole, self.parts, self.ranks)
+
+    def by_part(self, whole: Tensor) -> Tensor:
+        """The way back."""
+        return self._swapped(whole, self.ranks, self.parts)
+
+    def to_checkpoint(self, held: Tensor) -> Tensor:
+        """The same values in the order of one process, cut as before. All ranks have to call it: it gathers."""
+        return self._moved(held, inward=False)
+
+    def from_checkpoint(self, value: Tensor) -> Tensor:
+        """The way back."""
+        return self._moved(value, inward=True)
+
+    def _swapped(self, whole: Tensor, first: int, second: int) -> Tensor:
+        blocks: Tensor = whole.unflatten(self.dim, (first, second, -1))
+        swapped: Tensor = blocks.transpose(self.dim, self.dim + 1).flatten(self.dim, self.dim + 2)
+        return swapped.contiguous()
+
+    @torch.no_grad()
+    def _moved(self, value: Tensor, *, inward: bool) -> Tensor:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        moved = self.by_rank(whole) if inward else self.by_part(whole)
+        if not isinstance(value, DTensor):
+            return moved
+        return distribute_tensor(moved, value.device_mesh, value.placements, src_data_rank=None)
+
+
+def fused_orders(model: nn.Module) -> dict[str, FusedOrder]:
+    """The order of each parameter that is held in rank order, by its name."""
+    return {
+        f"{name}.{own}" if name else own: order
+        for name, layer in model.named_modules(remove_duplicate=False)
+        for own, order in getattr(layer, _ORDERS, {}).items()
+    }
+
+
+def hold_in_rank_order(layer: nn.Module, ranks: int, *, dim_of_weight: int) -> None:
+    """Rearranges the whole parameters of a fused layer, and lets its state dict be as if nothing had happened.
+
+    Args:
+        layer: with a ``weight`` and perhaps a ``bias``, not cut yet.
+        ranks: over how many ranks it will be cut.
+        dim_of_weight: along which dimension of the weight.
+    """
+    orders = {"weight": FusedOrder(ranks, dim_of_weight)}
+    if getattr(layer, "bias", None) is not None:
+        orders["bias"] = FusedOrder(ranks, 0)
+    for name, parameter in layer.named_parameters(recurse=False):
+        parameter.data = orders[name].by_rank(parameter.data)
+    layer.register_state_dict_post_hook(_AfterStateDict(orders))
+    layer.register_load_state_dict_pre_hook(_BeforeLoad(orders))
+    setattr(layer, _ORDERS, orders)
+
+
+def convert_optimizer_states(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Lets state dicts of optimizers be in the order of one process, for parameters that are held in rank order.
+
+    To be called when whoever else has hooks on the optimizers has set them.
+    """
+    orders = fused_orders(model)
+    named = model.named_parameters(remove_duplicate=False)
+    fused: dict[Tensor, FusedOrder] = {p: orders[name] for name, p in named if name in orders}
+    for optimizer in optimizers:
+        if any(p in fused for group in optimizer.param_groups for p in group["params"]):
+            optimizer.register_state_dict_post_hook(partial(_converted, fused, inward=False))
+            # Others may take tensors out of what is loaded, so the order is put right before.
+            optimizer.register_load_state_dict_pre_hook(partial(_converted, fused, inward=True), prepend=True)
+
+
+@dataclass
+class _AfterStateDict:
+    """Hook of a fused layer; a copy of the layer gets a copy of it."""
+
+    orders: dict[str, FusedOrder]
+
+    def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name, order in self.orders.items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = order.to_checkpoint(state_dict[prefix + name])
+
+
+@dataclass
+class _BeforeLoad:
+    """The same for the way back."""
+
+    orders: dict[str, FusedOrder]
+
+    def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_others: Any) -> None:
+        for name, order in self.orders.items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = order.from_checkpoint(state_dict[prefix + name])
+
+
+def _converted(
+    fused: Mapping[Tensor, FusedOrder], optimizer: Optimizer, state_dict: dict[str, Any], *, inward: bool
+) -> dict[str, Any]:
+    """With new dictionaries: torch's hold the optimizer's own."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    state = dict(state_dict["state"])
+    # Of different length if the state is another optimizer's; torch's own error says so.
+    for number, parameter in zip(numbers, parameters, strict=False):
+        order = fused.get(parameter)
+        if order is None or number not in state:
+            continue
+        converted = {}
+        for name, value in state[number].items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                if value.shape != parameter.shape:
+                    raise ValueError(
+                        f"FSDP2Strategy: the state of {type(optimizer).__name__} holds {name!r} of shape"
+                        f" {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)} whose queries, keys"
+                        " and values are one matrix, and its order cannot be known. Cut that layer as 'column_gather'"
+                        " and the one after it as 'row_split', or use an optimizer with tensors of the parameter's"
+                        " shape."
+                    )
+                value = order.from_checkpoint(value) if inward else order.to_checkpoint(value)
+            converted[name] = value
+        state[number] = converted
+    return {**state_dict, "state": state}
