@@ -6,8 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.faults.atomic_checkpoint import (
@@ -20,6 +24,12 @@ from lightning_mp.faults.atomic_checkpoint import (
 )
 from lightning_mp.holds import InstanceMethod
 from lightning_mp.seams import callbacks_of, set_callbacks
+from lightning_mp.sharding.sharded_checkpoint import (
+    has_optimizer_state,
+    is_sharded_checkpoint,
+    load_checkpoint,
+    without_a_made_up_step,
+)
 
 __all__ = ["AtomicCheckpoints"]
 
@@ -32,11 +42,18 @@ class AtomicCheckpoints(Callback):
     it is a directory, and renamed by rank 0 when all ranks are done. :func:`lightning_mp.latest_checkpoint` finds it
     again. All ranks must see the same folder. Paths with a protocol, as ``s3://``, are left to Lightning.
 
-    ``strategy.save_checkpoint`` and ``remove_checkpoint`` are wrapped for the time of ``fit``, ``validate`` or
-    ``test``; a ``trainer.save_checkpoint`` after it is written as without this callback.
+    Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no state of the optimizer yet,
+    because all steps so far were skipped or it took no part in them, and writing before the first step makes Adam count
+    one. With this callback both are right. :class:`~lightning_mp.FSDP2Strategy` does all of this by itself, and the
+    callback does nothing there. FSDPStrategy cannot read a folder without any state of the optimizer; that is said.
+
+    ``strategy.save_checkpoint`` and ``remove_checkpoint``, and for the last two ``load_checkpoint`` and
+    ``optimizer_state``, are wrapped for the time of ``fit``, ``validate`` or ``test``; a ``trainer.save_checkpoint``
+    after it is written as without this callback.
 
     Raises:
-        MisconfigurationException: at set-up, if checkpoints are written in the background by ``AsyncCheckpointIO``.
+        MisconfigurationException: at set-up, if checkpoints are written in the background by ``AsyncCheckpointIO``; on
+            loading, if FSDPStrategy is to go on from a folder without any state of the optimizer.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -62,6 +79,8 @@ class AtomicCheckpoints(Callback):
                 " writes single files atomically, or remove AsyncCheckpointIO."
             )
         self._restore()
+        if getattr(strategy, "writes_atomically", False):
+            return
 
         def save(checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
             if not is_local(filepath):
@@ -85,6 +104,10 @@ class AtomicCheckpoints(Callback):
         saving = InstanceMethod(strategy, "save_checkpoint", save)
         removing = InstanceMethod(strategy, "remove_checkpoint", remove)
         self._methods = [saving, removing]
+        if isinstance(strategy, ModelParallelStrategy):
+            self._methods += _state_as_it_is(strategy)
+        elif isinstance(strategy, FSDPStrategy) and trainer.state.fn == TrainerFn.FITTING:
+            self._methods.append(_refuse_without_state(strategy))
         # Behind the others, so that a checkpoint that another writes on an exception is atomic too. A new list:
         # Lightning is walking through the old one.
         others = [callback for callback in callbacks_of(trainer) if callback is not self]
@@ -107,3 +130,48 @@ class AtomicCheckpoints(Callback):
         methods, self._methods = self._methods, []
         for method in methods:
             method.restore()
+
+
+def _state_as_it_is(strategy: ModelParallelStrategy) -> list[InstanceMethod]:
+    """Lightning's own strategy writes and reads optimizers whose state is not there as a whole; others are left."""
+
+    def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        assert strategy.model is not None
+        assert strategy.lightning_module is not None
+        return load_checkpoint(
+            Path(strategy.broadcast(checkpoint_path)),
+            strategy.model,
+            strategy.optimizers,
+            strict=strategy.lightning_module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    def state(optimizer: Optimizer) -> dict[str, Any]:
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with without_a_made_up_step(inner):
+            whole: dict[str, Any] = asking.original(inner)
+            return whole
+
+    if type(strategy).load_checkpoint is not ModelParallelStrategy.load_checkpoint:
+        return []
+    asking = InstanceMethod(strategy, "optimizer_state", state)
+    return [InstanceMethod(strategy, "load_checkpoint", load), asking]
+
+
+def _refuse_without_state(strategy: FSDPStrategy) -> InstanceMethod:
+    """torch's message would be that a dictionary must have the key "state"."""
+
+    def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(strategy.broadcast(checkpoint_path))
+        if is_sharded_checkpoint(path) and not has_optimizer_state(path):
+            raise MisconfigurationException(
+                f"The checkpoint {path} holds no state of the optimizer: all steps before it were skipped, or the"
+                " optimizer has none, as plain SGD. FSDPStrategy with state_dict_type='sharded' cannot go on from it."
+                " If the steps were skipped nothing is lost: start again without it, from a lower loss scale. Otherwise"
+                " use state_dict_type='full', or FSDP2Strategy."
+            )
+        checkpoint: dict[str, Any] = loading.original(path, weights_only)
+        return checkpoint
+
+    loading = InstanceMethod(strategy, "load_checkpoint", load)
+    return loading

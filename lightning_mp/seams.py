@@ -4,8 +4,8 @@ Each entry of :data:`PRIVATE_NAMES` says which private name the pack relies on a
 upgrade takes one away.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -52,7 +52,10 @@ __all__ = [
     "sharding_param_dtype",
     "take_back_a_logged_step",
     "version_of",
+    "without_forward_hooks_of_sharding",
     "without_function_modes",
+    "without_function_subclasses",
+    "wrapper_tensor",
 ]
 
 #: (owner, private name, why it is needed)
@@ -77,6 +80,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.autograd, "_get_sequence_nr", "marks the parts of a forward, to recognise them in its backward"),
     (torch.autograd.graph.Node, "_sequence_nr", "the same mark of a node of the graph"),
     (torch._C, "DisableTorchFunction", "what a layer does inside is no business of rules about operations"),
+    (torch._C, "DisableTorchFunctionSubclass", "calls torch for a subclass of Tensor, while modes go on"),
+    (torch.Tensor, "_make_wrapper_subclass", "a tensor of which this rank has a part only"),
     (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
     (torch.nn.Module, "_compiled_call_impl", "tells that a module was compiled in place"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
@@ -194,9 +199,45 @@ def without_function_modes() -> AbstractContextManager[None]:
     return disabled
 
 
+def without_function_subclasses() -> AbstractContextManager[None]:
+    """While this is entered, no ``__torch_function__`` of a subclass of ``Tensor`` is called; those of modes are."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return disabled
+
+
+def wrapper_tensor(
+    kind: type[Tensor], size: Sequence[int], strides: Sequence[int], like: Tensor, requires_grad: bool
+) -> Any:
+    """A tensor of a subclass that has a size and no memory; ``like`` gives dtype and device."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, size, strides=strides, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+    )
+
+
 def sharding_param_dtype(unit: FSDPModule) -> torch.dtype | None:
     """The dtype in which FSDP2 gathers the parameters of a unit; None for the dtype that they have."""
     return unit._get_fsdp_state()._mp_policy.param_dtype
+
+
+@contextmanager
+def without_forward_hooks_of_sharding(unit: FSDPModule) -> Iterator[None]:
+    """While this is entered, calling a unit of FSDP2 neither gathers nor frees its weights; its units inside do."""
+    state = unit._get_fsdp_state()
+    assert isinstance(unit, torch.nn.Module)
+    aside = [
+        (hooks, key, hook)
+        for hooks in (unit._forward_pre_hooks, unit._forward_hooks)
+        for key, hook in hooks.items()
+        if getattr(hook, "__self__", None) is state
+    ]
+    # In their places, so that the order of hooks stays.
+    for hooks, key, _ in aside:
+        hooks[key] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for hooks, key, hook in aside:
+            hooks[key] = hook
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -22,19 +21,22 @@ from lightning_mp import seams
 from lightning_mp.faults.atomic_checkpoint import (
     begin_checkpoint,
     commit_checkpoint,
+    remove_checkpoint,
+    settle_checkpoint,
     standing_checkpoint,
     temporary_path,
 )
 from lightning_mp.policy_rules import named_modules
-from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.sharding.full_checkpoint import full_optimizer_state
+from lightning_mp.sharding.fused_columns import convert_optimizer_states
+from lightning_mp.sharding.known_models import Style
 from lightning_mp.sharding.rules import Shard, read_shard, unit_names
-from lightning_mp.sharding.tensor_parallel_plan import Style, check_divisible, read_plan, resolve_plan
-from lightning_mp.strategies.fsdp2_checkpoints import (
-    full_optimizer_state,
-    is_sharded_checkpoint,
-    load_full_checkpoint,
-)
+from lightning_mp.sharding.sequence_parallel import check_sequence_styles
+from lightning_mp.sharding.sharded_checkpoint import load_checkpoint, without_a_made_up_step
+from lightning_mp.sharding.tensor_parallel_model import TensorParallelCut
+from lightning_mp.sharding.tensor_parallel_plan import Plan, check_divisible, read_plan, resolve_plan
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
+from lightning_mp.strategies.refused import refuse_copies_of_the_model, refuse_scaler_of_torch
 
 __all__ = ["FSDP2Strategy"]
 
@@ -75,7 +77,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     The model stays sharded after the run; called by hand it wants the autocast of the run.
 
     Checkpoints are folders with the shards of every rank, or with ``save_distributed_checkpoint=False`` a single file
-    that any strategy reads. Both resume on any number of ranks, and get their name only when they are complete.
+    that any strategy reads. Both resume on any number of ranks, and get their name only when they are complete. Where
+    queries, keys and values are one matrix, ranks hold it in another order; state dicts have that of one process, so
+    all ranks have to ask for them together.
 
     Args:
         shard: a module class, its name, a glob over names, or several of these; or a number of parameters, for the
@@ -85,10 +89,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         tensor_parallel_size: over how many ranks each layer of the plan is cut; neighbouring ranks, so no more than a
             node has.
         tensor_parallel_plan: globs over names of layers to styles
-            (:func:`~lightning_mp.sharding.tensor_parallel_plan.apply_style`), the first that fits wins; "auto" or
-            None for Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``. Under "auto" layers whose
-            queries, keys and values are one matrix (GPT-2 and our GPT) are cut, and attention itself runs on every
-            rank. Logits come out whole.
+            (:func:`~lightning_mp.sharding.tensor_parallel_layers.cut_layer`), the first that fits wins; "auto" or None
+            for Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``: attention runs on each rank's heads
+            only, and the loss is computed on logits that stay cut by vocabulary (``F.cross_entropy`` and
+            ``nn.CrossEntropyLoss``, also inside of transformers; in training whatever else looks at logits gets the
+            whole, on all ranks together; in evaluation they are whole). "auto_sequence" cuts the sequence besides, in
+            and between blocks (:mod:`~lightning_mp.sharding.sequence_parallel`). Both can stand on the right of a
+            mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with another head, and "whole" leaves a
+            layer as it is.
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
             spread them over that many ranks; None for what FSDP2 does.
         save_distributed_checkpoint: one file per rank, or one in all.
@@ -116,7 +124,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         *,
         replicate_size: int = 1,
         tensor_parallel_size: int = 1,
-        tensor_parallel_plan: Mapping[str, Style] | Literal["auto"] | None = None,
+        tensor_parallel_plan: Plan | None = None,
         reshard_after_forward: bool | int | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
@@ -187,8 +195,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._check_precision_plugin()
-        _refuse_copies_of_the_model(trainer)
+        refuse_scaler_of_torch(
+            self.precision_plugin,
+            "FSDP2Strategy",
+            "looks at one mesh of ranks only, and ranks would skip different steps",
+        )
+        refuse_copies_of_the_model(trainer, "FSDP2Strategy", "it is sharded and could not average shards into it")
+        self._check_checkpoint_io()
         module = self.lightning_module
         if any(isinstance(part, FSDPModule) for part in module.modules()):
             self._check_earlier_sharding(module)
@@ -201,6 +214,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        convert_optimizer_states(module, self.optimizers)  # after the hooks of the precision plugin
 
     def _shard(self, module: "pl.LightningModule") -> None:
         assert self._meshes is not None
@@ -208,12 +222,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         data, tensor = self._meshes
         styles = resolve_plan(module, self.tensor_parallel_plan) if tensor is not None else {}
         check_divisible(module, styles, self.tensor_parallel_size)
+        check_sequence_styles(module, styles)
         shard_model(
             module,
             names,
-            styles,
+            TensorParallelCut(module, styles, tensor) if tensor is not None else None,
             data_mesh=data,
-            tensor_mesh=tensor,
             plugin=self.precision_plugin,
             device=self.root_device,
             reshard_after_forward=self.reshard_after_forward,
@@ -230,17 +244,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         text = f"FSDP2Strategy: {units}, each over {shards} rank{'s' if shards > 1 else ''}"
         if self.replicate_size > 1:
             text += f", in {self.replicate_size} copies"
-        if styles:
-            text += f"; {len(styles)} layers cut over {self.tensor_parallel_size} ranks"
+        cut = [style for style in styles.values() if style not in ("sequence", "whole_sequence")]
+        if cut:
+            text += f"; {len(cut)} layers cut over {self.tensor_parallel_size} ranks"
+        if "sequence" in styles.values():
+            text += ", and the sequence between them"
         rank_zero_info(f"{text}.")
 
-    def _check_precision_plugin(self) -> None:
-        plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision) and not isinstance(plugin, EpiloguePrecision) and plugin.scaler:
+    def _check_checkpoint_io(self) -> None:
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):
             raise MisconfigurationException(
-                "FSDP2Strategy with Lightning's MixedPrecision('16-mixed'): torch's GradScaler looks at one mesh of"
-                " ranks only, and ranks would skip different steps. Use"
-                " Trainer(plugins=[lightning_mp.AutocastPrecision('16-mixed')]) and leave precision out."
+                "FSDP2Strategy renames a checkpoint when it is written, and AsyncCheckpointIO would write it later, in"
+                " the background; folders with shards do not go through it at all. Leave AsyncCheckpointIO out."
             )
 
     def _check_earlier_sharding(self, module: "pl.LightningModule") -> None:
@@ -280,12 +295,16 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    #: Says to AtomicCheckpoints that there is nothing left to do.
+    writes_atomically = True
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The shards, or on rank 0 the whole, with parameters in the order of the optimizer."""
-        if self.save_distributed_checkpoint:
-            return super().optimizer_state(optimizer)
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return full_optimizer_state(inner, keep=self.is_global_zero)
+        if not self.save_distributed_checkpoint:
+            return full_optimizer_state(inner, keep=self.is_global_zero)
+        with without_a_made_up_step(inner):
+            return super().optimizer_state(inner)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes beside the place where it belongs, and moves it there when all ranks are done."""
@@ -304,30 +323,22 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         path = standing_checkpoint(Path(self.broadcast(checkpoint_path)))
-        if is_sharded_checkpoint(path):
-            return super().load_checkpoint(path, weights_only)
-        return load_full_checkpoint(
+        checkpoint = load_checkpoint(
             path,
             self.model,
             self.optimizers,
             strict=self.lightning_module.strict_loading,
             weights_only=weights_only,
         )
+        self.barrier()
+        if self.is_global_zero:
+            settle_checkpoint(path)
+        return checkpoint
 
-
-def _refuse_copies_of_the_model(trainer: "pl.Trainer") -> None:
-    """Callbacks of Lightning that have copied the model by now; the copy stays whole, and on every rank.
-
-    Raises:
-        MisconfigurationException: names the callback.
-    """
-    for callback in seams.callbacks_of(trainer):
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            raise MisconfigurationException(
-                f"FSDP2Strategy cannot be used with {type(callback).__name__}, which copies the model before it is"
-                " sharded and could not average shards into it. Leave it out, average checkpoints after the run, or use"
-                " strategy='ddp'."
-            )
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Takes its name away first, so that no half of it looks like a checkpoint."""
+        if self.is_global_zero:
+            remove_checkpoint(Path(filepath))
 
 
 FSDP2Strategy.register_strategies(StrategyRegistry)

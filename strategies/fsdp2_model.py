@@ -1,23 +1,23 @@
 """A LightningModule becomes units of FSDP2, cut by tensor parallelism before."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from lightning_mp import seams
 from lightning_mp.policy_rules import named_modules
 from lightning_mp.policy_sharding import ShardingUnit, sharding_units
 from lightning_mp.sharding.gathered_dtypes import gathered_dtypes
 from lightning_mp.sharding.materialise import Materialiser, not_initialisable
-from lightning_mp.sharding.rules import tied_parameters
-from lightning_mp.sharding.tensor_parallel_plan import Style, apply_style
+from lightning_mp.sharding.tensor_parallel_model import TensorParallelCut
 
 __all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
 
@@ -36,10 +36,9 @@ _LOW = {
 def shard_model(
     module: "pl.LightningModule",
     names: Sequence[str],
-    styles: Mapping[str, Style],
+    cut: TensorParallelCut | None,
     *,
     data_mesh: DeviceMesh,
-    tensor_mesh: DeviceMesh | None,
     plugin: Precision,
     device: torch.device,
     reshard_after_forward: bool | int | None,
@@ -49,9 +48,8 @@ def shard_model(
     Args:
         module: the model.
         names: of the units, besides the model.
-        styles: of the layers that are cut.
+        cut: cuts layers over the ranks that compute one model together.
         data_mesh: over which units are sharded; with two dimensions they are copied along the first.
-        tensor_mesh: over which layers are cut.
         plugin: says in which dtype weights are gathered.
         device: of the run.
         reshard_after_forward: see ``fully_shard``.
@@ -69,7 +67,6 @@ def shard_model(
         )
     modules = dict(named_modules(module))
     roots = [""] if module.automatic_optimization else _roots_in_manual_optimization(module, names)
-    ties = [tie for tie in tied_parameters(module) if any(name.rpartition(".")[0] in styles for name in tie)]
     bring_to_life = Materialiser(device)
     done: set[int] = set()
     for unit in units_for(module, [*names, *roots], plugin):
@@ -80,11 +77,8 @@ def shard_model(
                     done.add(id(part))
                     owned.append((f"{name}.{part_name}".strip("."), part))
         bring_to_life([part for _, part in owned])
-        if tensor_mesh is not None:
-            for name, part in owned:
-                if name in styles:
-                    apply_style(part, styles[name], tensor_mesh)
-            _tie_again(modules, [tie for tie in ties if tie[0].rpartition(".")[0] in dict(owned)])
+        if cut is not None:
+            cut.layers([name for name, _ in owned])
         parts = [modules[name] for name in unit.modules]
         fully_shard(
             parts if len(parts) > 1 else parts[0],
@@ -92,8 +86,8 @@ def shard_model(
             mp_policy=unit.mixed_precision,
             reshard_after_forward=reshard_after_forward,
         )
-    if tensor_mesh is not None:
-        _same_random_numbers(tensor_mesh, device)
+    if cut is not None:
+        cut.finish(device)
 
 
 def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precision) -> list[ShardingUnit]:
@@ -113,7 +107,10 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
 
 
 class ForwardMethods:
-    """Lets methods of a unit gather and free its weights as its forward does, until :meth:`detach`."""
+    """Lets methods of a unit gather and free its weights as its forward does, until :meth:`detach`.
+
+    Inside of them ``self(...)`` gathers nothing again, and leaves the weights for what comes after it.
+    """
 
     def __init__(self, module: nn.Module, methods: Iterable[str]) -> None:
         self._module = module
@@ -121,6 +118,7 @@ class ForwardMethods:
         if isinstance(module, FSDPModule):
             for name in methods:
                 self._before[name] = vars(module).get(name)
+                setattr(module, name, _with_weights_at_hand(module, getattr(module, name)))
                 register_fsdp_forward_method(module, name)
 
     def detach(self) -> None:
@@ -131,6 +129,15 @@ class ForwardMethods:
             else:
                 vars(self._module)[name] = before
         self._before.clear()
+
+
+def _with_weights_at_hand(module: FSDPModule, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with seams.without_forward_hooks_of_sharding(module):
+            return method(*args, **kwargs)
+
+    return run
 
 
 def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[str]) -> list[str]:
@@ -148,33 +155,3 @@ def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[
         if name and has_forward and not inside and name not in names and next(part.parameters(), None) is not None:
             roots.append(name)
     return roots
-
-
-def _tie_again(modules: Mapping[str, nn.Module], ties: Iterable[list[str]]) -> None:
-    """Layers are cut one by one; those that shared a weight share the first one's part."""
-    for first, *others in ties:
-        owner, _, name = first.rpartition(".")
-        shared = getattr(modules[owner], name)
-        for other in others:
-            owner, _, name = other.rpartition(".")
-            mine = getattr(modules[owner], name)
-            if getattr(mine, "placements", None) != getattr(shared, "placements", None):
-                raise ValueError(
-                    f"FSDP2Strategy(tensor_parallel_plan=...): {first} and {other} are one parameter (tied weights) and"
-                    " would be cut differently. Give both layers a style that cuts the same dimension ('vocabulary' and"
-                    " 'column_gather'), or neither."
-                )
-            setattr(modules[owner], name, shared)
-
-
-def _same_random_numbers(mesh: DeviceMesh, device: torch.device) -> None:
-    """Ranks that compute one model together draw the same dropout masks."""
-    group = mesh.get_group()
-    source = dist.get_global_rank(group, 0)
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, src=source, group=group)
-    torch.set_rng_state(state.cpu())
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device).to(device)
-        dist.broadcast(state, src=source, group=group)
-        torch.cuda.set_rng_state(state.cpu(), device)

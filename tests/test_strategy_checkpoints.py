@@ -8,11 +8,14 @@ import torch
 from cpu_fsdp import CpuFsdp
 from gloo import RankError, run_ranks
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from small_models import loader, quiet_trainer, regression_batches, weights
-from strategy_runs import Net, Outcomes, ParallelNet
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import ResumableLoader, loader, quiet_trainer, weights
+from strategy_rows import ParallelNet
+from strategy_runs import Net, Outcomes, regression_batches
 from torch import nn
 
-from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
+from lightning_mp import AtomicCheckpoints, AutocastPrecision, LossScaler, MasterWeightsPrecision
+from lightning_mp.sharding.consolidated import consolidate_checkpoint
 
 pytestmark = [
     # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -70,6 +73,7 @@ def fit(make: Any, precision: str, epochs: int, **arguments: Any) -> tuple[Any, 
 @pytest.mark.parametrize("precision", PLUGINS)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("make", [fsdp1, fsdp2])
+@pytest.mark.full
 def test_a_resumed_run_is_the_same_to_the_bit(make: Any, kind: str, precision: str, tmp_path: Path) -> None:
     """D43: the full checkpoint of FSDP1 on CPU, too. Weights, moments, masters and loss scale."""
     path = tmp_path / "half.ckpt"
@@ -113,3 +117,52 @@ def test_the_stock_full_checkpoint_ends_the_process(tmp_path: Path) -> None:
 
     with pytest.raises(RankError, match="was ended by SIGSEGV"):
         run_ranks(train, 2)
+
+
+def test_fsdp1_says_that_it_cannot_go_on_from_a_folder_without_state(tmp_path: Path) -> None:
+    """All steps were skipped; it holds with AtomicCheckpoints, and a later checkpoint is read."""
+
+    def train(rank: int) -> None:
+        def run(steps: int, path: Path | None = None) -> Any:
+            strategy, plugin = fsdp1("sharded"), AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**24))
+            trainer = quiet_trainer(
+                devices=2,
+                strategy=strategy,
+                plugins=[plugin],
+                callbacks=[AtomicCheckpoints()],
+                max_steps=steps,
+                max_epochs=-1,
+            )
+            trainer.fit(Net(1, plants=False), ResumableLoader(BATCHES), ckpt_path=path)
+            return trainer
+
+        run(1).save_checkpoint(tmp_path / "skipped.ckpt")
+        with pytest.raises(MisconfigurationException, match="skipped.ckpt holds no state of the optimizer: all steps"):
+            run(18, tmp_path / "skipped.ckpt")
+        run(17).save_checkpoint(tmp_path / "later.ckpt")
+        assert run(18, tmp_path / "later.ckpt").global_step == 18
+
+    run_ranks(train, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [fsdp1, fsdp2])
+def test_a_folder_of_lightnings_strategies_becomes_a_file(make: Any, tmp_path: Path) -> None:
+    """On one device the optimizer, too, has what the ranks had."""
+
+    def train(rank: int) -> Any:
+        trainer, _ = fit(lambda: make("sharded"), "16-mixed", 1)
+        trainer.save_checkpoint(tmp_path / "folder.ckpt")
+        trainer, _ = fit(lambda: make("full"), "16-mixed", 1)
+        trainer.save_checkpoint(tmp_path / "file.ckpt")
+
+    run_ranks(train, 2)
+    file = consolidate_checkpoint(tmp_path / "folder.ckpt", tmp_path / "whole.ckpt")
+    ours, theirs = (torch.load(path, weights_only=False) for path in (file, tmp_path / "file.ckpt"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours["state_dict"][name], value) for name, value in theirs["state_dict"].items())
+    (our_state,), (their_state,) = ours["optimizer_states"], theirs["optimizer_states"]
+    assert our_state["param_groups"] == their_state["param_groups"]
+    assert our_state["state"].keys() == their_state["state"].keys()
+    for number, values in their_state["state"].items():
+        assert all(torch.equal(our_state["state"][number][name], value) for name, value in values.items())

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_mp.gradients import local_shard
 from lightning_mp.master_store import MasterStore, distribute_like, refine
+from lightning_mp.sharding.fused_columns import fused_orders
 
 __all__ = ["FullWeightsInState"]
 
@@ -24,11 +25,13 @@ class FullWeightsInState:
         """Writes the masters into ``state_dict``."""
         if self._masters is None:
             return
+        orders = fused_orders(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if parameter in self._masters and prefix + name in state_dict:
                 working = local_shard(parameter.detach())
                 master = local_shard(self._masters.get(parameter).detach())
-                state_dict[prefix + name] = distribute_like(refine(working, master.to(working.device)), parameter)
+                full = distribute_like(refine(working, master.to(working.device)), parameter)
+                state_dict[prefix + name] = orders[name].to_checkpoint(full) if name in orders else full
 
     def __reduce__(self) -> tuple[type["FullWeightsInState"], tuple[()]]:
         return FullWeightsInState, ()

@@ -1,4 +1,4 @@
-"""Single-file and sharded checkpoints of an FSDP2 run, readable by a run with any number of ranks."""
+"""Single-file checkpoints of a sharded run, readable by a run with any number of ranks and any strategy."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,19 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "full_optimizer_state",
-    "is_sharded_checkpoint",
-    "load_full_checkpoint",
-]
-
-#: What a sharded checkpoint has besides the shards, as Lightning writes it.
-_REST = "meta.pt"
-
-
-def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether it is a folder with shards."""
-    return path.is_dir() and (path / _REST).is_file()
+__all__ = ["full_optimizer_state", "load_full_checkpoint"]
 
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
