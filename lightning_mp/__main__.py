@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning_mp.demo.cli import OneLineParser, add_demo_command
 from lightning_mp.planning.cli_fit import add_fit_command
+from lightning_mp.planning.cli_layouts import add_layouts_command
 from lightning_mp.planning.cli_plan import add_plan_command
 
 __all__ = ["main"]
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_demo_command(commands)
     add_plan_command(commands)
     add_fit_command(commands)
+    add_layouts_command(commands)
     parsed: argparse.Namespace = parser.parse_args(arguments)
     code: int = parsed.run(parsed)
     return code

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.planning.forecast import LossForecast, forecast_loss, forecast_seconds
+from lightning_mp.planning.forecast import LossForecast, _resampled, forecast_loss, forecast_seconds
 
 BUDGET = 1e8
 
@@ -47,6 +47,7 @@ def test_a_curve_without_noise_is_continued(constants: tuple[float, float, float
     ("constants", "points", "noise", "reach", "correlation"),
     [((2.0, 300.0, 0.35), 80, 0.02, 2.0, 0.0), ((1.5, 30.0, 0.2), 80, 0.03, 3.0, 0.5)],
 )
+@pytest.mark.full
 def test_the_band_holds_the_truth_as_often_as_it_says(
     constants: tuple[float, float, float], points: int, noise: float, reach: float, correlation: float
 ) -> None:
@@ -162,3 +163,17 @@ def test_seconds_left_from_recent_speed() -> None:
 def test_no_speed_no_forecast(seconds: list[float], tokens: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         forecast_seconds(seconds, tokens, 100)
+
+
+def test_a_curve_that_stands_still_goes_on_so() -> None:
+    """More than half of the residuals are 0, and with them their robust spread."""
+    found = forecast(torch.linspace(1e6, BUDGET, 40, dtype=torch.float64), torch.full((40,), 2.0), 2.0)
+    assert (found.loss, found.low, found.high) == (2.0, 2.0, 2.0)
+    assert found.warnings == ("the loss does not fall",)
+
+
+def test_residuals_are_as_large_as_before_three_constants_were_fitted_to_them() -> None:
+    residuals = torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    again = _resampled(residuals, 4000, seed=1)
+    centred = residuals - residuals.mean()
+    assert float(again.square().mean()) == pytest.approx(float(centred.square().sum()) / 27, rel=0.02)

@@ -178,3 +178,9 @@ HOURS = {"device_hours": 10, "device": "h100", "mfu": 0.4}
 def test_wrong_questions_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         compute_optimal(**arguments)
+
+
+@pytest.mark.parametrize("target", ["parameters", "tokens"])
+def test_what_no_float_can_hold_is_refused(target):
+    with pytest.raises(ValueError, match=rf"1e200 {target} cost more FLOPs under 'hoffmann-1' than a float can hold"):
+        compute_optimal(**{target: 1e200, "law": "hoffmann-1"})

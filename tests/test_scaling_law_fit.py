@@ -278,6 +278,7 @@ def coverage(fits, fit_one):
     return [times / fits for times in held.values()]
 
 
+@pytest.mark.full
 def test_intervals_cover_at_their_rate():
     """30 fits: a true rate of 0.85 leaves 0.6 to 1 in one of a hundred draws at most."""
 
@@ -334,3 +335,13 @@ def test_runs_at_scattered_budgets_get_six_curves(noisy, tmp_path):
     assert sum("FLOPs" in text.get_text() for text in curves.get_legend().get_texts()) == 6
     draw_fit(noisy, tmp_path / "fit.png")
     assert (tmp_path / "fit.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_that_was_not_drawn_does_not_keep_an_exact_fit_from_being_one():
+    """A bootstrap sample leaves runs out; what they are off by is nothing to it."""
+    right = made_runs(16, noise=0.0)
+    logs = logarithms([*right, Run(2e9, 1e10, 9.0)])
+    start = starts(logs, per_exponent=3)
+    weights = torch.ones(len(start), len(right) + 1, dtype=torch.float64)
+    weights[:, -1] = 0
+    assert minimise(logs, start, weights).converged.any()

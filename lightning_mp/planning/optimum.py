@@ -174,12 +174,18 @@ def _devices(
 
 def _unlimited(law: ScalingLaw, target: str, value: float) -> ComputeOptimal:
     frontier = law.frontier
-    if target == "parameters":
-        flops = frontier.flops_for_parameters(value)
-    elif target == "tokens":
-        flops = frontier.flops_for_tokens(value)
-    else:
-        flops = value
+    try:
+        if target == "parameters":
+            flops = frontier.flops_for_parameters(value)
+        elif target == "tokens":
+            flops = frontier.flops_for_tokens(value)
+        else:
+            flops = value
+    except OverflowError:
+        raise ValueError(
+            f"{format_quantity(value)} {target} cost more FLOPs under {law.name!r} than a float can hold. Is the unit"
+            " right?"
+        ) from None
     parameters, tokens = frontier.optimum(flops)
     loss = law.loss(parameters, tokens) if isinstance(law, ParametricLaw) else None
     return ComputeOptimal(law=law, parameters=parameters, tokens=tokens, flops=flops, loss=loss)

@@ -1,0 +1,102 @@
+"""What one collective operation sends, over which links.
+
+Convention of every figure: bytes that one GPU sends (it receives as many), by the algorithms that send least. With S
+the bytes of the whole tensor and n ranks::
+
+    all-gather, reduce-scatter    (n - 1) / n S
+    all-reduce                  2 (n - 1) / n S      a reduce-scatter and an all-gather
+    send                                      S
+
+A ring sends exactly this (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations"; the "bus bandwidth" of nccl-tests is defined by the same factors). Where a group spans m nodes with k of
+its ranks in each, it is done in two levels, inside the nodes and between equal places of the nodes::
+
+    inside a node    c (k - 1) / k S          c = 2 for an all-reduce, else 1
+    between nodes    c (m - 1) / (k m) S
+
+Together this is the ring's number, with the least that can cross between nodes. A single ring laid node by node crosses
+with c (n - 1) / n S on one of the k ranks; a switch that adds numbers up itself (SHARP) sends less.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, get_args
+
+__all__ = ["Collective", "Transfer"]
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Operations of one kind in one optimizer step.
+
+    Raises:
+        ValueError: a number is negative, or the operation is unknown.
+
+    Example:
+        A gradient of 1 GB over 16 ranks, 8 in a node: 1.875 GB sent by each, of them 0.125 GB to another node.
+
+        >>> gradients = Transfer("gradients", "all_reduce", 10**9, ranks=16)
+        >>> gradients.bytes_sent / 1e9
+        1.875
+        >>> [bytes / 1e9 for bytes in gradients.bytes_by_link(8)]
+        [1.75, 0.125]
+    """
+
+    what: str
+    """What is sent, for people."""
+    collective: Collective
+    """The operation."""
+    payload_bytes: int
+    """S of one operation: the tensor that all ranks have after an all-gather, before a reduce-scatter, and otherwise
+    always."""
+    ranks: int
+    """n: how many take part; 2 for a send."""
+    count: int = 1
+    """How many such operations one rank takes part in per optimizer step."""
+    stride: int = 1
+    """How far apart the ranks are: 1 for neighbours."""
+    awaited: bool = False
+    """Whether what is computed next needs it, as activations do; gradients and weights can go beside the computing."""
+
+    def __post_init__(self) -> None:
+        if self.collective not in get_args(Collective):
+            raise ValueError(f"Unknown operation {self.collective!r}. Use one of {', '.join(get_args(Collective))}.")
+        for name, least in (("payload_bytes", 0), ("ranks", 1), ("count", 0), ("stride", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Transfer.{name} must be at least {least}, got {getattr(self, name)!r}.")
+
+    @property
+    def bytes_sent(self) -> float:
+        """By one rank, in all operations of a step."""
+        return float(self._factor(self.ranks) * self.payload_bytes * self.count)
+
+    def bytes_by_link(self, gpus_per_node: int) -> tuple[float, float]:
+        """The same inside a node and between nodes, for ranks numbered node by node.
+
+        Raises:
+            ValueError: the group does not fill its nodes evenly.
+        """
+        if self.collective == "send":
+            inside = self.bytes_sent if self.stride < gpus_per_node else 0.0
+            return inside, self.bytes_sent - inside
+        near, nodes = self._places(gpus_per_node)
+        whole = self.payload_bytes * self.count
+        return float(self._factor(near) * whole), float(self._factor(nodes) * whole / near)
+
+    def _factor(self, ranks: int) -> Fraction:
+        if self.collective == "send":
+            return Fraction(1)
+        return Fraction((2 if self.collective == "all_reduce" else 1) * (ranks - 1), ranks)
+
+    def _places(self, gpus_per_node: int) -> tuple[int, int]:
+        """Ranks of the group in one node, and nodes."""
+        near = max(1, min(self.ranks, gpus_per_node // self.stride))
+        apart = self.stride % gpus_per_node if near == 1 and self.ranks > 1 else gpus_per_node % self.stride
+        if self.ranks % near or (apart and self.ranks * self.stride > gpus_per_node):
+            raise ValueError(
+                f"{self.what}: {self.ranks} ranks that are {self.stride} apart do not fill nodes of {gpus_per_node}"
+                " GPUs evenly. Use sizes that divide each other."
+            )
+        return near, self.ranks // near
