@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.listed import listed
 from lightning_mp.module_selection import ModulePattern, as_patterns, select_modules
+from lightning_mp.pipelining.other_stage import whole_again
 from lightning_mp.recompute import CheckpointedModules
 from lightning_mp.recompute_cost import RecomputeReport, StepCost
 from lightning_mp.seams import is_compiled
@@ -115,7 +116,8 @@ class ActivationCheckpointing(Callback):
             ValueError: if a pattern fits nothing.
             MisconfigurationException: if something else checkpoints already.
         """
-        found = select_modules(pl_module, self.patterns, type(self).__name__, every=self.every)
+        with whole_again(pl_module):  # a stage of a pipeline may have none of them
+            found = select_modules(pl_module, self.patterns, type(self).__name__, every=self.every)
         _refuse_other_checkpoints(pl_module)
         self.module_names = tuple(found)
         self.report = None

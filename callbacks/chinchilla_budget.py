@@ -13,6 +13,7 @@ from lightning_mp.agreed_flag import AgreedFlag
 from lightning_mp.callbacks._common import join_window_keeper, log_host_number, refuse_other_trainers, report_folder
 from lightning_mp.landing import LandingMode, TokenBudget, TrimFunction
 from lightning_mp.outcome import StepDispatcher
+from lightning_mp.pipelining.other_stage import whole_again
 from lightning_mp.planning.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.planning.quantities import parse_quantity
 from lightning_mp.weighting import CountFunction, Weighting
@@ -278,7 +279,12 @@ class ChinchillaBudget(Callback):
 
 
 def _count_parameters(module: nn.Module, which: Counted) -> tuple[int, str]:
-    """The number, and what it counts."""
+    """The number, and what it counts; of a pipeline's stage those of the whole model."""
+    with whole_again(module):
+        return _count(module, which)
+
+
+def _count(module: nn.Module, which: Counted) -> tuple[int, str]:
     everything = list(module.parameters())
     if which == "trainable":
         return sum(p.numel() for p in everything if p.requires_grad), "the trainable ones, tied ones once"

@@ -20,6 +20,7 @@ from lightning_mp.host_copy import HostCopy
 from lightning_mp.noise_scale import NoiseScale, NoiseScaleAverage
 from lightning_mp.noise_window import ClosedNoiseWindow, NoiseWindow, on_device_of, square_share
 from lightning_mp.outcome import StepDispatcher, StepOutcome
+from lightning_mp.pipelining.pipelined import is_pipelined
 from lightning_mp.precision.base import EpiloguePrecision
 from lightning_mp.precision.ranks import stepping_ranks
 from lightning_mp.windows import WindowKeeper
@@ -102,6 +103,13 @@ class GradientNoiseScale(Callback):
             raise MisconfigurationException(
                 "GradientNoiseScale cannot be used with DeepSpeed, which keeps gradients to itself. Use DDP or"
                 " ModelParallelStrategy."
+            )
+
+        if is_pipelined(trainer):
+            raise MisconfigurationException(
+                "GradientNoiseScale cannot be used with PipelineParallelStrategy, whose stages have no gradient of a"
+                " single micro-batch of the whole model. Measure it with DDP or ModelParallelStrategy; it depends on"
+                " the model and the data, not on the strategy."
             )
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

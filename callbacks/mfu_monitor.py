@@ -16,6 +16,8 @@ from lightning_mp import batch_counts, gradients, seams
 from lightning_mp.callbacks._common import join_window_keeper, log_host_number, refuse_other_trainers
 from lightning_mp.ledger_changes import LedgerChanges
 from lightning_mp.outcome import StepDispatcher
+from lightning_mp.pipelining.other_stage import whole_again
+from lightning_mp.pipelining.pipelined import is_pipelined
 from lightning_mp.planning.flops import CONVENTIONS
 from lightning_mp.planning.hardware import matmul_format, peak_flops
 from lightning_mp.planning.module_flops import FlopCount, FlopTally
@@ -117,6 +119,7 @@ class MFUMonitor(Callback):
         self._is_settled = False
         self._is_running = False
         self._is_warm = False
+        self._left_out = 0
         self._changes: LedgerChanges | None = None
         self._validation_began: float | None = None
 
@@ -145,6 +148,8 @@ class MFUMonitor(Callback):
             MisconfigurationException: with compiled code or FSDP1.
         """
         self._is_settled = self._is_warm = False
+        # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
+        self._left_out = 1 if is_pipelined(trainer) else 0
         self.flop_count = None
         if self.flops_per_token == "exact" and _is_compiled(pl_module):
             raise MisconfigurationException(
@@ -205,7 +210,7 @@ class MFUMonitor(Callback):
                 " batch to its number of tokens, or of samples to have all figures per sample."
             )
         self._read_if_new()
-        if not self._is_settled and not _is_compiled(pl_module):
+        if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
             self._tally = FlopTally().__enter__()
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -239,7 +244,8 @@ class MFUMonitor(Callback):
         elif isinstance(self.flops_per_token, str):
             labels = batch_counts.find_labels(batch)
             context_tokens = labels.shape[1] if labels is not None else measure.presented_tokens
-            model = float(module_flops_per_token(pl_module, self.flops_per_token, context_tokens))
+            with whole_again(pl_module):
+                model = float(module_flops_per_token(pl_module, self.flops_per_token, context_tokens))
         else:
             model = float(self.flops_per_token)
         hardware = model + again if model is not None and again is not None else None
@@ -305,8 +311,9 @@ class MFUMonitor(Callback):
         assert self._keeper is not None
         was_trained_on = self._tally is None  # a micro-batch without a loss never comes to backward
         self._stop_counting()
-        if not self._is_settled and was_trained_on:
+        if not self._is_settled and was_trained_on and self._left_out == 0:
             self._settle_work(trainer, pl_module, batch)
+        self._left_out = max(0, self._left_out - 1)
         if trainer.strategy.root_device.type == "cpu":
             self._keeper.ledger.settle()  # nothing to wait for
         self._read_if_new()

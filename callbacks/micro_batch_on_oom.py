@@ -21,12 +21,12 @@ from lightning_mp.holds import InstanceMethod
 from lightning_mp.host_copy import HostCopy
 from lightning_mp.micro_batches import retry as oom_retry
 from lightning_mp.micro_batches.chunk_logs import ChunkLogs
-from lightning_mp.micro_batches.chunked_step import ChunkedStep, chunk_shares
+from lightning_mp.micro_batches.chunked_step import ChunkedStep, chunk_shares, weighting_of
 from lightning_mp.micro_batches.split import Chunk, SplitFunction, num_samples, split_batch, split_by
 from lightning_mp.module_state import keep_module
+from lightning_mp.pipelining.pipelined import is_pipelined
 from lightning_mp.random_state import RandomState
 from lightning_mp.weighting import Weighting
-from lightning_mp.windows import WindowKeeper
 
 __all__ = ["MicroBatchOnOOM"]
 
@@ -169,12 +169,11 @@ class MicroBatchOnOOM(Callback):
             return
         if self.split is None:
             num_samples(batch)
-        keeper = WindowKeeper.of(trainer)
-        self._weighting = keeper.weighting if keeper is not None else None
-        if self._weighting is None:
-            self._weighting = Weighting("auto")
-            shifted = bool(trainer.strategy.broadcast(batch_counts.shifts_labels_inside(pl_module, batch)))
-            self._weighting.resolve(batch, shifted=shifted, budgeted=False)
+        self._weighting = weighting_of(
+            trainer,
+            batch,
+            lambda: bool(trainer.strategy.broadcast(batch_counts.shifts_labels_inside(pl_module, batch))),
+        )
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -272,7 +271,8 @@ def _positive_integer(value: Any) -> int:
 
 def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
     strategy = trainer.strategy
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or strategy.handles_gradient_accumulation:
+    known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not is_pipelined(trainer)
+    if not known or strategy.handles_gradient_accumulation:
         raise MisconfigurationException(
             f"MicroBatchOnOOM works on a single device and with DDP, not with {type(strategy).__name__}: where weights"
             " or layers are spread over ranks, every forward and backward gathers or sends them, and a rank that"

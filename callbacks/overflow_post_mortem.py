@@ -19,6 +19,8 @@ from lightning_mp import gradients
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.loss_scaler import LossScaler
 from lightning_mp.outcome import StepDispatcher, StepOutcome
+from lightning_mp.pipelining.other_stage import whole_again
+from lightning_mp.pipelining.pipelined import is_pipelined
 from lightning_mp.policy_rules import named_modules
 from lightning_mp.post_mortem.replay import MicroBatch, Replay
 from lightning_mp.post_mortem.report import OverflowReport
@@ -271,7 +273,8 @@ class OverflowPostMortem(Callback):
 
 def _nonfinite_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome) -> list[int]:
     """Positions, among the module's parameters, of those whose gradient on this rank was not finite."""
-    named = list(pl_module.named_parameters())
+    with whole_again(pl_module):
+        named = list(pl_module.named_parameters())
     known = set(outcome.nonfinite_parameters())
     if not known and trainer.global_step == outcome.step_index:
         # The plugin keeps no norms, and the gradients are still those of that step.
@@ -285,12 +288,13 @@ def _nonfinite_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule"
 
 def _names_as_written(pl_module: "pl.LightningModule") -> list[str]:
     """Names of all parameters, without what torch.compile and wrappers put into them."""
-    names = {
-        id(parameter): f"{owner}.{name}".lstrip(".")
-        for owner, module in reversed(list(named_modules(pl_module)))
-        for name, parameter in module.named_parameters(recurse=False)
-    }
-    return [names.get(id(parameter), name) for name, parameter in pl_module.named_parameters()]
+    with whole_again(pl_module):  # stages of a pipeline count positions in the whole model
+        names = {
+            id(parameter): f"{owner}.{name}".lstrip(".")
+            for owner, module in reversed(list(named_modules(pl_module)))
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        return [names.get(id(parameter), name) for name, parameter in pl_module.named_parameters()]
 
 
 def _nonfinite_buffers(pl_module: "pl.LightningModule") -> list[str]:
@@ -341,6 +345,8 @@ def _refuse_what_cannot_be_replayed(trainer: "pl.Trainer", pl_module: "pl.Lightn
             " rank may skip a step that another makes; use AutocastPrecision, or give the plugin a"
             " lightning_mp.LossScaler"
         )
+    elif is_pipelined(trainer):
+        reason = "PipelineParallelStrategy, whose stages run forwards and backwards of a batch in one"
     elif is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
         reason = "a training_step(dataloader_iter), which draws its batches itself"
     if reason:

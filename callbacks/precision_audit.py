@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -11,10 +12,14 @@ from torch import Tensor
 from lightning_mp.audit.asked import AskedPrecision
 from lightning_mp.audit.findings import Finding, find_problems
 from lightning_mp.audit.records import AuditReport
+from lightning_mp.audit.stages import join_stages
 from lightning_mp.audit.table import audit_table
 from lightning_mp.audit.watch import PrecisionWatch
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.pipelining.other_stage import whole_again
+from lightning_mp.pipelining.pipelined import is_pipelined
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy_rules import named_modules
 from lightning_mp.precision import Float8Precision
 
 __all__ = ["PrecisionAudit"]
@@ -36,7 +41,8 @@ class PrecisionAudit(Callback):
 
     The run computes the same numbers, to the last bit, with it and without. It works with any precision plugin. With
     manual optimization the whole training step is watched, without its optimizer steps. A batch without a backward
-    (a ``training_step`` that returned None) is passed over. What it can see of compiled code is said in
+    (a ``training_step`` that returned None) is passed over. In a pipeline all stages are watched, and the table has the
+    modules of all of them; the probe that finds out shapes is seen, too. What it can see of compiled code is said in
     :class:`~lightning_mp.audit.watch.PrecisionWatch`, which also works without a Trainer.
 
     Args:
@@ -73,9 +79,9 @@ class PrecisionAudit(Callback):
         refuse_other_trainers(self, trainer)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Begins to count batches, on rank 0 only: the other ranks run the same."""
+        """Begins to count batches, on rank 0 only where the other ranks run the same."""
         self.records, self.findings = None, ()
-        self._is_due = trainer.is_global_zero
+        self._is_due = trainer.is_global_zero or is_pipelined(trainer)
         self._num_batches = 0
 
     def on_train_batch_start(
@@ -127,15 +133,31 @@ class PrecisionAudit(Callback):
 
     def _end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         watch = self._drop()
-        if watch is None or not watch.saw_backward:
+        if watch is None:
+            return
+        report, saw_backward = watch.report, watch.saw_backward
+        assert report is not None
+        if is_pipelined(trainer):
+            report, saw_backward = _of_all_stages(report, saw_backward, pl_module)
+        if not saw_backward:
             return
         self._is_due = False
-        assert watch.report is not None
-        self.records = watch.report
-        self.findings = find_problems(watch.report, _asked_of(trainer, pl_module))
-        rank_zero_info(f"{audit_table(watch.report)}")
+        self.records = report
+        self.findings = find_problems(report, _asked_of(trainer, pl_module))
+        rank_zero_info(f"{audit_table(report)}")
         if self.findings:
             rank_zero_warn(_summary(self.findings), category=UserWarning)
+
+
+def _of_all_stages(
+    report: AuditReport, saw_backward: bool, pl_module: "pl.LightningModule"
+) -> tuple[AuditReport, bool]:
+    """A stage without anything to train may have seen no backward, and comes here all the same."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (report, saw_backward))
+    with whole_again(pl_module):
+        names = [name for name, _ in named_modules(pl_module)]
+    return join_stages([stage for stage, _ in told], names), any(seen for _, seen in told)
 
 
 def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> AskedPrecision:

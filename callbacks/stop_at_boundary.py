@@ -34,6 +34,7 @@ class StopAtBoundary(Callback):
         signals: their names. Ctrl-C is "SIGINT".
         max_seconds: also stop after this much training time; None for no limit.
         dirpath: where the checkpoint goes; None for beside the others, or ``trainer.default_root_dir``.
+        filename: its name without ``.ckpt``; ``{step}`` is the optimizer step.
 
     Attributes:
         stopped_by: the signal's name or "time"; None while the run was not stopped. Ask for it after ``fit`` to leave
@@ -41,7 +42,7 @@ class StopAtBoundary(Callback):
         path: the checkpoint that was written.
 
     Raises:
-        ValueError: if a signal is unknown or ``max_seconds`` is not positive.
+        ValueError: if a signal is unknown, ``max_seconds`` is not positive, or ``filename`` is no such name.
 
     Example:
         >>> StopAtBoundary(signals=["SIGTERM", "SIGINT"]).stopped_by is None
@@ -54,6 +55,7 @@ class StopAtBoundary(Callback):
         signals: Iterable[str] = ("SIGTERM",),
         max_seconds: float | None = None,
         dirpath: str | Path | None = None,
+        filename: str = "stopped-step={step}",
     ) -> None:
         names = [signals] if isinstance(signals, str) else list(signals)
         unknown = [name for name in names if name not in signal.Signals.__members__]
@@ -66,9 +68,17 @@ class StopAtBoundary(Callback):
             raise ValueError(
                 f"StopAtBoundary(max_seconds={max_seconds!r}): it must be a positive number, or None for no limit."
             )
+        try:
+            filename.format(step=0)
+        except (AttributeError, IndexError, KeyError, ValueError):
+            raise ValueError(
+                f"StopAtBoundary(filename={filename!r}): it must be a name in which only {{step}} is filled in, such as"
+                " 'stopped-step={step}' or 'last'."
+            ) from None
         self.signals = tuple(names)
         self.max_seconds = max_seconds
         self.dirpath = Path(dirpath) if dirpath is not None else None
+        self.filename = filename
         self.stopped_by: str | None = None
         self.path: Path | None = None
         self._asked_by: str | None = None
@@ -141,7 +151,7 @@ class StopAtBoundary(Callback):
         if self._agreement.ask(asked, pl_module.device):
             self.stopped_by = self._asked_by or ("time" if timed_out else "another rank")
             folder = self.dirpath if self.dirpath is not None else report_folder(trainer)
-            self.path = folder / f"stopped-step={trainer.global_step}.ckpt"
+            self.path = folder / f"{self.filename.format(step=trainer.global_step)}.ckpt"
             trainer.save_checkpoint(self.path)
             trainer.should_stop = True
             rank_zero_info(

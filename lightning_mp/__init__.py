@@ -24,11 +24,14 @@ from lightning_mp.faults.latest_checkpoint import latest_checkpoint
 from lightning_mp.loss_scaler import LossScaleFloorError, LossScaler
 from lightning_mp.metrics import OverflowRate, TokenPerplexity, UnderflowFraction
 from lightning_mp.outcome import StepOutcome
+from lightning_mp.pipelining.layers import PipelineLayer
+from lightning_mp.pipelining.pipelined import pipelined_loss, pipelined_metrics, pipelined_output
 from lightning_mp.planning import compute_optimal, fit_scaling_law
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 from lightning_mp.reduced_precision import reduced_precision_hook
-from lightning_mp.strategies import FSDP2Strategy, ReducedPrecisionDDPStrategy
+from lightning_mp.sharding.consolidated import consolidate_checkpoint
+from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
 from lightning_mp.token_rates.schedules import WarmupCosine, WarmupStableDecay
 
 __all__ = [
@@ -51,6 +54,8 @@ __all__ = [
     "OverflowPostMortem",
     "OverflowRate",
     "OverflowReport",
+    "PipelineLayer",
+    "PipelineParallelStrategy",
     "PrecisionAudit",
     "PrecisionPolicy",
     "RankWatchdog",
@@ -66,7 +71,11 @@ __all__ = [
     "WarmupStableDecay",
     "__version__",
     "compute_optimal",
+    "consolidate_checkpoint",
     "fit_scaling_law",
     "latest_checkpoint",
+    "pipelined_loss",
+    "pipelined_metrics",
+    "pipelined_output",
     "reduced_precision_hook",
 ]

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp.gradients import local_shard
 
@@ -46,6 +47,23 @@ class _LeftToTheStrategy:
 
     def detach(self) -> None:
         pass
+
+
+class _StaticGraphDDP(_LeftToTheStrategy):
+    """``DDP(static_graph=True)`` learns its graph in the first backward, which has to reduce, or torch asserts."""
+
+    def __init__(self) -> None:
+        self._learnt = False
+
+    def begin(self, *, closes: bool) -> None:
+        if not closes and not self._learnt:
+            raise MisconfigurationException(
+                "DDPStrategy(static_graph=True) must reduce gradients in the first micro-batch of a run, and"
+                " AccumulationScheduler begins with a window of several micro-batches, which reduces them in the last"
+                " one. Leave static_graph out, or begin with a window of one: AccumulationScheduler({0: 1, 1: 8},"
+                " unit='step')."
+            )
+        self._learnt = True
 
 
 class _FSDP2Sync:
@@ -96,7 +114,8 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
 
     Raises:
         ValueError: if ``sync`` is unknown.
-        MisconfigurationException: if "micro_batch" is asked for where nothing is sharded.
+        MisconfigurationException: if "micro_batch" is asked for where nothing is sharded; at the first micro-batch, if
+            it does not reduce under ``DDPStrategy(static_graph=True)``.
     """
     if sync not in get_args(Sync):
         raise ValueError(f"sync={sync!r} is unknown; it must be one of {get_args(Sync)}.")
@@ -109,7 +128,8 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
                 f" {type(trainer.strategy).__name__} does not shard them: every rank holds them whole, and reducing"
                 " them more than once per window would cost time for nothing. Leave sync out."
             )
-        return _LeftToTheStrategy()
+        static = isinstance(model, DistributedDataParallel) and model.static_graph
+        return _StaticGraphDDP() if static else _LeftToTheStrategy()
     unsharded, sharded = unsharded_gradient_bytes(model)
     if sync == "micro_batch":
         rank_zero_info(

@@ -134,9 +134,9 @@ def square_share(parameters: Sequence[Tensor], ranks: SteppingRanks) -> Tensor:
         parameters: at least one with a gradient.
         ranks: who holds the same gradients.
     """
-    finished = [_finished(p.grad) for p in parameters if p.grad is not None]
-    norms = gradients.shard_norms([gradients.local_shard(gradient) for gradient in finished])
-    return gradients.square_sum(norms, [ranks.copies(gradient) for gradient in finished])
+    finished = [(p, _finished(p.grad)) for p in parameters if p.grad is not None]
+    norms = gradients.shard_norms([gradients.local_shard(gradient) for _, gradient in finished])
+    return gradients.square_sum(norms, [ranks.copies(gradient, parameter) for parameter, gradient in finished])
 
 
 def _finished(gradient: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_mp.pipelining.other_stage import whole_again
 from lightning_mp.policy_operations import FAMILIES, operation_of_module
 from lightning_mp.policy_rules import LOW, Dtype, Rule, dtype_name, named_modules, near_misses, parse_rules
 from lightning_mp.policy_table import plain_table
@@ -88,12 +89,13 @@ class PrecisionPolicy:
         return any(rule.kind != "op" and rule.dtype != LOW for rule in self.rules)
 
     def resolve(self, model: nn.Module) -> "ResolvedPolicy":
-        """Finds out what each rule is about in a model; changes nothing.
+        """Finds out what each rule is about in a model; changes nothing. On a stage of a pipeline, in the whole model.
 
         Raises:
             ValueError: if a rule matches nothing, is about both an operation and a module, or can never win.
         """
-        names = list(named_modules(model))
+        with whole_again(model):
+            names = list(named_modules(model))
         winners = _first_rules(self.rules, names)
         for number, rule in enumerate(self.rules):
             _check_against_model(number, rule, self.rules, names, winners)

@@ -1,6 +1,7 @@
 """Which ranks decide on a step together, and which of them hold the same parameters."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch.distributed as dist
@@ -34,6 +35,8 @@ class SteppingRanks:
         holders: how many of them hold the same parameters, whole or in shards. A DTensor whose mesh is smaller is
             taken to have copies on the others.
         plain_replicas: how many of them hold the same plain gradient.
+        shared: of parameters that are held by several such sets of ranks, by how many: a head that is tied to the
+            embedding, on the first and the last stage of a pipeline. Their gradients are alike on all of them.
 
     Raises:
         ValueError: if ``plain_replicas`` does not divide ``holders``.
@@ -46,6 +49,7 @@ class SteppingRanks:
     group: ProcessGroup | None
     holders: int
     plain_replicas: int
+    shared: Mapping[Tensor, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.plain_replicas < 1 or self.holders % self.plain_replicas:
@@ -73,9 +77,10 @@ class SteppingRanks:
             return cls(None, everyone.holders, everyone.holders // dist.get_world_size(unit.process_group))
         return cls(None, everyone.holders, 1)
 
-    def copies(self, gradient: Tensor) -> int:
-        """How many of the ranks hold the same local shard of a gradient."""
-        return replicas(gradient, holders=self.holders, plain_replicas=self.plain_replicas)
+    def copies(self, gradient: Tensor, parameter: Tensor | None = None) -> int:
+        """How many of the ranks hold the same local shard of a gradient; ``parameter`` says whose it is."""
+        here = replicas(gradient, holders=self.holders, plain_replicas=self.plain_replicas)
+        return here if parameter is None else here * self.shared.get(parameter, 1)
 
     def sum_(self, values: Tensor) -> Tensor:
         """Adds a small tensor over the ranks that step together, in place."""

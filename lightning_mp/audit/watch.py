@@ -157,6 +157,7 @@ class PrecisionWatch:
         note.inputs |= dict.fromkeys(dtype_label(tensor.dtype) for tensor in given)
         if seams.running_backward() is None:
             self._is_after_backward = False
+            self._frames_before_backward = None
         types = {tensor.device.type for tensor in (*own, *given)} or set(self._frames[-1].autocast)
         known = {device_type: autocast_label(device_type) for device_type in types}
         self._frames[-1].autocast |= known

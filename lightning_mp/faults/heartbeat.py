@@ -155,7 +155,8 @@ class Heartbeat:
         """Ends the watch of this rank, and tells the others if that was not the end of training."""
         self._stopped.set()
         for thread in self._threads:
-            thread.join(self._interval)
+            # One may be held up for long in the store of a rank 0 that is dead; it does not outlive the process.
+            thread.join(min(self._interval, GRACE_SECONDS / 4))
         if error:
             self._report = replace(self._report, error=error)
             with contextlib.suppress(RuntimeError):

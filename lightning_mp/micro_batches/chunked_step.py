@@ -9,12 +9,13 @@ from torch import Tensor
 
 from lightning_mp import batch_counts
 from lightning_mp.micro_batches.chunk_logs import ChunkLogs
-from lightning_mp.micro_batches.ready_gradients import loss_with_gradients
+from lightning_mp.micro_batches.ready_gradients import factor_of_backward, loss_with_gradients
 from lightning_mp.micro_batches.split import Chunk, merge_outputs
 from lightning_mp.module_state import gradients_set_aside
 from lightning_mp.weighting import Weighting
+from lightning_mp.windows import WindowKeeper
 
-__all__ = ["ChunkedStep", "chunk_shares"]
+__all__ = ["ChunkedStep", "chunk_shares", "weighting_of"]
 
 
 def chunk_shares(chunks: Sequence[Chunk], weighting: Weighting) -> list[float]:
@@ -29,6 +30,22 @@ def chunk_shares(chunks: Sequence[Chunk], weighting: Weighting) -> list[float]:
         counts = on_host if sum(on_host) else counts
     total = sum(counts)
     return [count / total for count in counts]
+
+
+def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], bool]) -> Weighting:
+    """How chunks are weighed: as the run's micro-batches are, else by tokens if the batch has them, or by samples.
+
+    Args:
+        trainer: in the middle of a loop.
+        first_batch: whole.
+        shifts: whether the model shifts labels itself; asked only if nobody else has settled it.
+    """
+    keeper = WindowKeeper.of(trainer)
+    if keeper is not None and keeper.weighting is not None:
+        return keeper.weighting
+    weighting = Weighting("auto")
+    weighting.resolve(first_batch, shifted=shifts(), budgeted=False)
+    return weighting
 
 
 class ChunkedStep:
@@ -81,7 +98,7 @@ class ChunkedStep:
                 # A loss that is a sum over a number that the batch names needs no weight: it adds up.
                 weight = 1.0 if batch_counts.declared_divisor(chunk.batch) is not None else share
                 if factor is None:
-                    factor = self._factor(loss)
+                    factor = factor_of_backward(self._trainer, loss)
                 losses.append(self._backward(loss, weight, factor))
                 ran.append(index)
                 outputs.append(_without_loss(output))
@@ -95,13 +112,6 @@ class ChunkedStep:
         ran_share = sum(shares[index] for index in ran)
         output = merge_outputs(outputs, [chunks[i].samples for i in ran], [shares[i] / ran_share for i in ran])
         return loss if output is None else {**output, "loss": loss}
-
-    def _factor(self, loss: Tensor) -> Tensor:
-        """What Lightning's backward will hand down to the loss: the loss scale over the length of the window."""
-        one = torch.ones_like(loss, requires_grad=False)
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        scaled: Tensor = one if scaler is None else scaler.scale(one)
-        return scaled.to(loss.dtype) / int(self._trainer.accumulate_grad_batches)
 
     def _backward(self, loss: Tensor, weight: float, factor: Tensor) -> Tensor:
         """Runs one chunk's backward as the precision plugin does; returns the weighted loss without its graph."""

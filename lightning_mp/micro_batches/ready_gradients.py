@@ -8,13 +8,14 @@ the loss scale, hooks, ``p.grad``, DDP's reduction.
 from collections.abc import Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_mp import gradients
 
-__all__ = ["loss_with_gradients"]
+__all__ = ["factor_of_backward", "loss_with_gradients"]
 
 
 def loss_with_gradients(
@@ -45,6 +46,19 @@ def loss_with_gradients(
         return loss.detach().clone().requires_grad_()
     result: Tensor = _ReadyGradients.apply(loss.detach(), factor, computed, *parameters)  # type: ignore[no-untyped-call]
     return result
+
+
+def factor_of_backward(trainer: "pl.Trainer", loss: Tensor) -> Tensor:
+    """What Lightning's backward will hand down to a loss: the loss scale over the length of the window.
+
+    Args:
+        trainer: in the middle of a fit.
+        loss: a scalar; the factor has its dtype and device.
+    """
+    one = torch.ones_like(loss, requires_grad=False)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scaled: Tensor = one if scaler is None else scaler.scale(one)
+    return scaled.to(loss.dtype) / int(trainer.accumulate_grad_batches)
 
 
 class _ReadyGradients(torch.autograd.Function):

@@ -12,7 +12,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Chunk", "SplitFunction", "chunk_bounds", "merge_outputs", "num_samples", "split_batch", "split_by"]
+__all__ = [
+    "Chunk",
+    "SplitFunction",
+    "UnsplittableBatchError",
+    "chunk_bounds",
+    "merge_outputs",
+    "num_samples",
+    "split_batch",
+    "split_by",
+]
 
 #: From a batch and a number of samples to batches of at most that many samples, in order.
 SplitFunction = Callable[[Any, int], Sequence[Any]]
@@ -23,6 +32,18 @@ _FIX = (
 )
 
 _SHARED = (str, bytes, bool, int, float, complex, type(None), Enum, torch.dtype, torch.device)
+
+
+class UnsplittableBatchError(MisconfigurationException):
+    """A batch cannot be split along its first dimension.
+
+    Args:
+        reason: what it is about the batch; follows "cannot split".
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"MicroBatchOnOOM cannot split {reason}{_FIX}")
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +75,10 @@ def num_samples(batch: Any) -> int:
         if count is None:
             first_path, count = path, length
         elif length != count:
-            raise MisconfigurationException(
-                f"MicroBatchOnOOM cannot split this batch: {path} has {length} rows, {first_path} has {count}.{_FIX}"
-            )
+            raise UnsplittableBatchError(f"this batch: {path} has {length} rows, {first_path} has {count}.")
     if not count:
-        raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot split a batch of type {type(batch).__name__!r} in which no tensor has a first"
-            f" dimension to split.{_FIX}"
+        raise UnsplittableBatchError(
+            f"a batch of type {type(batch).__name__!r} in which no tensor has a first dimension to split."
         )
     return count
 
@@ -209,7 +227,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse(value: Any, path: str, what: str) -> None:
-    raise MisconfigurationException(f"MicroBatchOnOOM cannot split this batch: {path} is {what}.{_FIX}")
+    raise UnsplittableBatchError(f"this batch: {path} is {what}.")
 
 
 def _is_list_of_samples(value: Any) -> bool:

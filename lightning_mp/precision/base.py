@@ -177,11 +177,15 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """Leaves the forward's context: in manual optimization optimizers are stepped inside of it."""
         return self._run.outside() if self._run is not None else nullcontext()
 
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """What backwards run in, for strategies that run their own."""
+        return self._run.backward() if self._run is not None else nullcontext()
+
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Runs the module's backward outside of autocast, also in manual optimization, with the policy in force."""
-        with self._run.backward() if self._run is not None else nullcontext():
+        with self.backward_context():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     # -- loss and step -------------------------------------------------------------------------------------------------

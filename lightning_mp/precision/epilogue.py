@@ -99,7 +99,7 @@ class Epilogue:
         return gradients.square_sum(self.norms, self._copies())
 
     def _copies(self) -> Sequence[int]:
-        return [self._ranks.copies(p.grad) for p in self.parameters if p.grad is not None]
+        return [self._ranks.copies(p.grad, p) for p in self.parameters if p.grad is not None]
 
     def plan_factor(self, normalisation: Tensor | None) -> None:
         """Sets the factor from raw to true gradients: normalisation over loss scale."""

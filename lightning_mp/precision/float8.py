@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_mp.float8_conversion import Float8Conversion, convert_to_float8, float8_config
 from lightning_mp.float8_device import try_float8, why_no_float8_on
 from lightning_mp.float8_layers import Float8Layer, Float8Skip, choose_float8_layers, summarise_float8_layers
+from lightning_mp.pipelining.other_stage import whole_again
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision.applied_policy import fsdp_mixed_precision, read_policy
 from lightning_mp.precision.autocast_run import AutocastRun
@@ -132,12 +133,12 @@ class Float8Precision(EpiloguePrecision):
         refusal = why_no_float8_on(device, emulate=self.emulate) or try_float8(self._config, device)
         if refusal is not None:
             raise MisconfigurationException(f"Float8Precision({self.recipe!r}) cannot run on {device}: {refusal}")
-        self.layers = choose_float8_layers(
-            module,
-            self.skip,
-            skip_first_and_last=self.skip_first_and_last,
-            policy=self.policy.resolve(module) if self.policy is not None else None,
-        )
+        resolved = self.policy.resolve(module) if self.policy is not None else None
+        # Names, and the first and the last layer, are those of the whole model on every stage of a pipeline.
+        with whole_again(module):
+            self.layers = choose_float8_layers(
+                module, self.skip, skip_first_and_last=self.skip_first_and_last, policy=resolved
+            )
         summary = summarise_float8_layers(self.layers)
         if all(layer.skipped_because is not None for layer in self.layers):
             raise MisconfigurationException(

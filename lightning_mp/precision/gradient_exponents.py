@@ -1,6 +1,9 @@
 """Exponents of an optimizer's gradients between backward and the step, as the loss scale makes them."""
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,6 +41,9 @@ def count_gradients(
     There is a row for every trained parameter, also where it has no gradient: the table has the same shape on all
     ranks, and all of them have to call this.
     """
+    whole_optimizer = getattr(trainer.strategy, "whole_optimizer", None)
+    if whole_optimizer is not None:
+        return _of_all_stages(whole_optimizer(optimizer), pl_module.device, factor)
     name_of = {id(p): name for name, p in pl_module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     names = [_clean(name_of.get(id(p), f"parameter {index}")) for index, p in enumerate(parameters)]
@@ -47,11 +53,22 @@ def count_gradients(
         if parameter.grad is not None:
             table.add(name, parameter.grad, factor)
     ranks = stepping_ranks(trainer)
-    copies = [ranks.copies(p if p.grad is None else p.grad) for p in parameters]
+    copies = [ranks.copies(p if p.grad is None else p.grad, p) for p in parameters]
     together = dist.get_world_size(ranks.group) if dist.is_available() and dist.is_initialized() else 1
-    # Ranks of a pipeline hold other parameters, and each tells its own.
     if ranks.holders == together and any(number < together for number in copies):
         table.sum_over_ranks_(copies, ranks.group)
+    return table
+
+
+def _of_all_stages(
+    rows: Sequence[tuple[str, Tensor | None, int]], device: torch.device, factor: Tensor | float | None
+) -> ExponentTable:
+    """The same of a pipeline, whose ranks hold other parameters."""
+    table = ExponentTable([_clean(name) for name, _, _ in rows], device)
+    for name, parameter, _ in rows:
+        if parameter is not None and parameter.grad is not None:
+            table.add(_clean(name), parameter.grad, factor)
+    table.sum_over_ranks_([copies for _, _, copies in rows], None)
     return table
 
 

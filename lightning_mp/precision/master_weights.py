@@ -209,7 +209,7 @@ class MasterWeightsPrecision(EpiloguePrecision):
             if parameter not in before or parameter in masters:
                 continue
             value = before[parameter].detach().to(device=parameter.device, dtype=torch.float32)
-            if isinstance(trainer.strategy, DDPStrategy):
+            if isinstance(trainer.strategy, DDPStrategy) and not hasattr(trainer.strategy, "stepping_ranks"):
                 # DDP has given every rank the 16-bit weights of rank 0; below them ranks may still differ.
                 dist.broadcast(value, src=0)
             masters.set(parameter, value)

@@ -1,0 +1,225 @@
+"""What a LightningModule says about itself for pipeline parallelism: its layers in order, its input and its loss."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_mp.listed import listed
+from lightning_mp.policy_rules import named_modules, near_misses
+
+__all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers", "run_layers"]
+
+_NAMES_IN_MESSAGE = 6
+
+_HOW = (
+    " Define `def pipeline_layers(self): return [self.embedding, *self.blocks, self.head]`: modules that run one after"
+    " the other, each on what the one before returned; names of modules or globs over them ('blocks.*') will do, too,"
+    " and lightning_mp.PipelineLayer(function, *modules) where there is code between modules."
+)
+
+
+class PipelineLayer:
+    """A layer of a pipeline that is more than one module: a function, and the modules that it uses.
+
+    Args:
+        function: called with what the layer before has returned, and with the chunk of the batch, which every stage
+            has at hand; so masks and positions need not be sent from stage to stage. It returns a tensor or a tuple of
+            tensors.
+        modules: those whose parameters and buffers it uses.
+
+    Example:
+        A model that adds positions between its embedding and its blocks:
+
+        >>> import torch
+        >>> from torch import nn
+        >>> tokens, positions = nn.Embedding(10, 4), nn.Embedding(6, 4)
+        >>> def embed(ids, batch):
+        ...     return tokens(ids) + positions.weight[: ids.shape[1]]
+        >>> layer = PipelineLayer(embed, tokens, positions)
+        >>> layer.function(torch.zeros(2, 6, dtype=torch.int64), None).shape
+        torch.Size([2, 6, 4])
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], *modules: nn.Module) -> None:
+        if not callable(function) or isinstance(function, nn.Module):
+            raise ValueError(
+                f"PipelineLayer({function!r}): the first argument must be a function of (hidden, batch); a module is a"
+                " layer by itself."
+            )
+        if not all(isinstance(module, nn.Module) for module in modules):
+            raise ValueError("PipelineLayer(function, *modules): after the function come the modules that it uses.")
+        self.function = function
+        self.modules = modules
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as it was found in the model.
+
+    Attributes:
+        name: of its first module, or a number where it has none.
+        module_names: full names of its modules.
+        call: from (hidden, batch) to hidden.
+    """
+
+    name: str
+    module_names: tuple[str, ...]
+    call: Callable[[Any, Any], Any]
+
+
+def read_layers(module: nn.Module) -> list[Layer]:
+    """The layers of a module, from its ``pipeline_layers``.
+
+    Raises:
+        MisconfigurationException: if it has none, or they are not what they may be.
+
+    Example:
+        >>> class Model(nn.Module):
+        ...     pipeline_layers = ("up", "blocks.*")
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up, self.blocks = nn.Linear(2, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        >>> [layer.name for layer in read_layers(Model())]
+        ['up', 'blocks.0', 'blocks.1']
+    """
+    declared = getattr(module, "pipeline_layers", None)
+    declared = declared() if callable(declared) else declared
+    is_sequence = isinstance(declared, nn.Sequential | nn.ModuleList)
+    if not is_sequence and (not isinstance(declared, Iterable) or isinstance(declared, str | nn.Module)):
+        raise MisconfigurationException(
+            f"{type(module).__name__} does not say what its layers are: pipeline_layers is {declared!r}.{_HOW}"
+        )
+    names = {id(part): name for name, part in named_modules(module)}
+    layers: list[Layer] = []
+    for position, entry in enumerate(cast(Iterable[Any], declared)):
+        layers.extend(_read(entry, position, module, names))
+    if not layers:
+        raise MisconfigurationException(f"{type(module).__name__}.pipeline_layers is empty.{_HOW}")
+    _refuse_nested(layers)
+    return layers
+
+
+def _read(entry: Any, position: int, module: nn.Module, names: Mapping[int, str]) -> list[Layer]:
+    if isinstance(entry, str):
+        return [Layer(name, (name,), _call_of(part)) for name, part in _fitting(module, entry)]
+    parts = entry.modules if isinstance(entry, PipelineLayer) else (entry,)
+    if not all(isinstance(part, nn.Module) for part in parts):
+        raise MisconfigurationException(
+            f"{type(module).__name__}.pipeline_layers: entry {position} is {entry!r}, which is no module, name of one"
+            f" or PipelineLayer.{_HOW}"
+        )
+    strangers = [type(part).__name__ for part in parts if id(part) not in names]
+    if strangers:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.pipeline_layers: entry {position} uses {listed(strangers, _NAMES_IN_MESSAGE)},"
+            " which is not part of the module, so nothing would train or save it. Make it an attribute in __init__ and"
+            " return that one, not a new one at each call."
+        )
+    own = tuple(names[id(part)] for part in parts)
+    if isinstance(entry, PipelineLayer):
+        return [Layer(own[0] if own else str(position), own, entry.function)]
+    return [Layer(own[0], own, _call_of(entry))]
+
+
+def _call_of(part: nn.Module) -> Callable[[Any, Any], Any]:
+    def call(hidden: Any, batch: Any) -> Any:
+        return part(*hidden) if isinstance(hidden, tuple) else part(hidden)
+
+    return call
+
+
+def _fitting(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    parts = dict(named_modules(module))
+    found = [(name, part) for name, part in parts.items() if name and fnmatchcase(name, pattern)]
+    # By names only: after the cut other classes stand in some of the places.
+    # A glob fits what is inside of the modules that it is about, too.
+    outer = [(name, part) for name, part in found if not any(name.startswith(f"{other}.") for other, _ in found)]
+    if not outer:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.pipeline_layers: {pattern!r} fits no module.{near_misses(pattern, parts)}{_HOW}"
+        )
+    return outer
+
+
+def _refuse_nested(layers: Iterable[Layer]) -> None:
+    every = {name for layer in layers for name in layer.module_names}
+    for name in sorted(every):
+        inside = sorted(other for other in every if other.startswith(f"{name}.") or (not name and other))
+        if inside:
+            raise MisconfigurationException(
+                f"pipeline_layers: {inside[0]} is inside of {name or 'the module itself'}, and both are in layers. Name"
+                " either the whole or its parts."
+            )
+
+
+def pipeline_input(module: nn.Module, batch: Any) -> Any:
+    """What the first layer gets: ``module.pipeline_input(batch)``, or what is plain from the batch.
+
+    Without that method it is the batch itself if it is a tensor, its first entry if it is a list or a tuple, and
+    ``batch["input_ids"]`` if it is a mapping with such an entry.
+
+    Raises:
+        MisconfigurationException: if it cannot be told.
+
+    Example:
+        >>> import torch
+        >>> pipeline_input(nn.Module(), (torch.tensor([1.0]), torch.tensor([2])))
+        tensor([1.])
+    """
+    own = getattr(module, "pipeline_input", None)
+    if own is not None:
+        return own(batch)
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor):
+        return batch[0]
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        return batch["input_ids"]
+    raise MisconfigurationException(
+        f"{type(module).__name__}: it cannot be told what of a batch of type {type(batch).__name__!r} goes into the"
+        " first layer. Define `def pipeline_input(self, batch)`, which returns it."
+    )
+
+
+def run_layers(layers: Iterable[Layer], hidden: Any, batch: Any) -> Any:
+    """One layer after the other."""
+    for layer in layers:
+        hidden = layer.call(hidden, batch)
+    return hidden
+
+
+def loss_of(module: nn.Module, output: Any, batch: Any) -> dict[str, Tensor]:
+    """What ``module.pipeline_loss(output, batch)`` returns, as a mapping with the key "loss".
+
+    Raises:
+        MisconfigurationException: if there is no such method, or it returns something else than scalars.
+    """
+    own = getattr(module, "pipeline_loss", None)
+    if own is None:
+        raise MisconfigurationException(
+            f"{type(module).__name__} has no loss for its pipeline. Define `def pipeline_loss(self, output, batch)`:"
+            " from what the last layer returns and the chunk of the batch to the mean loss, or to a mapping with it"
+            " under 'loss' and other scalars, such as an accuracy, beside it."
+        )
+    returned = own(output, batch)
+    values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+    wrong = [name for name, value in values.items() if isinstance(value, Tensor) and value.numel() != 1]
+    if wrong or not isinstance(values.get("loss"), Tensor):
+        raise MisconfigurationException(
+            f"{type(module).__name__}.pipeline_loss must return a scalar tensor, or a mapping of scalars with a tensor"
+            f" under 'loss'; got {listed([f'{name}: {_shown(value)}' for name, value in values.items()], 4)}."
+        )
+    device = values["loss"].device
+    return {
+        name: value.reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value), device=device)
+        for name, value in values.items()
+    }
+
+
+def _shown(value: Any) -> str:
+    return f"tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

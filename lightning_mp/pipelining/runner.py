@@ -1,0 +1,260 @@
+"""A batch's way through the stages: forwards, backwards, and one loss that every stage knows."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from lightning_mp import batch_counts
+from lightning_mp.holds import InstanceMethod
+from lightning_mp.micro_batches.chunked_step import chunk_shares, weighting_of
+from lightning_mp.micro_batches.ready_gradients import factor_of_backward, loss_with_gradients
+from lightning_mp.micro_batches.split import Chunk
+from lightning_mp.module_state import gradients_set_aside
+from lightning_mp.nested_tensors import tensors_in
+from lightning_mp.pipelining.chunks import chunks_of, refuse_other_batches, signature
+from lightning_mp.pipelining.last_stage import LastStage
+from lightning_mp.pipelining.layers import Layer, loss_of
+from lightning_mp.pipelining.own_numbers import OwnNumbers
+from lightning_mp.pipelining.pipeline import Pipeline
+from lightning_mp.pipelining.stage import Stage, StageModule
+from lightning_mp.weighting import Weighting
+
+__all__ = ["PipelineRunner"]
+
+#: Each keeps receive buffers for one shape of chunks.
+_KEPT_SCHEDULES = 8
+
+
+@dataclass
+class _Schedule:
+    """torch's schedule for chunks of one shape, and its parts."""
+
+    schedule: ScheduleGPipe | Schedule1F1B
+    stage: Stage
+    module: StageModule
+
+
+class PipelineRunner:
+    r"""Runs batches through the pipeline that this rank is a stage of.
+
+    .. math:: L = \sum_j \frac{n_j}{n} L_j, \qquad G = \sum_j \nabla \Big( \frac{n_j}{n} L_j \Big)
+
+    where :math:`L_j` is the mean loss of chunk :math:`j` over its :math:`n_j` samples or tokens. Forwards and backwards
+    of all chunks are over when :meth:`loss` returns; the loss that it returns hands its gradients out when Lightning
+    calls backward. They are scaled as Lightning's own backward will scale them, so that nothing underflows that would
+    not on one device.
+
+    Args:
+        trainer: of this run.
+        module: cut.
+        layers: of this stage.
+        pipeline: where this rank stands.
+        backward_context: what backwards run in.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        module: "pl.LightningModule",
+        layers: Sequence[Layer],
+        pipeline: Pipeline,
+        backward_context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._layers = list(layers)
+        self._pipeline = pipeline
+        self._backward_context = backward_context
+        self._schedules: OrderedDict[Any, _Schedule] = OrderedDict()
+        self._last_stage = LastStage(pipeline, type(module).__name__)
+        self._weighting: Weighting | None = None
+        self._compared: Any = None
+        self._trainable: list[str] = []
+        self._chunks: list[Chunk] = []
+        self._shares: list[float] = []
+        self._factor: Tensor | None = None
+        self._values: dict[int, dict[str, Tensor]] = {}
+        self._numbers = OwnNumbers(dist.get_rank(), pipeline.device)
+
+    def compare_next_batch(self) -> None:
+        """The next batch begins a loop: stages look whether they have the same one."""
+        self._compared = None
+
+    # -- what users call -----------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Any) -> dict[str, Tensor]:
+        """Mean loss of a batch, and what else ``pipeline_loss`` returns, on every stage.
+
+        Under ``torch.no_grad`` there are forwards only.
+        """
+        training = torch.is_grad_enabled()
+        self._compare(batch)
+        runs = chunks_of(batch, self._pipeline.chunks)
+        shares = self._shares_of(batch, [chunk for run in runs for chunk in run])
+        with self._nothing_logged():
+            return self._train(runs, shares) if training else self._evaluate(runs, shares)
+
+    def output(self, batch: Any) -> Any:
+        """What the last layer returns for a batch, on every stage. Forwards only."""
+        self._compare(batch)
+        outputs = []
+        with _plain_no_grad(), self._nothing_logged():
+            for run in chunks_of(batch, self._pipeline.chunks):
+                made = self._schedule(run, kind="output")
+                outputs.append(self._step(made, run, made.schedule.eval, return_outputs=True))
+            return self._last_stage.outputs(outputs)
+
+    # -- forwards and backwards ----------------------------------------------------------------------------------------
+
+    def _train(self, runs: list[list[Chunk]], shares: list[float]) -> dict[str, Tensor]:
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        self._factor = factor_of_backward(
+            self._trainer, torch.zeros((), dtype=torch.float32, device=self._pipeline.device)
+        )
+        with gradients_set_aside(parameters):
+            values = self._run(runs, shares, kind="train")
+            with_gradient = [p for p in parameters if p.grad is not None]
+            computed = [p.grad for p in with_gradient if p.grad is not None]
+        return {**values, "loss": loss_with_gradients(values["loss"], with_gradient, computed, self._factor)}
+
+    def _evaluate(self, runs: list[list[Chunk]], shares: list[float]) -> dict[str, Tensor]:
+        with _plain_no_grad():
+            return self._run(runs, shares, kind="evaluate")
+
+    def _run(self, runs: list[list[Chunk]], shares: list[float], kind: str) -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        for run in runs:
+            made = self._schedule(run, kind)
+            self._shares, shares = shares[: len(run)], shares[len(run) :]
+            step = made.schedule.step if kind == "train" else made.schedule.eval
+            self._step(made, run, step, return_outputs=False)
+            for number, values in sorted(self._values.items()):
+                for name, value in values.items():
+                    weighted = value if name == "loss" else value * self._shares[number]
+                    total[name] = total[name] + weighted if name in total else weighted
+            self._values.clear()
+        return self._last_stage.scalars(total, training=kind == "train")
+
+    def _step(self, made: _Schedule, run: list[Chunk], step: Callable[..., Any], *, return_outputs: bool) -> Any:
+        numbers = torch.arange(len(run))
+        first = (numbers,) if self._pipeline.stage == 0 else ()
+        target = numbers if self._pipeline.is_last and not return_outputs else None
+        made.module.begin([chunk.batch for chunk in run])
+        self._chunks = run
+        try:
+            with self._numbers.drawn() if self._pipeline.stages > 1 else nullcontext():
+                return step(*first, target=target, return_outputs=return_outputs, chunk=numbers)
+        finally:
+            # Evaluation leaves what backwards would want.
+            made.stage.clear_runtime_states()
+            made.module.end()
+            self._chunks = []
+
+    def _loss_of_chunk(self, output: Any, target: Tensor) -> Tensor:
+        """What torch's schedule runs backward from; called on the last stage."""
+        number = int(target)
+        share = self._shares[number]
+        chunk = self._chunks[number].batch
+        if share == 0:
+            # Its mean is over nothing, 0 / 0.
+            nothing = sum(tensor.float().nan_to_num(0, 0, 0).sum() * 0 for tensor in tensors_in(output))
+            assert isinstance(nothing, Tensor)
+            return nothing
+        values = loss_of(self._module, output, chunk)
+        # A loss that is a sum over a number that the batch names needs no weight: it adds up.
+        weight = 1.0 if batch_counts.declared_divisor(chunk) is not None else share
+        with torch.autocast(self._pipeline.device.type, enabled=False):
+            loss = values["loss"].float() * weight if weight != 1 else values["loss"].float()
+            self._values[number] = {name: value.detach().float() for name, value in values.items()}
+            self._values[number]["loss"] = loss.detach()
+            return loss * self._factor if self._factor is not None and torch.is_grad_enabled() else loss
+
+    def _schedule(self, run: list[Chunk], kind: str) -> _Schedule:
+        device_type = self._pipeline.device.type
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        key = (kind, len(run), signature(run[0].batch), autocast)
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+            return self._schedules[key]
+        pipeline = self._pipeline
+        module = StageModule(self._module, self._layers, is_first=pipeline.stage == 0)
+        stage = Stage(
+            module,
+            pipeline.stage,
+            pipeline.stages,
+            pipeline.device,
+            group=pipeline.group,
+            backward_context=self._backward_context,
+        )
+        # 1F1B wants a chunk for every stage; with fewer both do the same.
+        kind_of_schedule = (
+            Schedule1F1B if pipeline.schedule == "1f1b" and len(run) >= pipeline.stages else ScheduleGPipe
+        )
+        loss = None if kind == "output" else self._loss_of_chunk
+        made = _Schedule(kind_of_schedule(stage, len(run), loss_fn=loss, scale_grads=False), stage, module)
+        self._schedules[key] = made
+        if len(self._schedules) > _KEPT_SCHEDULES:
+            self._schedules.popitem(last=False)
+        return made
+
+    # -- what stages tell each other -----------------------------------------------------------------------------------
+
+    def _compare(self, batch: Any) -> None:
+        """With the first batch of a loop or an epoch; also whether anybody has frozen or unfrozen weights."""
+        now = (self._trainer.state.stage, self._trainer.current_epoch)
+        if self._pipeline.stages == 1 or now == self._compared:
+            return
+        self._compared = now
+        trainable = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        changed, self._trainable = trainable != self._trainable, trainable
+        if any(refuse_other_batches(batch, self._pipeline.group, changed)):
+            # What is sent back from stage to stage depends on it.
+            self._schedules.clear()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _shares_of(self, batch: Any, chunks: list[Chunk]) -> list[float]:
+        if len(chunks) == 1:
+            return [1.0]
+        return chunk_shares(chunks, self._weighting_for(batch))
+
+    def _weighting_for(self, batch: Any) -> Weighting:
+        if self._weighting is None:
+            self._weighting = weighting_of(
+                self._trainer, batch, lambda: batch_counts.shifts_labels_inside(self._module, batch)
+            )
+        return self._weighting
+
+    @contextmanager
+    def _nothing_logged(self) -> Iterator[None]:
+        """``self.log`` on one stage alone would let the others wait."""
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise MisconfigurationException(
+                "self.log was called inside of a layer or of pipeline_loss, which runs for every chunk and on one stage"
+                " only. Return the value from pipeline_loss, in a mapping beside 'loss', and log what pipelined_loss"
+                " returns, in training_step or validation_step."
+            )
+
+        with ExitStack() as stack:
+            for owner in self._module.modules():
+                if isinstance(owner, pl.LightningModule):
+                    for name in ("log", "log_dict"):
+                        stack.callback(InstanceMethod(owner, name, refuse).restore)
+            yield
+
+
+@contextmanager
+def _plain_no_grad() -> Iterator[None]:
+    """Lightning evaluates in inference mode, whose tensors torch's receive buffers could not be."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

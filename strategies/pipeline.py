@@ -1,0 +1,382 @@
+"""Pipeline parallelism on torch.distributed.pipelining, with data parallelism beside it. Experimental."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_mp.holds import InstanceMethod
+from lightning_mp.pipelining.chunks import ScheduleName
+from lightning_mp.pipelining.layers import read_layers
+from lightning_mp.pipelining.other_stage import Cut, cut_of, whole_again
+from lightning_mp.pipelining.pipeline import Pipeline
+from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.stepping_ranks import SteppingRanks
+from lightning_mp.strategies.pipeline_checkpoints import (
+    OptimizerParts,
+    gather_on_rank_zero,
+    keep_own_parameters,
+    own_state,
+)
+from lightning_mp.strategies.pipeline_gradients import StageGradients, clip_by_whole_norm_
+from lightning_mp.strategies.pipeline_setup import (
+    check_earlier_cut,
+    cut_into_stages,
+    description,
+    refuse_arguments_about_ddp,
+    refuse_what_cannot_be_cut,
+)
+
+if TYPE_CHECKING:
+    from lightning_mp.pipelining.runner import PipelineRunner
+
+__all__ = ["PipelineParallelStrategy"]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+_CHUNKS_PER_STAGE = 4
+
+
+class PipelineParallelStrategy(DDPStrategy):
+    r"""Cuts a model into stages, one after the other, that work on different parts of a batch at once. Experimental.
+
+    .. code-block:: python
+
+        class Model(L.LightningModule):
+            def pipeline_layers(self):                       # one after the other
+                return [self.embedding, *self.blocks, self.norm, self.head]
+
+            def pipeline_loss(self, logits, batch):          # mean over the samples or tokens of a part of the batch
+                return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+            def training_step(self, batch, batch_idx):
+                loss = pipelined_loss(self, batch)           # the same without this strategy
+                self.log("train_loss", loss)
+                return loss
+
+        Trainer(strategy=PipelineParallelStrategy(), devices=4)          # 4 stages
+        Trainer(strategy=PipelineParallelStrategy(stages=2), devices=4)  # 2 stages, each on 2 ranks: 2 x 2
+
+    Each stage holds its layers only, with their gradients and optimizer states. A batch is split into chunks along its
+    samples; while one stage works on the second chunk, the next one works on the first. The gradient is that of the
+    whole batch: chunks are weighted by tokens if the batch has token labels, else by samples. What a layer needs
+    besides the output of the layer before, such as a mask, it takes from its chunk
+    (:class:`~lightning_mp.PipelineLayer`).
+
+    Stages are idle while the pipeline fills and drains: of the time of a step
+    :math:`(s - 1) / (m + s - 1)` with :math:`s` stages of equal work and :math:`m` chunks; it is printed at set-up.
+    "1f1b" lets a stage keep the activations of at most ``stages`` chunks, "gpipe" those of all. A batch whose samples
+    ``chunks`` does not divide goes through in two runs, as the last batch of an epoch may.
+
+    Ranks are laid out stage by stage: ranks of one stage are neighbours and see different data; their gradients are
+    averaged in fp32, once per window of accumulation. Loss scale, skipped steps and the norm for clipping are of the
+    whole model. A parameter that several stages hold (a head tied to the embedding) gets the sum of its gradients.
+
+    ``configure_optimizers`` sees the whole model, so that parameter groups come out as on one device; afterwards each
+    optimizer has the parameters of its stage. Modules of other stages are replaced by one that says where they are,
+    also after the run. Checkpoints are single files as one process writes them; either loads the other's.
+
+    Layers draw random numbers of their own on each rank; what steps draw stays the same on all stages.
+
+    A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is cut.
+
+    Args:
+        stages: how many; None for one on every rank. The number of ranks must be a multiple of it.
+        chunks: into how many chunks a batch is split, at most; None for 4 for each stage.
+        schedule: "1f1b" or "gpipe".
+        cut_before: names of the layers that begin the second and later stages; None for stages of about equally many
+            parameters.
+        process_group_backend: "nccl", "gloo"; None for the device's.
+        timeout: of a collective operation.
+        start_method: how processes are started, as in ``DDPStrategy``.
+        kwargs: ``cluster_environment``, ``checkpoint_io`` and what else every strategy of Lightning takes.
+
+    Raises:
+        ValueError: if an argument cannot be; at set-up, if ranks or layers cannot be divided so.
+        MisconfigurationException: at set-up, if the module does not say what is needed, or the precision plugin cannot
+            keep ranks together, or a callback has copied the model (WeightAveraging, SWA).
+
+    References:
+        Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965; Narayanan et al., "Efficient Large-Scale Language
+        Model Training on GPU Clusters Using Megatron-LM", 2021, https://arxiv.org/abs/2104.04473, section 2.2
+
+    Example:
+        >>> from lightning_mp.strategies.pipeline import PipelineParallelStrategy
+        >>> PipelineParallelStrategy(stages=2, chunks=8).schedule
+        '1f1b'
+    """
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        chunks: int | None = None,
+        *,
+        schedule: ScheduleName = "1f1b",
+        cut_before: Sequence[str] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        refuse_arguments_about_ddp(kwargs)
+        for name, number in (("stages", stages), ("chunks", chunks)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ValueError(
+                    f"PipelineParallelStrategy({name}={number!r}): it must be a whole number of 1 or more."
+                )
+        if schedule not in get_args(ScheduleName):
+            raise ValueError(
+                f"PipelineParallelStrategy(schedule={schedule!r}): it must be one of {get_args(ScheduleName)}."
+            )
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
+        )
+        self.stages = stages
+        self.chunks = chunks
+        self.schedule: ScheduleName = schedule
+        self.cut_before = (cut_before,) if isinstance(cut_before, str) else cut_before
+        self.pipeline_runner: PipelineRunner | None = None
+        self._mesh: DeviceMesh | None = None
+        self._cut: Cut | None = None
+        self._parts: dict[Optimizer, OptimizerParts] = {}
+        self._gradients: StageGradients | None = None
+        self._clipping: InstanceMethod | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes ``Trainer(strategy="mp_pipeline")`` known: one stage on every rank."""
+        if "mp_pipeline" not in strategy_registry:
+            strategy_registry.register("mp_pipeline", cls, description="Pipeline parallelism, one stage on every rank")
+
+    # -- who is where --------------------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model there are, each on its own data."""
+        ranks = self.num_nodes * self.num_processes
+        return ranks // (self.stages or ranks)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All stages of one copy see the same data."""
+        return {"num_replicas": self.replicas, "rank": self.global_rank % self.replicas}
+
+    def stepping_ranks(self) -> SteppingRanks:
+        """All ranks step or skip together; a stage's parameters are on its ranks."""
+        tied = self._gradients.number_of_stages if self._gradients is not None else {}
+        return SteppingRanks(None, self.replicas, self.replicas, tied)
+
+    def whole_optimizer(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None, int]]:
+        """Name of every parameter of the whole optimizer, the parameter if it is here, and on how many ranks it is."""
+        assert self._cut is not None
+        parts = self._parts[optimizer]
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        of_number = dict(zip(parts.numbers, own, strict=True))
+        return [
+            (name, of_number.get(number), self.replicas * len(self._cut.holders.get(name, (0,))))
+            for number, name in enumerate(parts.names)
+        ]
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Each stage takes what is its own."""
+        return True
+
+    def setup_environment(self) -> None:
+        """Starts the processes' group and lays the ranks out."""
+        ranks = self.num_nodes * self.num_processes
+        stages = self.stages or ranks
+        if ranks % stages:
+            raise ValueError(
+                f"PipelineParallelStrategy(stages={stages}) needs a multiple of {stages} ranks, and the Trainer has"
+                f" {ranks} (devices x num_nodes)."
+            )
+        super().setup_environment()
+        names = ("pipeline", "data_parallel")
+        self._mesh = init_device_mesh(self.root_device.type, (stages, ranks // stages), mesh_dim_names=names)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """For ``trainer.init_module``: on the CPU, or without memory, as no rank may have room for the whole model."""
+        where = torch.device("meta") if empty_init else nullcontext()
+        with where, self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Cuts the model, then lets the precision plugin and the optimizers see it.
+
+        Raises:
+            ValueError: if the layers cannot be cut so.
+            MisconfigurationException: if the model or the precision plugin cannot do it.
+        """
+        # Brings torch.distributed.pipelining along, so not at the top.
+        from lightning_mp.pipelining.runner import PipelineRunner
+
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        assert self._mesh is not None
+        self.accelerator.setup(trainer)
+        refuse_what_cannot_be_cut(trainer, sync_batchnorm=self._layer_sync is not None)
+        module = self.lightning_module
+        chunks = self.chunks or _CHUNKS_PER_STAGE * self._mesh.size(0)
+        stage, stages = self._mesh.get_local_rank("pipeline"), self._mesh.size(0)
+        self._cut = cut = cut_of(module)
+        if cut is not None:
+            check_earlier_cut(cut, stage, stages, self.cut_before)
+        else:
+            self._cut = cut = cut_into_stages(module, stage, stages, self.cut_before, self.root_device)
+            rank_zero_info(description(cut, chunks=chunks, replicas=self.replicas, schedule=self.schedule))
+        self.model = module
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        pipeline = Pipeline(
+            self._mesh.get_group("pipeline"),
+            stage,
+            stages,
+            chunks,
+            self.schedule,
+            self.root_device,
+        )
+        bounds = (*cut.first_layers, None)
+        own_layers = read_layers(module)[slice(bounds[stage], bounds[stage + 1])]
+        self.pipeline_runner = PipelineRunner(trainer, module, own_layers, pipeline, self._backward_context)
+        self._gradients = StageGradients(module, cut, self._mesh)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        # Ours clip by the norm of the whole model; Lightning's by that of what a rank holds.
+        self._clipping = InstanceMethod(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_whole_norm_(optimizer, float(clip_val), self.stepping_ranks(), self.root_device)
+
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        """Lets ``configure_optimizers`` see the whole model, and leaves each optimizer what this stage holds."""
+        assert self.lightning_module is not None
+        with whole_again(self.lightning_module):
+            super().setup_optimizers(trainer)
+            names = dict(self.lightning_module.named_parameters())
+        own = {id(p) for p in self.lightning_module.parameters()}
+        self._parts = {optimizer: keep_own_parameters(optimizer, names, own) for optimizer in self.optimizers}
+
+    def teardown(self) -> None:
+        """Lets the schedules go; the model stays cut."""
+        self.pipeline_runner = None
+        clipping, self._clipping = self._clipping, None
+        if clipping is not None:
+            clipping.restore()
+        super().teardown()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _backward_context(self) -> AbstractContextManager[Any]:
+        if isinstance(self.precision_plugin, EpiloguePrecision):
+            return self.precision_plugin.backward_context()
+        return torch.autocast(self.root_device.type, enabled=False)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, gradients stay as each rank has them: not the last micro-batch of a window."""
+        assert self._gradients is not None
+        with self._gradients.kept_local():
+            yield
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hands the gradients of the pipeline out, and averages them over its copies at the end of a window."""
+        assert self._gradients is not None
+        assert self.lightning_module is not None
+        plugin = self.precision_plugin
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
+        with self._gradients.reduced_after():
+            plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def on_validation_start(self) -> None:
+        """Stages compare the first batch."""
+        self._compare_next_batch()
+
+    def on_test_start(self) -> None:
+        """Stages compare the first batch."""
+        self._compare_next_batch()
+
+    def on_predict_start(self) -> None:
+        """Stages compare the first batch."""
+        self._compare_next_batch()
+
+    def _compare_next_batch(self) -> None:
+        if self.pipeline_runner is not None:
+            self.pipeline_runner.compare_next_batch()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """On rank 0 the state of the whole model, as one process has it; empty on other ranks."""
+        assert self.lightning_module is not None
+        own = self.lightning_module.state_dict()
+        if self._cut is None or self._cut.stages == 1:
+            return own
+        gathered = gather_on_rank_zero(own, self._sender_ranks(), self.root_device)
+        return {name: gathered[name] for name in self._cut.state_names if name in gathered} if gathered else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 the state of the whole optimizer, as one process has it; empty on other ranks."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state = inner.state_dict()
+        parts = self._parts.get(inner)
+        if parts is None or self._cut is None or self._cut.stages == 1:
+            return state
+        return parts.whole(state, self._sender_ranks(), self.root_device)
+
+    def _sender_ranks(self) -> list[int]:
+        """One rank of every stage."""
+        assert self._mesh is not None
+        return [int(rank) for rank in self._mesh.mesh[:, 0].tolist()]
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a single file, written by any strategy on any number of ranks; tensors are read when they are taken."""
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            raise MisconfigurationException(
+                f"PipelineParallelStrategy cannot load {path}: it is a folder with shards. Make a single file of it:"
+                f" lightning_mp.consolidate_checkpoint({str(path)!r}, 'whole.ckpt')"
+            )
+        checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes what this stage holds; names of the whole model are checked."""
+        assert self.lightning_module is not None
+        assert self._cut is not None
+        state = own_state(checkpoint["state_dict"], self.lightning_module, self._cut, strict=strict)
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes what this stage holds."""
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The checkpoint holds the state of {len(states)} optimizers, and configure_optimizers made"
+                f" {len(self.optimizers)}. Use the model that it was written by, or load its weights only."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(self._parts[optimizer].own(state))
+
+
+PipelineParallelStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,116 @@
+"""Set-up of a pipeline: what is refused, the cut, and what is said about it."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_mp.pipelining.cut_points import named_cuts
+from lightning_mp.pipelining.cutting import cut_model, first_layers
+from lightning_mp.pipelining.layers import read_layers
+from lightning_mp.pipelining.other_stage import Cut
+from lightning_mp.planning.pipeline_bubble import bubble_fraction
+from lightning_mp.sharding.materialise import Materialiser, not_initialisable
+from lightning_mp.strategies.refused import refuse_copies_of_the_model, refuse_scaler_of_torch
+
+__all__ = [
+    "check_earlier_cut",
+    "cut_into_stages",
+    "description",
+    "refuse_arguments_about_ddp",
+    "refuse_what_cannot_be_cut",
+]
+
+
+def refuse_arguments_about_ddp(arguments: Mapping[str, Any]) -> None:
+    """DDPStrategy, whose ways to start processes a pipeline shares, takes anything by name.
+
+    Raises:
+        ValueError: if it would do nothing here.
+    """
+    known = set(inspect.signature(ParallelStrategy.__init__).parameters) - {"self"}
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        raise ValueError(
+            f"PipelineParallelStrategy({unknown[0]}=...) is not known; what is about DDP would do nothing here, as the"
+            f" strategy averages gradients itself. Besides its own arguments it takes {', '.join(sorted(known))}."
+        )
+
+
+def refuse_what_cannot_be_cut(trainer: "pl.Trainer", *, sync_batchnorm: bool) -> None:
+    """Refuses plugins, callbacks and settings that look at one rank only, or have copied the whole model.
+
+    Raises:
+        MisconfigurationException: with what to do instead.
+    """
+    owner = "PipelineParallelStrategy"
+    why = "looks at one rank only, and stages would skip different steps"
+    refuse_scaler_of_torch(trainer.precision_plugin, owner, why)
+    if sync_batchnorm:
+        raise MisconfigurationException(
+            "PipelineParallelStrategy cannot be used with Trainer(sync_batchnorm=True): it would average over all"
+            " stages. Use a normalisation of single samples (GroupNorm, LayerNorm)."
+        )
+    refuse_copies_of_the_model(trainer, owner, "it is cut")
+
+
+def check_earlier_cut(earlier: Cut, stage: int, stages: int, cut_before: Sequence[str] | None) -> None:
+    """A second run of the same module keeps its stages.
+
+    Raises:
+        MisconfigurationException: if it wants others.
+    """
+    if (earlier.stages, earlier.stage) != (stages, stage):
+        raise MisconfigurationException(
+            f"The model was cut into {earlier.stages} stages by an earlier run, and this one wants {stages}. Make a new"
+            " model and load its checkpoint."
+        )
+    if cut_before is not None and named_cuts(earlier.layer_names, cut_before, stages) != list(earlier.first_layers):
+        begins = [earlier.layer_names[first] for first in earlier.first_layers[1:]]
+        raise MisconfigurationException(
+            f"The model was cut before {begins} by an earlier run, and this one wants cut_before={list(cut_before)!r}."
+            " Make a new model and load its checkpoint."
+        )
+
+
+def cut_into_stages(
+    module: "pl.LightningModule", stage: int, stages: int, cut_before: Sequence[str] | None, device: torch.device
+) -> Cut:
+    """Gives all weights the values of rank 0 and keeps those of one stage.
+
+    Raises:
+        ValueError: if the layers cannot be cut so.
+        MisconfigurationException: if the module does not say what is needed, or something on the meta device has no
+            ``reset_parameters``.
+    """
+    layers = read_layers(module)
+    cuts = first_layers(module, layers, stages, cut_before)
+    lost = not_initialisable(module)
+    if lost:
+        raise MisconfigurationException(
+            f"PipelineParallelStrategy: modules of class {', '.join(lost)} are on the meta device and have no"
+            " reset_parameters(), so nothing can give their parameters and buffers a value. Define it, or build the"
+            " model without init_module(empty_init=True)."
+        )
+    return cut_model(module, layers, cuts, stage, bring_to_life=Materialiser(device))
+
+
+def description(cut: Cut, *, chunks: int, replicas: int, schedule: str) -> str:
+    """What each stage holds, and how long it will be idle."""
+    bounds = [*cut.first_layers, len(cut.layer_names)]
+    parts = [
+        f"stage {stage}: {cut.layer_names[first]} to {cut.layer_names[last - 1]},"
+        f" {sum(cut.layer_parameters[first:last]):,} parameters"
+        for stage, (first, last) in enumerate(pairwise(bounds))
+    ]
+    copies = f", {replicas} copies of the model" if replicas > 1 else ""
+    return (
+        f"PipelineParallelStrategy (experimental): {cut.stages} stages{copies}. {'; '.join(parts)}. With {chunks}"
+        f" chunks per batch stages of equal work are idle {bubble_fraction(cut.stages, chunks):.1%} of a step"
+        f" ({schedule}; the bubble, (stages - 1) / (chunks + stages - 1))."
+    )
