@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +20,20 @@ from lightning_mp.demo.batches import HeldOutBatches, TextBatches
 from lightning_mp.demo.data import TextData
 from lightning_mp.demo.prepare import Options, prepare
 from lightning_mp.demo.run import fit, run_job
-from lightning_mp.demo.stop import InterruptFlag
 from lightning_mp.demo.text import load_file
 
 TINY = {"parameters": 9264, "tokens_per_parameter": 2.4, "batch_size": 4, "precision": "16-mixed"}
 BUDGET_TOKENS = 22_234
 NOT_FUSED = {"fused": False}
 MICRO_BATCHES = 44  # of 512 tokens; 218 of the last one count
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_terminal() -> Iterator[None]:
+    """A shell starts jobs in the background with Ctrl-C ignored, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +189,17 @@ def test_the_second_ctrl_c_stops_at_once_and_says_what_is_left(text, capsys):
         _run("late", text, _At(40, interrupt_twice))
 
 
+def test_ctrl_c_before_the_first_batch_ends_the_run_at_once(text):
+    class Early(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            _interrupt()
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="No checkpoint had been written yet"):
+        _run("out", text, Early())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_ctrl_c_after_training_says_how_to_see_the_results(text, monkeypatch):
     def interrupted(folder):
         raise KeyboardInterrupt
@@ -238,9 +257,9 @@ def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the
 @pytest.mark.usefixtures("_no_report")
 def test_a_checkpoint_knows_the_last_outcome_without_help_of_other_callbacks(text):
     job = prepare(Options(TINY | {"text": text}, Path("out")))
-    trainer, _ = assemble(job, InterruptFlag(), [_At(5, lambda: trainer.save_checkpoint("middle.ckpt"))])
+    trainer = assemble(job, [_At(5, lambda: trainer.save_checkpoint("middle.ckpt"))])
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, OverflowMonitor)]
-    fit(trainer, job, InterruptFlag())
+    fit(trainer, job)
     saved = torch.load("middle.ckpt", weights_only=True)["callbacks"]["lightning_mp_demo"]
     assert list(saved["outcomes"]) == list(range(6)) == list(range(len(saved["tokens"])))
 

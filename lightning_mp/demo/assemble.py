@@ -16,6 +16,7 @@ from lightning_mp import (
     ChinchillaBudget,
     OverflowMonitor,
     OverflowPostMortem,
+    StopAtBoundary,
 )
 from lightning_mp.demo.folder import RunFolder
 from lightning_mp.demo.history import RunHistory
@@ -23,7 +24,7 @@ from lightning_mp.demo.overflow import InjectOverflow
 from lightning_mp.demo.plan import Plan
 from lightning_mp.demo.prepare import Job
 from lightning_mp.demo.progress import DemoProgressBar
-from lightning_mp.demo.stop import InterruptFlag, StopAtBoundary
+from lightning_mp.demo.stop import FinalCheckpoint
 
 __all__ = ["assemble"]
 
@@ -31,14 +32,11 @@ _LOG_EVERY_STEPS = 10
 _CLIP_NORM = 1.0  # Brown et al. 2020 (arXiv:2005.14165), appendix B
 
 
-def assemble(
-    job: Job, interrupt: InterruptFlag, extra_callbacks: Sequence[Callback] = ()
-) -> tuple[pl.Trainer, RunHistory]:
+def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
     """Builds the Trainer.
 
     Args:
         job: The run.
-        interrupt: Stops it when raised.
         extra_callbacks: Besides the demo's own.
 
     Raises:
@@ -48,13 +46,18 @@ def assemble(
     settings, plan, folder = job.settings, job.plan, job.folder
     # The last checkpoint goes to the same file as the others.
     budget = ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter, save=False)
-    history = RunHistory(folder.history, job.facts, budget, plan.micro_batch_tokens)
+    stop = StopAtBoundary(
+        signals=["SIGINT"],
+        max_seconds=job.max_seconds,
+        dirpath=folder.checkpoint.parent,
+        filename=folder.checkpoint.stem,
+    )
     callbacks: list[Callback] = [
         OverflowMonitor(),
         OverflowPostMortem(dirpath=folder.path),
         AccumulationScheduler(plan.accumulation, unit="step"),
         budget,
-        history,
+        RunHistory(folder.history, job.facts, budget, stop, plan.micro_batch_tokens),
         DemoProgressBar(refresh_rate=_refresh_every(plan)),
         *extra_callbacks,
         ModelCheckpoint(
@@ -63,12 +66,13 @@ def assemble(
             every_n_train_steps=plan.checkpoint_every_steps,
             enable_version_counter=False,
         ),
-        StopAtBoundary(folder.checkpoint, job.max_seconds, interrupt, history),
+        FinalCheckpoint(folder.checkpoint, stop),
+        stop,
     ]
     if settings.inject_overflow is not None:
         middle = f"model.blocks.{plan.model.layers // 2}.mlp.up.weight"
         callbacks.append(InjectOverflow(settings.inject_overflow, middle))
-    trainer = pl.Trainer(
+    return pl.Trainer(
         **_precision(settings.precision),
         accelerator=job.accelerator,
         devices=settings.devices,
@@ -85,7 +89,6 @@ def assemble(
         enable_model_summary=False,
         default_root_dir=folder.path,
     )
-    return trainer, history
 
 
 def _precision(precision: str) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp import ChinchillaBudget, StepOutcome
+from lightning_mp import ChinchillaBudget, StepOutcome, StopAtBoundary
 from lightning_mp.demo.memory import peak_memory_bytes
+from lightning_mp.demo.stop import reason_of
 from lightning_mp.outcome import StepDispatcher
 
 __all__ = ["HISTORY_KEY", "RunHistory"]
@@ -36,13 +37,22 @@ class RunHistory(Callback):
         path: The JSON file.
         facts: Plain values about the run that go into the file and into every checkpoint.
         budget: Tells the tokens that were spent.
+        stop: Tells why the run ended early, if it did.
         micro_batch_tokens: Tokens of one micro-batch over all ranks.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any], budget: ChinchillaBudget, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        facts: Mapping[str, Any],
+        budget: ChinchillaBudget,
+        stop: StopAtBoundary,
+        micro_batch_tokens: int,
+    ) -> None:
         self._path = path
         self._facts = dict(facts)
         self._budget = budget
+        self._stop = stop
         self._micro_batch_tokens = micro_batch_tokens
         self._micro_batches = 0
         self._tokens: list[int] = []
@@ -56,7 +66,6 @@ class RunHistory(Callback):
         self._clock: float | None = None
         self._trainer: pl.Trainer | None = None
         self._hook: RemovableHandle | None = None
-        self.stopped_by: str | None = None
 
     @property
     def state_key(self) -> str:
@@ -125,7 +134,7 @@ class RunHistory(Callback):
                 **self.table(),
                 "tokens": self._budget.tokens_seen,
                 "budget_tokens": self._budget.budget_tokens,
-                "stopped_by": self.stopped_by,
+                "stopped_by": reason_of(self._stop),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                 "peak_memory_bytes": peak_memory_bytes(device),
             }

@@ -22,7 +22,7 @@ from lightning_mp.demo.folder import RunFolder
 from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.plan import BLOCK_TOKENS
 from lightning_mp.demo.prepare import Job, describe_shape
-from lightning_mp.demo.stop import InterruptFlag
+from lightning_mp.demo.stop import interrupts_given_back
 
 __all__ = ["fit", "run_job"]
 
@@ -41,21 +41,20 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
 
     Raises:
         MisconfigurationException: If Lightning or the pack refuses the combination. Nothing is left behind then.
-        KeyboardInterrupt: On the second Ctrl-C; says where the last checkpoint is.
+        KeyboardInterrupt: On the second Ctrl-C, or before the first batch; says where the last checkpoint is.
     """
     if job.resumed_tokens is not None and job.resumed_tokens >= job.plan.budget_tokens:
         _say(f"{job.folder.path} has spent its whole budget already. Start a new run without --resume.")
         _finish_again(job.folder)
         return 0
-    interrupt = InterruptFlag()
     torch.manual_seed(job.settings.seed)
     with _quiet():
         try:
-            trainer, _ = assemble(job, interrupt, extra_callbacks)
+            trainer = assemble(job, extra_callbacks)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
         _announce(job)
-        fit(trainer, job, interrupt)
+        fit(trainer, job)
     if not trainer.is_global_zero:
         return 0
     # read from the file: under some strategies the training happened in other processes
@@ -72,13 +71,12 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     return 0
 
 
-def fit(trainer: pl.Trainer, job: Job, interrupt: InterruptFlag) -> None:
+def fit(trainer: pl.Trainer, job: Job) -> None:
     """Builds model and data and trains, from the checkpoint if the run goes on.
 
     Args:
         trainer: From :func:`~lightning_mp.demo.assemble.assemble`.
         job: The run.
-        interrupt: Listens to Ctrl-C meanwhile.
 
     Raises:
         MisconfigurationException: See :func:`run_job`.
@@ -102,14 +100,14 @@ def fit(trainer: pl.Trainer, job: Job, interrupt: InterruptFlag) -> None:
     )
     resumes = job.resumed_tokens is not None
     try:
-        with interrupt.listening():
+        with interrupts_given_back():
             trainer.fit(model, data, ckpt_path=job.folder.checkpoint if resumes else None, weights_only=True)
     except MisconfigurationException:
         if not resumes and trainer.is_global_zero:
             shutil.rmtree(job.folder.path, ignore_errors=True)
         raise
     except SystemExit:
-        # Lightning ends the process so after a KeyboardInterrupt, here the second Ctrl-C.
+        # Lightning ends the process so after a KeyboardInterrupt: the second Ctrl-C, or one before the first batch.
         if job.folder.checkpoint.is_file():
             raise KeyboardInterrupt(f"The last checkpoint is {job.folder.checkpoint}. {_how_to_go_on(job)}") from None
         raise KeyboardInterrupt("No checkpoint had been written yet.") from None
