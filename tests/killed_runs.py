@@ -7,33 +7,95 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cpu_fsdp import CpuFsdp
 from gloo import RankError, run_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from small_models import ResumableLoader, TokenModel, adamw, quiet_trainer, token_batches, weights
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    ChinchillaBudget,
+    FSDP2Strategy,
+    LossScaler,
+    PipelineParallelStrategy,
+    pipelined_loss,
+)
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
 from lightning_mp.faults.latest_checkpoint import latest_checkpoint
 
-LENGTHS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6]}
-TOKENS = 100
-KINDS = {"single": 1, "ddp": 2, "fsdp2": 2}  # with their number of ranks
+# Tokens of each micro-batch, by the data that a rank sees; the budget is two epochs of two of them.
+LENGTHS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6], 2: [5, 7, 3, 9, 4, 8, 2], 3: [8, 2, 6, 4, 10, 5, 3]}
+TOKENS = {1: 100, 2: 100, 4: 200}
+VOCABULARY = 12  # two ranks can cut it
+PLAN = {"embedding": "vocabulary", "head": "column_gather"}
+
+
+class Kind(NamedTuple):
+    """A strategy, the number of its processes, and how many of them see different data."""
+
+    make: Callable[[], Any]
+    ranks: int = 2
+    data_ranks: int = 2
+
+
+def _fsdp1(state_dict_type: str) -> Kind:
+    return Kind(lambda: CpuFsdp(auto_wrap_policy={nn.Embedding, nn.Linear}, state_dict_type=state_dict_type))
+
+
+def _fsdp2(ranks: int = 2, data_ranks: int = 2, **arguments: Any) -> Kind:
+    units = ["embedding", "head"]
+    return Kind(lambda: FSDP2Strategy(units, process_group_backend="gloo", **arguments), ranks, data_ranks)
+
+
+KINDS = {
+    "single": Kind(lambda: "auto", 1, 1),
+    "ddp": Kind(lambda: "ddp"),
+    "fsdp1": _fsdp1("sharded"),
+    "fsdp1, one file": _fsdp1("full"),
+    "model parallel": Kind(
+        lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    ),
+    "fsdp2": _fsdp2(),
+    "fsdp2, one file": _fsdp2(save_distributed_checkpoint=False),
+    "fsdp2, tensor": _fsdp2(data_ranks=1, tensor_parallel_size=2, tensor_parallel_plan=PLAN),
+    "fsdp2, hybrid": _fsdp2(4, 4, replicate_size=2),
+    "fsdp2, 2-D": _fsdp2(4, 2, tensor_parallel_size=2, tensor_parallel_plan=PLAN),
+    "pipeline": Kind(lambda: PipelineParallelStrategy(chunks=2), 2, 1),
+}
 FILE_EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 
 
-class Sharded(TokenModel):
+class ShardsItself(TokenModel):
+    """As Lightning's own strategy wants it."""
+
     def configure_model(self) -> None:
         for layer in (self.head, self.embedding):
             if not isinstance(layer.weight, DTensor):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+class CutsItself(TokenModel):
+    """As PipelineParallelStrategy wants it."""
+
+    pipeline_layers = ("embedding", "head")
+
+    def pipeline_loss(self, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1).float(), batch[1].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return pipelined_loss(self, batch)
+
+
+MODULES = {"model parallel": ShardsItself, "pipeline": CutsItself}
 
 
 class StepLog(Callback):
@@ -78,10 +140,11 @@ class Run:
     """fp16 with skipped steps, token-weighted windows of two and three micro-batches, a budget; saved after each step.
 
     Args:
-        kind: a strategy.
+        kind: a strategy, see :data:`KINDS`.
         folder: where its checkpoints go.
         only_last: one checkpoint that is written anew each time; otherwise also one by step.
-        callbacks: those that are on trial besides, made in each rank.
+        callbacks: those that are on trial besides, made in each rank; AtomicCheckpoints, unless the strategy does
+            without.
         ckpt_path: what to go on from, where it is not the latest checkpoint.
         init_scale: the third step overflows after it has grown; with 2^18 the first two do.
     """
@@ -89,45 +152,39 @@ class Run:
     kind: str
     folder: Path
     only_last: bool = False
-    callbacks: Callable[[], list[Callback]] = lambda: [AtomicCheckpoints()]
+    callbacks: Callable[[], list[Callback]] | None = None
     ckpt_path: Path | None = None
     init_scale: float = 2.0**16
 
     @property
     def num_ranks(self) -> int:
-        return KINDS[self.kind]
+        return KINDS[self.kind].ranks
 
     @property
     def log(self) -> StepLog:
         return StepLog(self.folder.with_name(self.folder.name + "-steps.txt"))
 
     def train(self, rank: int) -> Result:
-        strategies: dict[str, Any] = {
-            "single": "auto",
-            "ddp": "ddp",
-            "fsdp2": ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"),
-        }
-        budget, scaler = (
-            ChinchillaBudget(tokens=TOKENS, save=False),
-            LossScaler(init_scale=self.init_scale, growth_interval=2),
-        )
+        kind = KINDS[self.kind]
+        budget = ChinchillaBudget(tokens=TOKENS[kind.data_ranks], save=False)
+        scaler = LossScaler(init_scale=self.init_scale, growth_interval=2)
         top_k = 0 if self.only_last else 1
         checkpoint = ModelCheckpoint(self.folder, every_n_train_steps=1, save_top_k=top_k, save_last=True)
-        callbacks = [self.log, budget, AccumulationScheduler({0: 2, 3: 3}), checkpoint, *self.callbacks()]
+        on_trial = self.callbacks or (list if self.kind.startswith("fsdp2") else lambda: [AtomicCheckpoints()])
+        callbacks = [self.log, budget, AccumulationScheduler({0: 2, 3: 3}), checkpoint, *on_trial()]
         trainer = quiet_trainer(
-            devices=self.num_ranks,
-            strategy=strategies[self.kind],
+            devices=kind.ranks,
+            strategy=kind.make(),
             plugins=[AutocastPrecision("16-mixed", scaler=scaler)],
             callbacks=callbacks,
             enable_checkpointing=True,
             max_epochs=-1,
             gradient_clip_val=0.5,
         )
-        module = (Sharded if self.kind == "fsdp2" else TokenModel)(adamw)
-        batches = ResumableLoader(token_batches(LENGTHS[rank]))
+        module = MODULES.get(self.kind, TokenModel)(adamw, vocabulary=VOCABULARY)
+        batches = ResumableLoader(token_batches(LENGTHS[rank * kind.data_ranks // kind.ranks]))
         trainer.fit(module, batches, ckpt_path=self.ckpt_path or latest_checkpoint(self.folder))
-        whole = [w.full_tensor() if isinstance(w, DTensor) else w for w in weights(module)]
-        return Result(whole, trainer.global_step, budget.tokens_seen, scaler.get_scale())
+        return Result(whole_weights(trainer, module), trainer.global_step, budget.tokens_seen, scaler.get_scale())
 
     def to_the_end(self, before: Callable[[int], None] = lambda rank: None) -> Result:
         def train(rank: int) -> Result:
@@ -164,6 +221,16 @@ class Run:
         if path is None:
             return 0
         return int(torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)["global_step"])
+
+
+def whole_weights(trainer: Any, module: nn.Module) -> list[Tensor]:
+    """Without shards; all ranks have to ask."""
+    if isinstance(trainer.strategy, CpuFsdp):
+        with FullyShardedDataParallel.summon_full_params(trainer.strategy.model):
+            return weights(module)
+    if isinstance(trainer.strategy, PipelineParallelStrategy):
+        return trainer.strategy.broadcast(list(trainer.strategy.lightning_module_state_dict().values()))
+    return [w.full_tensor() if isinstance(w, DTensor) else w for w in weights(module)]
 
 
 def kill_at_file_event(run: Run, step: int, number: int) -> None:

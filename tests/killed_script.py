@@ -1,4 +1,4 @@
-"""A training script as a user starts it: ``killed_script.py FOLDER FAULT [RANK]``, by torchrun or by Lightning."""
+"""A training script as a user starts it: ``killed_script.py FOLDER FAULT RANK KIND``, by torchrun or by Lightning."""
 
 import os
 import signal
@@ -38,16 +38,16 @@ class Fault(Callback):
 
 
 def main() -> None:
-    folder, fault = Path(sys.argv[1]), sys.argv[2]
+    folder, fault, faulty_rank, kind = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     assert fault in FAULTS
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     with (folder / "pids.txt").open("a") as file:
         print(os.getpid(), file=file)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    on_trial = [AtomicCheckpoints(), StopAtBoundary(), RankWatchdog(timeout_seconds=4)]
-    fault_callback = Fault(fault, int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    result = Run("ddp", folder / "checkpoints", callbacks=lambda: [fault_callback, *on_trial]).train(rank)
+    watchdog = RankWatchdog(timeout_seconds=4 if fault == "hang" else 60)
+    on_trial = [Fault(fault, faulty_rank), AtomicCheckpoints(), StopAtBoundary(), watchdog]
+    result = Run(kind, folder / "checkpoints", callbacks=lambda: on_trial).train(rank)
     torch.save(result, folder / f"result-{rank}.pt")
 
 

@@ -17,6 +17,7 @@ from small_models import Regression, loader, quiet_trainer, regression_batches
 
 from lightning_mp.callbacks.rank_watchdog import RankWatchdog
 from lightning_mp.faults.heartbeat import EXIT_CODE, RankReport, describe, find_hung
+from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
 BATCHES = regression_batches(4)
 TIMEOUT_SECONDS = 1.0
@@ -47,11 +48,18 @@ class Hangs(Callback):
             self.hang()
 
 
-def train(rank: int, *callbacks: Callback, num_ranks: int = 2, log: Path | None = None) -> None:
+def train(
+    rank: int,
+    *callbacks: Callback,
+    num_ranks: int = 2,
+    log: Path | None = None,
+    strategy: Any = "ddp",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> None:
     if log is not None:
         sys.stderr = log.open("a")
-    callbacks = (*callbacks, RankWatchdog(timeout_seconds=TIMEOUT_SECONDS))
-    strategy = "ddp" if num_ranks > 1 else "auto"
+    callbacks = (*callbacks, RankWatchdog(timeout_seconds=timeout_seconds))
+    strategy = strategy if num_ranks > 1 else "auto"
     quiet_trainer(devices=num_ranks, strategy=strategy, callbacks=list(callbacks)).fit(Regression(), loader(BATCHES))
 
 
@@ -59,7 +67,7 @@ def train(rank: int, *callbacks: Callback, num_ranks: int = 2, log: Path | None 
     ("rank", "hang", "hook", "what"),
     [
         (1, sleep, "on_before_backward", "hangs, last seen at on_train_batch_start of micro-batch 2 in epoch 0"),
-        (1, stop, "on_before_backward", "does not answer"),
+        pytest.param(1, stop, "on_before_backward", "does not answer", marks=pytest.mark.full),
         (0, stop, "on_before_backward", "does not answer"),
         pytest.param(
             *(0, sleep, "on_train_batch_end", "last seen at on_before_optimizer_step of micro-batch 1 in epoch 0"),
@@ -88,6 +96,38 @@ def test_a_hung_rank_is_named_and_all_end(
         assert f"Rank {rank} was ended by SIGKILL" in str(error.value)
 
 
+PLAN = {"net.0": "column", "net.2": "row"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "arguments"),
+    [
+        (2, 1, {}),
+        pytest.param(2, 0, {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, marks=pytest.mark.full),
+        pytest.param(4, 2, {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, marks=pytest.mark.full),
+        pytest.param(4, 3, {"replicate_size": 2}, marks=pytest.mark.full),
+    ],
+    ids=["shards", "tensor", "2-D", "hybrid"],
+)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.full
+def test_a_hung_rank_of_a_sharded_model_is_named(ranks: int, rank: int, arguments: Any, tmp_path: Path) -> None:
+    """D44. The others wait in different collectives, of shards, of copies or of cut layers, and only it is named."""
+
+    def hangs(each: int) -> None:
+        strategy = FSDP2Strategy("net.0", process_group_backend="gloo", **arguments)
+        train(each, Hangs(rank, sleep), num_ranks=ranks, log=log, strategy=strategy, timeout_seconds=ranks)
+
+    log = tmp_path / "stderr.txt"
+    with pytest.raises(RankError) as error:
+        run_ranks(hangs, ranks, timeout_seconds=30)
+    assert f"no progress for {ranks} seconds; rank {rank} of {ranks} (process " in log.read_text()
+    assert log.read_text().count("hangs, last seen at on_train_batch_start of micro-batch 2") >= 1
+    assert f"Rank {rank} exited with code {EXIT_CODE}" in str(error.value)
+    assert "did not finish" not in str(error.value)
+    assert "still running" not in str(error.value)
+
+
 @pytest.mark.full
 def test_a_single_process_ends_too(tmp_path: Path) -> None:
     log = tmp_path / "stderr.txt"
@@ -96,6 +136,7 @@ def test_a_single_process_ends_too(tmp_path: Path) -> None:
     assert "rank 0 of 1" in log.read_text()
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_is_left_alone() -> None:
     """Longer than the time-out in all; each micro-batch is shorter. No thread is left."""
 
@@ -110,6 +151,19 @@ def test_a_run_that_goes_on_is_left_alone() -> None:
         return [thread.name for thread in threading.enumerate() if thread.name == "RankWatchdog"]
 
     assert run_ranks(watched, 2) == [[], []]
+
+
+def test_the_watch_keeps_nobody_who_leaves_after_a_kill() -> None:
+    """Rank 0 held the reports. The other ends with its collective's error at once, whatever the time-out."""
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError) as error:
+        run_ranks(lambda rank: train(rank, Hangs(0, kill), timeout_seconds=600), 2, timeout_seconds=20)
+    assert "Rank 0 was ended by SIGKILL" in str(error.value)
+    assert "Rank 1 raised" in str(error.value)
+    assert "still running" not in str(error.value)
 
 
 @pytest.mark.full
