@@ -1,67 +1,38 @@
 """One training run per cell of strategy, precision, clipping and accumulation, and what is kept of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import small_models
 import torch
-from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import WIDTH, loader, quiet_trainer
+from small_models import loader, quiet_trainer
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
-from lightning_mp.strategies import ReducedPrecisionDDPStrategy
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    Float8Precision,
+    LossScaler,
+    MasterWeightsPrecision,
+    TF32Precision,
+)
 
+# Multiples of 16, for fp8, also of the half that a rank has under tensor parallelism.
+WIDTH, HIDDEN = 16, 32
 NUM_WINDOWS = 6
 # The loss is planted infinite on the last rank in one window; one gradient element there, after the reduction, in the
 # other.
 LOSS_WINDOW, GRADIENT_WINDOW = 1, 4
 SAMPLES = (8, 16, 12)
-
-
-class Layout(NamedTuple):
-    """A strategy, the number of its processes, and how many of them see different data."""
-
-    make: Callable[[], Strategy]
-    ranks: int = 2
-    data_ranks: int = 2
-
-
-def _parallel(data: int, tensor: int) -> Layout:
-    return Layout(
-        lambda: ModelParallelStrategy(
-            data_parallel_size=data, tensor_parallel_size=tensor, process_group_backend="gloo"
-        ),
-        data * tensor,
-        data,
-    )
-
-
-def _fsdp1(**arguments: Any) -> Callable[[], Strategy]:
-    return lambda: CpuFsdp(auto_wrap_policy={nn.Linear}, **arguments)
-
-
-STRATEGIES = {
-    "DDP": Layout(lambda: DDPStrategy(process_group_backend="gloo")),
-    "DDP, bf16 reduction": Layout(lambda: ReducedPrecisionDDPStrategy("bf16", process_group_backend="gloo")),
-    "DDP, fp16 reduction": Layout(lambda: ReducedPrecisionDDPStrategy("fp16", process_group_backend="gloo")),
-    "FSDP1, full shard": Layout(_fsdp1()),
-    "FSDP1, gradients and optimizer": Layout(_fsdp1(sharding_strategy="SHARD_GRAD_OP")),
-    "FSDP1, hybrid 2 x 2": Layout(_fsdp1(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), 4, 4),
-    "FSDP2": _parallel(2, 1),
-    "tensor parallel": _parallel(1, 2),
-    "FSDP2 x tensor parallel, 2 x 2": _parallel(2, 2),
-}
 
 
 def _scaler() -> LossScaler:
@@ -74,12 +45,15 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
     "16-true": lambda: MasterWeightsPrecision("16-true", scaler=_scaler()),
     "bf16-true": lambda: MasterWeightsPrecision("bf16-true"),
     "bf16-true, remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "fp8-mixed": lambda: Float8Precision(emulate=True, skip_first_and_last=False),
+    "TF32": TF32Precision,
 }
 
 CLIPPING: dict[str, dict[str, Any]] = {
     "none": {},
-    "norm": {"gradient_clip_val": 5.0},
-    "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+    # Some windows are clipped by norm, some are not.
+    "norm": {"gradient_clip_val": 6.5},
+    "value": {"gradient_clip_val": 0.25, "gradient_clip_algorithm": "value"},
 }
 
 ACCUMULATION = (1, 3)
@@ -98,7 +72,7 @@ CELLS = [Cell(*cell) for cell in product(PRECISIONS, CLIPPING, ACCUMULATION)]
 
 @dataclass
 class Run:
-    """What a rank has seen of a run."""
+    """What a rank has seen of a run; a rank without the loss has no losses."""
 
     losses: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
@@ -109,13 +83,16 @@ class Run:
 
 
 class Net(pl.LightningModule):
-    """Two layers that tensor parallelism cuts, and a norm and a head that it leaves whole."""
+    """Two layers that tensor parallelism cuts, and a norm and a head that it leaves whole.
+
+    The head has no bias: the errors of a single number do not average out.
+    """
 
     def __init__(self, accumulation: int, plants: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1, bias=False)
         self.accumulation, self.plants = accumulation, plants
         self.index = 0
         self.run = Run()
@@ -124,11 +101,13 @@ class Net(pl.LightningModule):
         hidden = self.down(nn.functional.gelu(self.up(x)))
         return self.head(self.norm(x + hidden))
 
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]).float(), batch[1].float())
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = nn.functional.mse_loss(self(x).float(), y.float())
+        loss = self.loss(batch)
         self.run.losses.append(loss.item())
-        self.run.samples.append(len(x))
+        self.run.samples.append(len(batch[0]))
         window, place = divmod(self.index, self.accumulation)
         if self.plants and window == LOSS_WINDOW and place == self.accumulation // 2:
             loss = loss * torch.inf
@@ -142,32 +121,37 @@ class Net(pl.LightningModule):
             next(g for g in gradients if g is not None and g.numel()).view(-1)[0] = torch.inf
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Unfused without accumulation, fused with it."""
+        """Unfused without accumulation, fused with it. This large an epsilon lets AdamW feel the size of gradients."""
         if self.accumulation == 1:
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, fused=True)
+        return torch.optim.AdamW(self.parameters(), lr=0.3, eps=1.0, fused=True)
 
     def on_train_end(self) -> None:
+        self.run.weights = [weight.detach().float().clone() for weight in self.whole_weights()]
+
+    def whole_weights(self) -> list[Tensor]:
+        """All of them on every rank, in the order of ``parameters()`` on one process."""
         wrapped = self.trainer.strategy.model
         if isinstance(wrapped, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(wrapped):
-                self.run.weights = [p.detach().float().clone() for p in self.parameters()]
-            return
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
-        self.run.weights = [p.detach().float().clone() for p in whole]
+                return [p.detach().clone() for p in self.parameters()]
+        return [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
 
 
-class ParallelNet(Net):
-    def configure_model(self) -> None:
-        mesh = self.device_mesh
-        if isinstance(self.up.weight, DTensor):
-            return
-        if mesh["tensor_parallel"].size() > 1:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(self, mesh["tensor_parallel"], plan)
-        if mesh["data_parallel"].size() > 1:
-            for layer in (self.up, self.down, self.norm, self.head):
-                fully_shard(layer, mesh=mesh["data_parallel"])
+class Layout(NamedTuple):
+    """A strategy or its name, the number of its processes, how many of them see different data and which, the model."""
+
+    make: Callable[[], Strategy | str]
+    ranks: int = 2
+    data_ranks: int = 2
+    model: type[Net] = Net
+    neighbours_share_data: bool = True
+
+    def data_rank(self, rank: int) -> int:
+        return rank // (self.ranks // self.data_ranks) if self.neighbours_share_data else rank % self.data_ranks
+
+
+ONE_PROCESS = Layout(lambda: "auto", 1, 1)
 
 
 class Outcomes(Callback):
@@ -175,6 +159,9 @@ class Outcomes(Callback):
         pl_module.run.scales.append(outcome.loss_scale)
         pl_module.run.stepped.append(outcome.stepped)
         pl_module.run.norms.append(outcome.grad_norm)
+
+
+regression_batches = partial(small_models.regression_batches, width=WIDTH)
 
 
 def batches(accumulation: int) -> list[tuple[Tensor, Tensor]]:
@@ -194,19 +181,16 @@ def share(batch: tuple[Tensor, Tensor], rank: int, ranks: int, *, even: bool) ->
     return tuple(tensor.split(sizes)[rank] for tensor in batch)
 
 
-def train(cell: Cell, layout: Layout | None = None, rank: int = 0) -> Run | str:
+def train(cell: Cell, layout: Layout = ONE_PROCESS, rank: int = 0) -> Run | str:
     """One run, or the message of a refusal."""
-    ranks, data_ranks = (layout.ranks, layout.data_ranks) if layout is not None else (1, 1)
-    strategy = layout.make() if layout is not None else "auto"
-    kind = ParallelNet if isinstance(strategy, ModelParallelStrategy) else Net
-    module = kind(cell.accumulation, plants=rank == ranks - 1)
-    data_rank = rank // (ranks // data_ranks)
-    data = [share(batch, data_rank, data_ranks, even=cell.accumulation == 1) for batch in batches(cell.accumulation)]
+    module = layout.model(cell.accumulation, plants=rank == layout.ranks - 1)
+    data_rank, even = layout.data_rank(rank), cell.accumulation == 1
+    data = [share(batch, data_rank, layout.data_ranks, even=even) for batch in batches(cell.accumulation)]
     scheduler = [AccumulationScheduler({0: cell.accumulation})] if cell.accumulation > 1 else []
     try:
         trainer = quiet_trainer(
-            devices=ranks,
-            strategy=strategy,
+            devices=layout.ranks,
+            strategy=layout.make(),
             plugins=[PRECISIONS[cell.precision]()],
             callbacks=[Outcomes(), *scheduler],
             **CLIPPING[cell.clipping],
@@ -223,10 +207,3 @@ def single(cell: Cell) -> Run:
     run = train(cell)
     assert isinstance(run, Run), run
     return run
-
-
-def distributed(strategy: str, cells: list[Cell]) -> Iterator[tuple[Cell, list[Run | str]]]:
-    """All cells in one set of processes, one run after the other; for each cell what every rank has."""
-    layout = STRATEGIES[strategy]
-    results = run_ranks(lambda rank: [train(cell, layout, rank) for cell in cells], layout.ranks, 600)
-    yield from zip(cells, map(list, zip(*results, strict=True)), strict=True)
