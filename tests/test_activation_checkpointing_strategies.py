@@ -64,6 +64,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Stack], Callable[[], Any]]] = {
         ("fsdp2-nested", "fp32"),
     ],
 )
+@pytest.mark.full
 def test_it_trains_the_same_under_any_strategy(name: str, precision: str) -> None:
     """Gradients of both ranks to the last bit; the same names; gathered weights are not counted as saved."""
 
@@ -160,6 +161,7 @@ class WatchSaved(Callback):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("policy", [None, {"class:LayerNorm": "fp32"}], ids=["no policy", "policy"])
 @pytest.mark.parametrize("how", COMPILERS)
+@pytest.mark.full
 def test_it_works_inside_of_torch_compile(how: str, policy: Any, caplog: pytest.LogCaptureFixture) -> None:
     """One graph per block, the same bits as compiled without it, and less saved; counting would uncompile it."""
 

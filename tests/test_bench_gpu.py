@@ -205,6 +205,7 @@ def toy_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comple
     return subprocess.run(command(out), capture_output=True, text=True, timeout=110, check=False), out
 
 
+@pytest.mark.full
 def test_toy_run_measures_every_cell(toy_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     finished, out = toy_run
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -232,6 +233,7 @@ def test_toy_run_measures_every_cell(toy_run: tuple[subprocess.CompletedProcess[
         assert set(cell["ratios"]) == {"stock", "plain"} - {cell["recipe"]}
 
 
+@pytest.mark.full
 def test_toy_run_says_that_its_figures_mean_nothing(
     toy_run: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
@@ -247,6 +249,7 @@ def test_toy_run_says_that_its_figures_mean_nothing(
     ]
 
 
+@pytest.mark.full
 def test_toy_run_sets_the_epilogue_beside_its_floor(
     toy_run: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:

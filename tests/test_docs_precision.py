@@ -247,6 +247,7 @@ def _tf32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "other"])
+@pytest.mark.full
 def test_a_row_says_what_is_measured(name: str, fused: bool) -> None:
     row, column = ROWS[name], 0 if fused else 1
     if row.traffic[column] is None:

@@ -144,6 +144,24 @@ class TensorParallel(Net):
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
 
+def test_a_plugin_whose_layers_stay_in_fp8_serves_their_module_again_and_another():
+    """What FSDP2 gathers in fp8 cannot be taken back at the end of a run; that is one module's affair."""
+
+    def run(rank: int) -> Any:
+        plugin = Float8Precision("tensorwise", fsdp_all_gather=True)
+        module, other, alone = (Sharded(convert_first=True) for _ in range(3))
+        for _ in range(2):
+            train(rank, module, plugin, "fsdp2", 4)
+        train(rank, other, plugin, "fsdp2", 4)
+        train(rank, alone, Float8Precision("tensorwise", fsdp_all_gather=True), "fsdp2", 4)
+        return [classes(each) for each in (module, other)], len(module.losses), other.losses, alone.losses
+
+    for kinds, steps, losses, expected in run_ranks(run, 2):
+        assert kinds == [["FSDPLinear", "FSDPFloat8Linear", "FSDPFloat8Linear", "FSDPLinear"]] * 2
+        assert steps == 8
+        assert losses == expected
+
+
 def test_tensor_parallel_layers_multiply_in_fp8():
     """Both ranks see the same batches, so one process on its own is the reference, but for factors of shards' rows."""
 
@@ -171,6 +189,7 @@ class FSDP1OnCPU(FSDPStrategy):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.full
 def test_fsdp1_is_close_to_ddp(recipe):
     def run(rank: int) -> Any:
         module, reference = Net(), Net()
@@ -201,6 +220,7 @@ def test_fp8_all_gather_of_layers_that_are_sharded_already_is_refused():
 @pytest.mark.parametrize(
     ("kind", "fsdp_all_gather"), [("fsdp2", False), ("fsdp2", True), ("fsdp2, sharded checkpoints", True)]
 )
+@pytest.mark.full
 def test_a_run_on_fsdp2_is_resumed_with_the_same_bits(tmp_path, kind, fsdp_all_gather):
     def run(rank: int) -> Any:
         def make() -> tuple[Sharded, Float8Precision]:

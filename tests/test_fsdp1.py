@@ -47,6 +47,7 @@ def fit(module: Any, strategy: str, batches: Any, init_scale: float = 1024.0, **
     ids=["unclipped", "norm", "value"],
 )
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw, sgd])
+@pytest.mark.full
 def test_it_equals_ddp(optimizer: Any, clip: dict[str, Any]) -> None:
     """D04, D14, D17: our own scaler, any clipping, fused or not; an overflow on one rank skips on both."""
 

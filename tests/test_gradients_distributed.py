@@ -277,6 +277,7 @@ def fused_step(scaler, layout, known_meshes, grads, kernel="fused"):
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.full
 def test_ranks_agree_with_kernels_over_whole_lists(name, kernel):
     """D04, D21: torch's kernels refuse plain tensors beside DTensors, and DTensors of two meshes."""
     layout = LAYOUTS[name]

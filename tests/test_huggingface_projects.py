@@ -55,6 +55,7 @@ def test_a_hugging_face_project_lands_on_its_token_budget(name: str, precision: 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.full
 def test_a_hugging_face_project_learns_in_16_bit(name: str, precision: str) -> None:
     module, data = project(name)
     monitor = OverflowMonitor()

@@ -138,6 +138,7 @@ def model_parallel(parallelism: type[Regression], **arguments: Any) -> ModelPara
 
 @pytest.mark.parametrize("storage", ["fp32", "remainder"])
 @pytest.mark.parametrize("parallelism", [Sharded, TensorParallel], ids=["fsdp2", "tp"])
+@pytest.mark.full
 def test_model_parallel_equals_ddp(
     parallelism: type[Regression], storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_second_fit_under_fsdp2_goes_on_from_the_masters_of_the_first(storage:
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["full-checkpoint", "distributed-checkpoint"])
 @pytest.mark.parametrize(("parallelism", "storage"), [(Sharded, "remainder"), (TensorParallel, "fp32")])
+@pytest.mark.full
 def test_sharded_runs_resume_exactly(
     parallelism: type[Regression], storage: str, distributed: bool, tmp_path: Path
 ) -> None:

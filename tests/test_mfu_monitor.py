@@ -128,6 +128,15 @@ def test_validation_is_told_apart_and_the_sanity_check_too() -> None:
     assert made.total.tokens_per_second == 10.0
 
 
+def test_validation_inside_of_the_first_window_does_not_end_the_warm_up() -> None:
+    clock = Clock()
+    made = monitor(clock)
+    trainer = quiet_trainer(callbacks=[made, AccumulationScheduler({0: 2})], val_check_interval=1)
+    trainer.fit(Validated(clock, [7.0, 7.0, 1.0, 1.0, 1.0, 1.0]), loader(batches([2] * 6)), loader(batches([1])))
+    totals = made.throughput.totals
+    assert (totals.timed_presented_tokens, totals.seconds, totals.validation_seconds) == (40, 4.0, 6 * 50.0)
+
+
 def test_padding_is_counted_for_the_devices_and_not_for_use() -> None:
     """D41: 2 x 5 tokens presented, 7 of them not hidden by the mask, whatever bears a loss."""
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
@@ -284,6 +293,25 @@ def test_totals_survive_a_resume(tmp_path: Any) -> None:
     assert made.total.mfu == pytest.approx(FLOPS_PER_TOKEN * 60 / (PEAK * 9), rel=1e-12)
 
 
+def test_a_checkpoint_knows_that_the_step_before_it_was_skipped(tmp_path: Any) -> None:
+    """The monitor saves before the callback that brings outcomes does, and a fused optimizer tells of them late."""
+    path = tmp_path / "skipped.ckpt"
+    clock = Clock()
+    made = monitor(clock)
+    callbacks = [
+        made,
+        OverflowMonitor(),
+        pl.callbacks.LambdaCallback(
+            on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(path) if trainer.global_step == 3 else None
+        ),
+    ]
+    plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1.0))
+    module = Timed(clock, [1.0] * 5, fused_adamw, overflows=(2,))
+    quiet_trainer(callbacks=callbacks, plugins=[plugin]).fit(module, loader(batches([2] * 5)))
+    saved = torch.load(path, weights_only=True)["callbacks"]["MFUMonitor"]
+    assert (saved["presented_tokens"], saved["useful_tokens"]) == (30, 20)
+
+
 def test_a_checkpoint_in_between_changes_nothing(tmp_path: Any) -> None:
     saves = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     made, _, _ = train([1.0] * 5, [2] * 5, saves, enable_checkpointing=True)
@@ -321,6 +349,35 @@ def test_after_an_exception_nothing_counts_and_nothing_is_in_the_way() -> None:
         quiet_trainer(callbacks=[made]).fit(Breaks(clock, [1.0]), loader(batches([1])))
     torch.ones(2, 2) @ torch.ones(2, 2)
     assert made._tally is None
+
+
+def test_time_between_a_fit_that_failed_and_the_next_is_not_counted() -> None:
+    class Breaks(Timed):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise RuntimeError("planted")
+
+    clock = Clock()
+    made = monitor(clock)
+    with pytest.raises(RuntimeError, match="planted"):
+        quiet_trainer(callbacks=[made]).fit(Breaks(clock, [1.0] * 3), loader(batches([2] * 3)))
+    clock.now += 1000.0
+    quiet_trainer(callbacks=[made]).fit(Timed(clock, [1.0] * 3), loader(batches([2] * 3)))
+    assert made.throughput.totals.seconds == 1.0 + 2.0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_operations_of_an_earlier_fit_are_not_those_of_compiled_code() -> None:
+    """What it runs again cannot be counted, so there is no HFU."""
+    clock = Clock()
+    made = monitor(clock, flops_per_token="6N")
+    quiet_trainer(callbacks=[made]).fit(Timed(clock, [1.0] * 3), loader(batches([2] * 3)))
+    assert made.throughput.work.hardware_flops_per_token is not None
+    compiled = Timed(clock, [1.0] * 3)
+    compiled.head.compile(backend="eager")
+    quiet_trainer(callbacks=[made]).fit(compiled, loader(batches([2] * 3)))
+    assert made.throughput.work.model_flops_per_token is not None
+    assert made.throughput.work.hardware_flops_per_token is None
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")

@@ -1,5 +1,6 @@
 """MicroBatchOnOOM on one process: the gradient of the whole micro-batch, whatever had to be split."""
 
+import gc
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import nn
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
+from lightning_mp.micro_batches.retry import forget_attempt
 
 
 def fit(model: pl.LightningModule, batches: list[Any], *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
@@ -274,6 +276,46 @@ def test_nothing_that_was_saved_for_backward_is_left_when_the_next_attempt_begin
     assert len(boxes) > 10
 
 
+def test_no_graph_of_a_chunk_is_left_when_the_next_one_begins():
+    """Not by what was logged or returned either."""
+    kept = []
+
+    class Counts(Limited):
+        def training_step(self, batch, batch_idx):
+            tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+            kept.append(sum(tensor.grad_fn is not None for tensor in tensors))
+            return super().training_step(batch, batch_idx)
+
+    callback = MicroBatchOnOOM()
+    callback.load_state_dict({"size": 2})
+    fit(Counts(), regression_batches(1, batch_size=8), callback)
+    assert kept == [kept[0]] * 4
+
+
+@pytest.mark.parametrize("chained", [True, False], ids=["cause", "context"])
+def test_what_a_wrapped_error_came_through_is_let_go_too(chained):
+    held = []
+
+    def fails():
+        activations = nn.Identity()
+        held.append(weakref.ref(activations))
+        out_of_memory()
+
+    def wraps():
+        try:
+            fails()
+        except torch.OutOfMemoryError as error:
+            if chained:
+                raise RuntimeError("out of memory in block 3") from error
+            raise RuntimeError("out of memory in block 3")  # noqa: B904
+
+    with pytest.raises(RuntimeError) as caught:
+        wraps()
+    assert held[0]() is not None
+    forget_attempt(caught.value)
+    assert held[0]() is None
+
+
 def test_gradients_are_moved_and_not_copied():
     """In an empty window ``p.grad`` is the very tensor that the chunks gathered in."""
     pointers: list[set[int]] = []
@@ -301,6 +343,24 @@ def test_validation_may_call_the_training_step():
     batches = loader(regression_batches(2, batch_size=8))
     trainer.fit(Shared(4, "forward", first=0), batches, loader(regression_batches(1)))
     assert trainer.state.finished
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
+def test_a_mean_over_chunks_is_one_over_those_that_returned_something():
+    seen = []
+
+    class Some(Limited):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)["loss"]
+            return None if len(self.notes.rows) == 2 else {"loss": loss, "accuracy": 1.0}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(outputs["accuracy"])
+
+    callback = MicroBatchOnOOM()
+    callback.load_state_dict({"size": 2})
+    fit(Some(), regression_batches(1, batch_size=8), callback)
+    assert seen == pytest.approx([1.0])
 
 
 def test_a_step_without_loss_is_left_out_as_without_the_callback():

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.operation_flops import operation_flops
 from lightning_mp.planning import flops_per_token
 from lightning_mp.planning.module_flops import FlopTally, count_flops
 from lightning_mp.planning.module_shape import matmul_parameters, module_flops_per_token
@@ -62,6 +63,7 @@ def test_the_cpu_attention_is_what_torch_does_not_count() -> None:
         4 * product,
         product,
     )
+    assert tally.count.by_format == {"fp32": 6 * product}, "what is run again is no part of it"
 
 
 class Convolutions(nn.Module):
@@ -251,6 +253,7 @@ def test_forward_alone() -> None:
     assert (count.forward, count.backward) == (2 * 3 * 32, 0)
 
 
+@pytest.mark.full
 def test_a_model_far_too_large_for_this_machine_is_counted() -> None:
     """GPT-3 175B: 96 blocks of width 12,288 at 2,048 tokens, without one byte of it."""
     config = GPTConfig(96, 96, 12_288, block_tokens=2048, vocab=50_257)
@@ -338,3 +341,42 @@ def test_a_module_without_a_shape_says_what_to_give() -> None:
         module_flops_per_token(nn.Linear(2, 3), "palm", 1)
     with pytest.raises(ValueError, match="Unknown FLOPs convention '8N'. Use one of 6N, palm, megatron, or 'exact'"):
         module_flops_per_token(nn.Linear(2, 3), "8N", 1)
+
+
+def test_on_the_meta_device_plain_tensors_of_modules_are_there_too() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.tables = nn.Linear(4, 8), [torch.arange(8.0)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.tables[0]
+
+    module = Scaled()
+    assert count_flops(module, torch.zeros(3, 4)).forward == 2 * 3 * 4 * 8
+    assert module.tables[0].tolist() == list(range(8)), "the module itself does not change"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "flops"),
+    [
+        ((12, 5), (3, 5, 7), 2 * 12 * 5 * 7),
+        ((3, 4, 5), (5, 12), 2 * 4 * 5 * 12),
+        ((4, 12), (12, 7), 2 * 4 * 12 * 7),
+        ((3, 4, 5), (3, 5, 7), 2 * 3 * 4 * 5 * 7),
+    ],
+)
+def test_every_row_or_column_of_a_grouped_product_meets_one_matrix(
+    left: tuple[int, ...], right: tuple[int, ...], flops: int
+) -> None:
+    factors = torch.empty(left, device="meta"), torch.empty(right, device="meta")
+    assert operation_flops(torch.ops.aten._grouped_mm, factors, {}, None) == flops
+
+
+def test_scores_are_multiplied_again_over_all_keys() -> None:
+    """Cross attention: fewer queries than keys."""
+    q = torch.randn(2, 4, 6, 8, requires_grad=True)
+    k = torch.randn(2, 4, 16, 8, requires_grad=True)
+    with FlopTally() as tally:
+        scaled_dot_product_attention(q, k, k).sum().backward()
+    assert tally.count.recompute == 2 * 2 * 4 * 6 * 16 * 8

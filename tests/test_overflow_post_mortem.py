@@ -271,6 +271,40 @@ def test_an_overflow_by_chance_comes_again(optimizer: Any, source: str, tmp_path
     assert (report.step_index, report.findings[0].culprit.module) == (2, PLACE)
 
 
+def test_fp32_draws_the_same_random_numbers(tmp_path: Path) -> None:
+    drawn: list[float] = []
+
+    class ByChance(TimesInForward):
+        """Never finite at one number that was drawn, in no format."""
+
+        def forward(self, x: Any) -> Any:
+            drawn.append(torch.rand(()).item())
+            return x * INF if drawn[-1] in drawn[2:3] else x
+
+    module = Planted(partial(ByChance, factor=1.0), planted=[])
+    (finding,) = fit(module, ours(), tmp_path).reports[0].findings
+    assert (finding.culprit.module, finding.finite_in_fp32, finding.verdict) == (PLACE, False, "model")
+
+
+def test_weights_in_16_bit_are_not_tried_in_fp32(tmp_path: Path) -> None:
+    from lightning_mp import MasterWeightsPrecision
+
+    class Lowered(Planted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.head(self.body(batch[0].to(self.head.weight))).float().mean()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trigger.on = batch_idx in self.planted
+
+    plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))
+    post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem])
+    with pytest.warns(RuntimeWarning, match="Optimizer step . was skipped"):
+        trainer.fit(Lowered(partial(TimesInForward, factor=1e6)), loader(numbered_batches(4)))
+    (finding,) = post_mortem.reports[0].findings
+    assert (finding.culprit.module, finding.finite_in_fp32, finding.verdict) == (PLACE, None, "model")
+
+
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 @pytest.mark.parametrize("compiled", ["submodule", "module"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")

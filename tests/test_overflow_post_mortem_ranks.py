@@ -86,6 +86,7 @@ def train(
 
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 @pytest.mark.parametrize("kind", [Planted, Sharded, Unsharded], ids=["ddp", "fsdp2", "fsdp1"])
+@pytest.mark.full
 def test_the_rank_at_fault_is_named_on_every_rank(kind: Any, optimizer: Any, tmp_path: Path) -> None:
     """And the run goes on bit-equal to one without the post-mortem."""
     make = partial(kind, partial(TimesInBackward, factor=2e4), planted=[3], optimizer=optimizer, rank=1)
@@ -116,6 +117,14 @@ def test_two_ranks_go_wrong_in_two_places(tmp_path: Path) -> None:
     assert reports[0] == reports[1]
     places = [(f.rank, f.culprit.phase, f.culprit.module, f.verdict) for f in reports[0][0].findings]
     assert places == [(0, "loss", "", "model"), (1, "forward", "body.1.place", "range")]
+
+
+def test_fp32_is_tried_by_all_ranks_where_weights_are_gathered(tmp_path: Path) -> None:
+    make = partial(Sharded, partial(TimesInForward, factor=1e6), rank=1)
+    reports = run_ranks(lambda rank: train(rank, make, tmp_path)[0], 2)
+    assert reports[0] == reports[1]
+    (finding,) = reports[0][0].findings
+    assert (finding.rank, finding.verdict, finding.finite_in_fp32) == (1, "range", True)
 
 
 def test_a_replay_that_fails_on_one_rank_stops_on_all(tmp_path: Path) -> None:

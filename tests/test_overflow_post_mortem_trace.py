@@ -1,8 +1,10 @@
 """A replay leaves no trace, and nothing is paid before a step is skipped."""
 
+import gc
 import json
 import math
 import random
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_overflows import Planted, TimesInBackward, TimesInForward, numbered_batches
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches
+from torch import nn
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem
+from lightning_mp.outcome import StepDispatcher
+from lightning_mp.post_mortem.replay import Replay
 
 pytestmark = pytest.mark.filterwarnings("ignore:Optimizer step:RuntimeWarning")
 
@@ -183,6 +188,59 @@ def test_an_outcome_that_is_told_out_of_turn_is_replayed_later(moment: str, tmp_
     assert report.parameters[-1] == "embedding.weight"
 
 
+def test_an_outcome_that_is_told_inside_of_the_next_window_is_replayed(tmp_path: Path) -> None:
+    class Settles(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                StepDispatcher.of(trainer).settle()
+
+    module = Planted(partial(TimesInBackward, factor=math.inf), optimizer=fused_adamw)
+    post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
+    trainer = quiet_trainer(plugins=[ours()], callbacks=[post_mortem, Settles()], accumulate_grad_batches=2)
+    trainer.fit(module, loader(numbered_batches(8)))
+    (report,) = post_mortem.reports
+    assert (report.step_index, report.note) == (1, "")
+    assert report.findings[0].culprit.module == "body.1.place"
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
+def test_a_report_names_the_parameters_of_its_own_step(optimizer: Any, tmp_path: Path) -> None:
+    """With a stock plugin too, which tells of a fused step when the gradients of the next one are there."""
+
+    class OneByOne(Planted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            parameter = {1: self.head.bias, 2: self.embedding.weight}.get(batch_idx)
+            return loss if parameter is None else loss + (parameter.sum() * 0).sqrt()
+
+    post_mortem = OverflowPostMortem(dirpath=tmp_path)
+    trainer = quiet_trainer(plugins=[stock()], callbacks=[OverflowMonitor(), post_mortem])
+    trainer.fit(OneByOne(nn.Identity, planted=[], optimizer=optimizer), loader(numbered_batches(4)))
+    assert [r.step_index for r in post_mortem.reports] == [1, 2]
+    assert post_mortem.reports[0].parameters in (["head.bias"], [])
+    assert post_mortem.reports[1].parameters in (["embedding.weight"], [])
+
+
+def test_no_graph_is_kept_of_a_batch_that_is_over() -> None:
+    kept: list[int] = []
+
+    class Graphs(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+            kept.append(sum(tensor.grad_fn is not None for tensor in tensors))
+
+    trainer = quiet_trainer(plugins=[ours()], callbacks=[OverflowPostMortem(replay=True), Graphs()])
+    trainer.fit(Regression(fused_adamw), loader(regression_batches(4)))
+    assert kept == [kept[0]] * 4
+
+
+def test_the_folder_is_made(tmp_path: Path) -> None:
+    post_mortem = OverflowPostMortem(dirpath=tmp_path / "not" / "there")
+    trainer = quiet_trainer(plugins=[ours()], callbacks=[post_mortem])
+    trainer.fit(Planted(partial(TimesInBackward, factor=math.inf)), loader(numbered_batches(4)))
+    assert (tmp_path / "not" / "there" / "overflow_step=2.json").is_file()
+
+
 def test_an_exception_ends_it_without_a_replay(tmp_path: Path) -> None:
     class Broken(Planted):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -213,6 +271,28 @@ def test_a_replay_that_cannot_be_made_is_reported_and_the_run_goes_on(tmp_path: 
     assert trainer.global_step == 5
 
 
+def test_a_replay_says_nothing_that_the_module_said_before(tmp_path: Path) -> None:
+    class Warns(Planted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            warnings.warn(f"mine {batch_idx}", UserWarning, stacklevel=1)
+            return super().training_step(batch, batch_idx)
+
+    module = Warns(partial(TimesInBackward, factor=math.inf))
+    post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
+    with pytest.warns(UserWarning, match="mine") as caught:
+        quiet_trainer(plugins=[ours()], callbacks=[post_mortem]).fit(module, loader(numbered_batches(4)))
+    assert module.num_calls == 4
+    assert len(post_mortem.reports[0].findings) == 1
+    assert sorted(str(w.message) for w in caught if "mine" in str(w.message)) == [f"mine {i}" for i in range(4)]
+
+
+def test_gradients_are_on_in_a_replay_wherever_it_is_made() -> None:
+    """An outcome may be told inside of an optimizer, where they are off."""
+    module = Planted(partial(TimesInForward, factor=1.0))
+    with torch.no_grad(), Replay(quiet_trainer(), module, SCALE).left_no_trace():
+        assert torch.is_grad_enabled()
+
+
 def test_replays_are_limited(tmp_path: Path) -> None:
     module = Planted(partial(TimesInBackward, factor=math.inf), planted=range(5))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path, max_replays=2)
@@ -221,6 +301,14 @@ def test_replays_are_limited(tmp_path: Path) -> None:
     assert [len(report.findings) for report in post_mortem.reports] == [1, 1, 0, 0, 0]
     assert post_mortem.reports[2].note == "Not replayed: max_replays=2 steps were."
     assert post_mortem.reports[2].parameters
+
+
+def test_every_fit_has_its_own_number_of_replays(tmp_path: Path) -> None:
+    post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path, max_replays=1)
+    for _ in range(2):
+        module = Planted(partial(TimesInBackward, factor=math.inf))
+        quiet_trainer(plugins=[ours()], callbacks=[post_mortem]).fit(module, loader(numbered_batches(4)))
+    assert [len(report.findings) for report in post_mortem.reports] == [1, 1]
 
 
 def test_reports_lie_beside_the_checkpoints(tmp_path: Path) -> None:

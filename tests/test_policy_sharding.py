@@ -215,6 +215,7 @@ def train(module: Net, plugin: Any, **arguments: Any) -> Any:
 
 @quiet_fsdp2
 @pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.full
 def test_under_fsdp2_the_plugin_trains_as_in_one_process(name: str) -> None:
     """With the same batches on both ranks, and in a second fit, too. What the policy keeps in fp32 is gathered so."""
 

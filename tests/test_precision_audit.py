@@ -394,3 +394,38 @@ def test_beside_fused_optimizers_and_skipped_steps() -> None:
     )
     assert audit.records is not None
     assert runs(audit.records)["", "mse_loss"] == "fp32"
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["one step", "two steps"])
+def test_what_runs_outside_of_modules_is_seen_after_a_backward_too(steps: bool) -> None:
+    """Two losses in manual optimization; what comes after the last backward is left out."""
+    model, x = nn.Linear(WIDTH, WIDTH), torch.ones(2, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        for _ in range(2):
+            F.mse_loss(model(x), x).backward()
+            if steps:
+                optimizer.step()
+        torch.softmax(x, -1)
+
+    report = audit_step(model, step)
+    assert [row.calls for row in report.operations if row.operation == "mse_loss"] == [2]
+    assert not any(row.operation == "softmax" for row in report.operations)
+
+
+def test_numbers_without_dimensions_may_come_of_fp64_tensors() -> None:
+    model, x = nn.Identity(), torch.ones(4, dtype=torch.float64)
+    report = audit_step(model, lambda: model(x).sum() * 2.0)
+    assert [(row.operation, row.compute) for row in report.operations] == [("sum", "fp64")]
+
+
+def test_a_watch_that_cannot_begin_leaves_nothing() -> None:
+    class Refuses(nn.Module):
+        def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("planted")
+
+    model = nn.Sequential(nn.Linear(2, 2), Refuses())
+    with pytest.raises(RuntimeError, match="planted"):
+        PrecisionWatch(model).__enter__()
+    assert [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()] == [0, 0, 0]

@@ -153,6 +153,7 @@ PLUGINS = {
         ("mp_ddp_fp16_reduce", "16-mixed"),
     ],
 )
+@pytest.mark.full
 def test_a_run_by_name_is_close_to_one_with_fp32_reduction(name: str, precision: str) -> None:
     """Windows of 3, 3 and 1 micro-batches, one rank overflows in the second; one reduction per window."""
     ours = run_ranks(lambda rank: fit(rank, name, PLUGINS[precision](), overflows=[4], gradient_clip_val=0.5), 2)

@@ -1,14 +1,17 @@
 """What of all that was seen is the culprit, and which scale is the largest: pure functions."""
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.post_mortem.culprit import find_culprit
-from lightning_mp.post_mortem.search import largest_finite_scale
-from lightning_mp.post_mortem.sightings import Place, take_reading
+from lightning_mp.post_mortem.culprit import Culprit, find_culprit
+from lightning_mp.post_mortem.report import OverflowReport
+from lightning_mp.post_mortem.search import Finding, largest_finite_scale
+from lightning_mp.post_mortem.sightings import Place, Sighting, take_reading
 from lightning_mp.post_mortem.tensor_watch import TensorWatch
 
 
@@ -154,3 +157,113 @@ def test_readings(dtype):
     assert reading.tolist()[1:] == [1.0, 0.0, 4.0]
     assert take_reading(torch.zeros(0, dtype=dtype)) is None
     assert take_reading(torch.tensor([1])) is None
+
+
+def seen(role, module="m", *, inf=False, largest=1.0, shape=(4,), enclosing="", call=1):
+    place = Place(role, module, "Module", role, enclosing, call)
+    return Sighting(place, shape, torch.float16, nan=False, posinf=inf, neginf=False, largest=largest)
+
+
+def test_what_went_into_the_loss_is_the_last_output():
+    outputs = [seen("output", "first", largest=9.0, call=1), seen("output", "last", largest=5.0, call=2)]
+    assert find_culprit([*outputs, seen("loss", "", inf=True)]).largest_input == 5.0
+
+
+def test_what_went_into_a_backward_is_what_was_finite():
+    """A module that is used twice is given its own inf a second time."""
+    given = seen("output_gradient", largest=3.0)
+    spoilt = seen("output_gradient", inf=True, largest=6e4, call=2)
+    culprit = find_culprit([given, seen("input_gradient", inf=True), spoilt])
+    assert (culprit.phase, culprit.largest_input) == ("backward", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("enclosing", "shape", "phase"), [("", (), "loss"), ("m", (), "forward"), ("", (4,), "forward")]
+)
+def test_only_a_number_that_no_module_takes_in_is_the_loss(enclosing, shape, phase):
+    output = seen("output", inf=True, shape=shape, enclosing=enclosing)
+    assert find_culprit([output, seen("loss", "", inf=True)]).phase == phase
+
+
+def finding(rank, verdict, finite_scale=None):
+    culprit = Culprit("backward", "m", "Linear", "output", "inf", "float16", (4,), 1.0)
+    return Finding(rank, 0, 1, 0, verdict, culprit, finite_scale)
+
+
+def test_a_report_counts_the_halvings_that_a_scale_was_too_high():
+    text = str(OverflowReport(3, 1024.0, findings=[finding(0, "scale", 16.0)]))
+    assert "the loss scale was too high; at 16, 6 halvings below, the micro-batch is finite" in text
+
+
+def test_a_report_tells_four_ranks_in_full_and_names_the_others():
+    text = str(OverflowReport(3, 1024.0, findings=[finding(rank, "model") for rank in range(6)]))
+    assert [f"on rank {rank}:" in text for rank in range(6)] == [True] * 4 + [False] * 2
+    assert "The same kind of trouble on ranks 4, 5." in text
+
+
+@pytest.mark.parametrize("where", ["forward", "hook"])
+def test_a_module_that_failed_and_was_passed_over_calls_nobody(where):
+    def refuse(*_):
+        raise NotImplementedError
+
+    class Refuses(nn.Module):
+        def forward(self, x):
+            return refuse()
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fast, self.slow = Refuses(), nn.Linear(3, 3)
+            if where == "hook":
+                self.fast.register_forward_pre_hook(refuse)
+
+        def forward(self, x):
+            try:
+                return self.fast(x)
+            except NotImplementedError:
+                return self.slow(x * math.inf)
+
+    culprit = run(nn.Sequential(nn.Linear(3, 3), Tries()), torch.ones(2, 3))
+    assert (culprit.phase, culprit.module, culprit.tensor) == ("forward", "1", "argument 'input' of 1.slow")
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_what_a_checkpoint_computes_again_has_the_caller_of_the_first_time(reentrant):
+    class Kink(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def inner(self, x):
+            y = self.up(x)
+            return self.down(y + (y * 0).sqrt())
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    culprit = run(nn.Sequential(nn.Linear(3, 3), Kink()), torch.ones(2, 3))
+    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "1", "gradient of output of 1.up")
+
+
+def test_modules_get_what_they_were_given():
+    """A parameter, and containers of a class of their own, which know more than their entries."""
+
+    class Output(OrderedDict):
+        pass
+
+    class Inner(nn.Module):
+        def forward(self, x, weight):
+            assert isinstance(weight, nn.Parameter)
+            return Output(y=x * weight)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weight = Inner(), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            output = self.inner(x, self.weight)
+            assert type(output) is Output
+            return output["y"]
+
+    assert run(Outer(), torch.ones(2, 3)) is None

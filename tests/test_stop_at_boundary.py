@@ -81,6 +81,14 @@ def test_time_runs_out(tmp_path: Path) -> None:
     assert (tmp_path / "here" / "stopped-step=1.ckpt").exists()
 
 
+@pytest.mark.parametrize(("filename", "written"), [("last", "last.ckpt"), ("at {step}", "at 1.ckpt")])
+def test_the_checkpoint_has_the_name_that_is_given(filename: str, written: str, tmp_path: Path) -> None:
+    stop = StopAtBoundary(max_seconds=1e-9, dirpath=tmp_path, filename=filename)
+    fit(Regression(), stop)
+    assert stop.path == tmp_path / written
+    assert stop.path.exists()
+
+
 def test_all_ranks_stop_when_one_is_told(tmp_path: Path) -> None:
     """Promise 3. They agree one step after rank 1 was told, in step 1."""
 
@@ -125,6 +133,8 @@ def test_it_saves_what_callbacks_after_it_in_the_list_have_counted(tmp_path: Pat
         ({"signals": ["TERM"]}, "'TERM' is no signal here; give names such as 'SIGTERM'"),
         ({"max_seconds": 0}, r"max_seconds=0\): it must be a positive number, or None"),
         ({"max_seconds": float("nan")}, r"max_seconds=nan\): it must be a positive number, or None"),
+        ({"filename": "{epoch}"}, r"filename='{epoch}'\): it must be a name in which only {step} is filled in"),
+        ({"filename": Path("last")}, r"filename=PosixPath\('last'\)\): it must be a name"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -8,8 +8,9 @@ from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from small_models import WIDTH, loader, quiet_trainer, regression_batches
-from strategy_runs import STRATEGIES, Cell, Net, Outcomes, ParallelNet, train
+from small_models import loader, quiet_trainer
+from strategy_rows import STRATEGIES, ParallelNet
+from strategy_runs import WIDTH, Cell, Net, Outcomes, regression_batches, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
-SHARDED = ["FSDP1, full shard", "FSDP1, gradients and optimizer", "FSDP1, hybrid 2 x 2", "FSDP2"]
+SHARDED = ["FSDP1, full shard", "FSDP1, gradients and optimizer", "FSDP1, hybrid 2 x 2", "FSDP2", "FSDP2Strategy"]
 
 
 class NormFirst(ParallelNet):
@@ -106,7 +107,7 @@ def test_gradients_are_reduced_in_fp32(strategy: str, precision: str) -> None:
         made = layout.make()
         if isinstance(made, CpuFsdp):
             made.kwargs.pop("auto_wrap_policy")
-        module = (OneShardedWeight if isinstance(made, ModelParallelStrategy) else OneWeight)()
+        module = (OneShardedWeight if type(made) is ModelParallelStrategy else OneWeight)()
         scaler = LossScaler(init_scale=1.0) if precision == "16-mixed" else None
         plugin = AutocastPrecision(precision, scaler=scaler)  # type: ignore[arg-type]
         trainer = quiet_trainer(devices=layout.ranks, strategy=made, plugins=[plugin])
@@ -139,6 +140,7 @@ class ShardedBuffers(Buffers):
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "16-true", "bf16-true"])
 @pytest.mark.parametrize("strategy", ["DDP", "FSDP1, full shard", "FSDP2"])
+@pytest.mark.full
 def test_buffers_stay_fp32_for_a_whole_run(strategy: str, precision: str) -> None:
     """D49: Lightning's FSDP "mixed" holds them in 16 bit."""
     layout = STRATEGIES[strategy]

@@ -38,6 +38,7 @@ from lightning_mp import (
     OverflowMonitor,
 )
 from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
+from lightning_mp.token_rates.initial_rates import set_rates
 from lightning_mp.token_rates.schedules import WarmupCosine
 
 
@@ -232,6 +233,24 @@ def test_it_leaves_nothing_behind_also_after_an_exception() -> None:
         assert optimizer.param_groups[0]["lr"] == 123.0
 
 
+def test_a_step_before_the_first_batch_keeps_its_rate_after_a_fit_that_failed() -> None:
+    """As distributed checkpoints make one, to have the optimizer's state to read into."""
+
+    class Failing(Recording):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("planted")
+
+    class Steps(pl.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.optimizers[0].step()
+
+    rate, module = TokenLearningRate(COSINE, tokens=TOTAL), Recording()
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(Failing(), [rate])
+    fit(module, [rate, Steps()])
+    assert first(module) == [1e-2, *expected(COSINE, LENGTHS)]
+
+
 def test_a_second_fit_goes_on_and_another_trainer_begins_anew() -> None:
     rate = TokenLearningRate(COSINE, tokens=2 * TOTAL)
     module = Recording()
@@ -244,6 +263,18 @@ def test_a_second_fit_goes_on_and_another_trainer_begins_anew() -> None:
     other = Recording()
     fit(other, [rate], max_epochs=2)
     assert first(other) == expected(COSINE, LENGTHS * 2, 2 * TOTAL)
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
+    """Captured and compiled steps hold on to it. Its first value is kept as a number, which nobody waits for."""
+    optimizer = tensor_rate([nn.Parameter(torch.zeros(1))])
+    (group,) = optimizer.param_groups
+    group["initial_lr"] = group["lr"].clone()  # as torch's schedulers leave it
+    rate = group["lr"]
+    set_rates(optimizer, 0.5)
+    assert group["lr"] is rate
+    assert rate == 0.5 * torch.tensor(1e-2)
+    assert type(group["initial_lr"]) is float
 
 
 # -- warnings and refusals ---------------------------------------------------------------------------------------------
@@ -272,6 +303,18 @@ def test_a_horizon_that_misses_the_run_is_warned_of_once(
 def test_a_horizon_within_a_quarter_is_not() -> None:
     for tokens in (81, 124):
         fit(Recording(), [TokenLearningRate(COSINE, tokens=tokens), ChinchillaBudget(tokens=100)], max_epochs=-1)
+
+
+def test_steps_that_are_still_to_grow_are_no_reason_to_warn() -> None:
+    """Four steps of one micro-batch and four of four have 126 tokens."""
+    ramp = AccumulationScheduler({0: 1, 4: 4}, unit="step")
+    module = Recording()
+    fit(module, [TokenLearningRate(COSINE, tokens=126), ramp], max_epochs=-1, max_steps=8)
+    assert module.trained_tokens == 126
+
+
+def test_a_trial_of_one_batch_warns_of_nothing() -> None:
+    fit(Recording(), [TokenLearningRate(COSINE, tokens=1000)], fast_dev_run=1)
 
 
 @pytest.mark.parametrize(

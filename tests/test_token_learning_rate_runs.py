@@ -95,6 +95,28 @@ def test_another_horizon_after_a_resume_is_followed_and_a_jump_is_warned_of(tmp_
         assert first(resumed)[:20] == expected(schedule, windows, 190)[8:28]
 
 
+@pytest.mark.parametrize(
+    ("step", "limit", "horizon", "tokens"),
+    [(4, {"max_steps": 16}, 210, 26 + 12 * 10), (20, {"max_epochs": 2}, 400, 126 + 16 * 10)],
+)
+def test_after_a_resume_only_what_is_left_is_counted(
+    step: int, limit: dict[str, int], horizon: int, tokens: int, tmp_path: Path
+) -> None:
+    fit(Recording(), [TokenLearningRate(COSINE, tokens=2 * TOTAL), SaveEveryStep(tmp_path)], max_epochs=2)
+    rate = TokenLearningRate(lambda _: 1.0, tokens=horizon)
+    with pytest.warns(UserWarning, match=f"a run of batches like the first has about {tokens} tokens"):
+        fit(Recording(), [rate], ckpt_path=tmp_path / f"step={step}.ckpt", **({"max_epochs": -1} | limit))
+
+
+def test_a_jump_downwards_is_warned_of_too(tmp_path: Path) -> None:
+    callbacks = [TokenLearningRate(COSINE), ChinchillaBudget(tokens=190), SaveEveryStep(tmp_path)]
+    with pytest.warns(UserWarning, match="max_steps=8 ends before|The run ended after"):
+        fit(Recording(), callbacks, max_epochs=-1, max_steps=8)
+    again = [TokenLearningRate(COSINE), ChinchillaBudget(tokens=100)]
+    with pytest.warns(UserWarning, match=r"is now 100, so the learning rate jumps from 0.924 to 0.613"):
+        fit(Recording(), again, max_epochs=-1, ckpt_path=tmp_path / "step=8.ckpt")
+
+
 def test_a_checkpoint_without_counts_is_named(tmp_path: Path) -> None:
     fit(Recording(), [SaveEveryStep(tmp_path)])
     resumed = Recording()
@@ -117,6 +139,27 @@ def test_a_cooldown_begins_with_the_next_step_and_ends_the_run() -> None:
     assert first(module) == pytest.approx([*warm, *(1e-2 * c * (1 - u**0.5) for u in falling)], rel=1e-12)
     assert rate.is_cooling_down
     assert sum(LENGTHS[7:10]) < 20 <= sum(LENGTHS[7:11]), "the run ends with the micro-batch that reaches it"
+
+
+def test_a_cooldown_that_is_asked_for_inside_of_a_window_begins_with_the_next() -> None:
+    """Ranks add up their requests where a window opens: once per step, however many micro-batches it has."""
+    rate, module = TokenLearningRate(WSD, tokens=1000), Recording()
+    fit(module, [rate, CoolDownAt(rate, 7, tokens=29)], accumulate_grad_batches=2, max_epochs=-1)
+    windows = [sum(LENGTHS[i : i + 2]) for i in range(0, 12, 2)]
+    before = sum(windows[:4])
+    falling = [1e-2 * WSD(before / 1000) * (1 - u**0.5) for u in (0, windows[4] / 29)]
+    assert windows[4] + windows[5] == 29
+    assert first(module) == pytest.approx([*expected(WSD, windows[:4], 1000), *falling], rel=1e-12)
+
+
+def test_a_skip_inside_of_a_cooldown_makes_the_rest_of_it_shorter() -> None:
+    """Also where the horizon was given in tokens: the run ends where the cooldown was to end."""
+    rate, module = TokenLearningRate(WSD, tokens=1000), Recording(adamw, overflows=(9,))
+    fit(module, [rate, CoolDownAt(rate, 7, tokens=40)], plugins=[half()], max_epochs=-1)
+    # after 14 of 40 tokens 5 are lost: 21 are left for the rest
+    way = [0, 6 / 40, 14 / 40, *(14 / 40 + 26 / 40 * tokens / 21 for tokens in (7, 16, 20))]
+    falling = [1e-2 * WSD(sum(LENGTHS[:7]) / 1000) * (1 - u**0.5) for u in way]
+    assert first(module)[7:] == pytest.approx(falling, rel=1e-9)
 
 
 def test_a_cooldown_with_a_budget_lands_on_it_to_the_token() -> None:
@@ -185,6 +228,10 @@ def test_cooling_down_from_a_checkpoint(tmp_path: Path) -> None:
     fit(module, [rate], ckpt_path=tmp_path / "step=7.ckpt", max_epochs=-1)
     u = [sum(LENGTHS[7:i]) / 30 for i in range(7, 12)]
     assert first(module) == pytest.approx([1e-2 * (1 - x**0.5) for x in u if x < 1], rel=1e-9)
+
+
+def test_a_share_of_nothing_is_one_token() -> None:
+    assert [CooldownRequest.tokens(0.2, trained_tokens=tokens) for tokens in (0, 1, 400)] == [1, 1, 100]
 
 
 @pytest.mark.parametrize(
@@ -263,6 +310,29 @@ def test_a_cooldown_that_meets_a_skipped_step_begins_after_it() -> None:
     start = WSD(sum(LENGTHS[:7]) / 1000)
     falling = [1e-2 * start * (1 - (tokens / 20) ** 0.5) for tokens in (0, 8, 13)]
     assert first(module)[7:] == pytest.approx(falling, rel=1e-9)
+
+
+def test_a_cooldown_that_waits_for_a_step_is_saved(tmp_path: Path) -> None:
+    """Ranks have agreed on it, and the step that it was to begin with was skipped."""
+    rate, straight = TokenLearningRate(WSD, tokens=1000), Recording(adamw, overflows=(7,))
+    callbacks = [rate, CoolDownAt(rate, 7, tokens=20), SaveEveryStep(tmp_path)]
+    fit(straight, callbacks, plugins=[half()], max_epochs=-1)
+    resumed = Recording()
+    path = tmp_path / "step=8.ckpt"
+    fit(resumed, [TokenLearningRate(WSD, tokens=1000)], plugins=[half()], max_epochs=-1, ckpt_path=path)
+    assert len(resumed.rates) == 3
+    assert resumed.rates == straight.rates[7:]
+
+
+def test_ranks_that_all_ask_get_what_each_asked_for() -> None:
+    def ask(rank: int) -> float:
+        with process_group():
+            request = CooldownRequest()
+            request.amount = 24.0
+            request.agree(torch.device("cpu"))
+            return request.agree(torch.device("cpu"))
+
+    assert run_ranks(ask, 2) == [24.0, 24.0]
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

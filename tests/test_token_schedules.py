@@ -138,6 +138,24 @@ def test_without_skips_the_fraction_is_the_quotient_to_the_last_bit() -> None:
     assert [Course(0, 997).fraction(tokens) for tokens in range(998)] == [tokens / 997 for tokens in range(998)]
 
 
+def test_a_new_horizon_ends_with_the_run_too_where_tokens_were_skipped_before() -> None:
+    run = ScheduleRun(WarmupCosine(warmup=0.1, final=0.1))
+    run.begin(500)
+    run.begin(1000, 100, skips_shorten=True)
+    assert run.advance(450, 100, skips_shorten=True) == WarmupCosine(warmup=0.1, final=0.1)(0.5)
+    assert run.advance(900, 100, skips_shorten=True) == 0.1
+
+
+def test_a_cooldown_that_has_begun_knows_no_new_horizon() -> None:
+    run = ScheduleRun(WarmupStableDecay())
+    run.begin(1000)
+    run.advance(500)
+    run.cool_down(500, 100)
+    run.begin(2000)
+    assert run.advance(525) == 0.5
+    assert run.advance(600) == 0.0
+
+
 def test_skips_that_are_made_up_for_change_nothing() -> None:
     run, plain = ScheduleRun(WarmupCosine()), ScheduleRun(WarmupCosine())
     run.begin(1000)

@@ -130,6 +130,7 @@ def test_wheel_names_its_licence_and_its_command(wheel):
     assert "lightning-mp = lightning_mp.__main__:main" in commands
 
 
+@pytest.mark.full
 def test_wheel_imports_where_there_is_no_checkout(wheel, tmp_path):
     """Installed alone in an empty folder, started in another empty one.
 
