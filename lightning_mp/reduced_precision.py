@@ -40,6 +40,8 @@ def reduced_precision_hook(dtype: ReducedDtype) -> Hook:
     Stability of Numerical Algorithms", 2nd ed., section 3.1). ``s`` is half the smallest subnormal number, 2^-25 in
     fp16, and as good as 0 in bf16.
 
+    With NCCL the reduction overlaps the backward pass; with gloo it is waited for, bucket by bucket.
+
     Gradients that are 16 bit already are reduced as they are. Works with ``gradient_as_bucket_view``, with accumulation
     (DDP calls the hook once per window) and with any precision plugin.
 
@@ -93,5 +95,12 @@ def _mean_over_ranks(state: object, gradients: Tensor, dtype: torch.dtype) -> to
     def widen(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         return gradients.copy_(future.value()[0])
 
-    reduced: torch.futures.Future[Tensor] = work.get_future().then(widen)
+    reduced: torch.futures.Future[Tensor] = torch.futures.Future()
+    if wire.is_cuda and dist.get_backend(group) == dist.Backend.NCCL:
+        reduced = work.get_future().then(widen)  # called here and now: NCCL's future is done, its stream is not
+    else:
+        # gloo would call `widen` in a thread of its own, which needs Python's lock once more after the future is
+        # done; if the run ends just then, the process aborts ("terminate called without an active exception").
+        work.wait()
+        reduced.set_result(gradients.copy_(wire))
     return reduced

@@ -17,6 +17,8 @@ import pytest
 hypothesis.settings.register_profile("lightning_mp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("lightning_mp")
 
+SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no CUDA device."""
@@ -37,10 +39,16 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _no_seed_of_another_test(monkeypatch):
-    """`seed_everything` leaves its seed in the environment, and Lightning seeds the ranks of later runs with it."""
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+def _no_seed_for_another_test():
+    """`seed_everything` leaves its seed in the environment, and Lightning seeds the ranks of later runs with it.
+
+    Afterwards, too: what a module's fixture starts inherits the environment before any test's fixture is asked.
+    """
+    for name in SEEDS:
+        os.environ.pop(name, None)
+    yield
+    for name in SEEDS:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

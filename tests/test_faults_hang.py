@@ -38,6 +38,14 @@ def hold_lock() -> None:
     ctypes.PyDLL(None).sleep(60)
 
 
+def hold_lock_later() -> None:
+    """Lets the threads of Python run until the watchdog has said who hangs and is about to end the process."""
+    written = Path(sys.stderr.name)
+    while "All ranks end now" not in written.read_text():
+        time.sleep(0.005)
+    hold_lock()
+
+
 class Hangs(Callback):
     def __init__(self, rank: int, hang: Callable[[], None], hook: str = "on_before_backward") -> None:
         self.rank, self.hang = rank, hang
@@ -126,6 +134,15 @@ def test_a_hung_rank_of_a_sharded_model_is_named(ranks: int, rank: int, argument
     assert f"Rank {rank} exited with code {EXIT_CODE}" in str(error.value)
     assert "did not finish" not in str(error.value)
     assert "still running" not in str(error.value)
+
+
+def test_a_rank_that_holds_the_lock_at_its_end_ends_too(tmp_path: Path) -> None:
+    """A main thread that takes Python's lock for good after the message; a timer that needs no lock ends it."""
+    log = tmp_path / "stderr.txt"
+    with pytest.raises(RankError) as error:
+        run_ranks(lambda r: train(r, Hangs(0, hold_lock_later), num_ranks=1, log=log), 1, timeout_seconds=20)
+    assert "did not finish" not in str(error.value)
+    assert "Rank 0 exited with code 1" in str(error.value)
 
 
 @pytest.mark.full

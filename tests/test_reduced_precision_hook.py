@@ -1,10 +1,12 @@
 """DDP's gradients reduced in 16 bit: error, bytes, overflow, and whole runs by name; two to four real processes."""
 
 import pickle
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo import process_group, run_ranks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -125,6 +127,29 @@ def test_fp16_overflows_only_where_the_mean_does_and_everywhere_alike() -> None:
         assert torch.isfinite(ours).tolist() == [True, False, False, False, False, True]
         assert ours[0] == 99968.0 / 2
         assert torchs[0].isinf()
+
+
+def test_gloo_is_left_no_callback_of_python() -> None:
+    """Its threads would still need Python's lock when the interpreter ends, and abort the process: wait instead."""
+
+    def reduced_on_return(rank: int) -> bool:
+        model = nn.Linear(4, 1, bias=False)
+        done: list[bool] = []
+
+        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            time.sleep(0.3 * rank)  # the others cannot be done before this one has begun
+            future = reduced_precision_hook("bf16")(state, bucket)
+            done.append(future.done())
+            return future
+
+        hook.__annotations__ = reduced_precision_hook("bf16").__annotations__
+        with process_group():
+            wrapped = DistributedDataParallel(model)
+            wrapped.register_comm_hook(None, hook)
+            wrapped(torch.ones(1, 4)).sum().backward()
+        return done == [True]
+
+    assert run_ranks(reduced_on_return, 2) == [True, True]
 
 
 def fit(rank: int, strategy: Any, plugin: Any, optimizer: Any = fused_adamw, overflows: Any = (), **more: Any) -> Any:

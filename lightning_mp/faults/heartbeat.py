@@ -109,7 +109,6 @@ class Heartbeat:
         host: where rank 0 runs.
         broadcast: sends an object from rank 0 to all ranks.
         barrier: waits for all ranks.
-        end: ends this process; it is called in a thread.
     """
 
     def __init__(
@@ -121,12 +120,10 @@ class Heartbeat:
         host: str,
         broadcast: Callable[[int], int],
         barrier: Callable[[], object],
-        end: Callable[[], object] | None = None,
     ) -> None:
         self._rank, self._num_ranks, self._timeout = rank, num_ranks, timeout_seconds
         self._interval = timeout_seconds / REPORTS
         self._grace = max(timeout_seconds / 2, GRACE_SECONDS)
-        self._end = end if end is not None else end_process
         self._report = RankReport(rank, host_name(), os.getpid())
         self._progress = (0, self._report.place, time.monotonic())
         limit = datetime.timedelta(seconds=max(timeout_seconds, 1))
@@ -205,6 +202,9 @@ class Heartbeat:
     def _leave(self, message: str) -> None:
         if self._stopped.is_set() or not self._leaving.acquire(blocking=False):
             return
+        # If the main thread comes to hold Python's lock for good, this one never runs again; the timer needs no lock.
+        with contextlib.suppress(Exception):  # a replaced stderr may have no file descriptor
+            faulthandler.dump_traceback_later(8 * self._interval + 4 * GRACE_SECONDS, exit=True)
         named = f"rank {self._rank} of " in message
         if self._rank == 0 or named or "does not answer" in message:
             sys.stderr.write(f"[rank {self._rank}] {message}\n")
@@ -214,7 +214,7 @@ class Heartbeat:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         # The others read the message, last of all from rank 0, which holds it.
         time.sleep((4 if self._rank == 0 else 2) * self._interval)
-        self._end()
+        end_process()
 
     def _kill(self, silent: Sequence[RankReport]) -> None:
         """Ends processes on this machine that cannot end themselves; by handle, as a process id may be used again."""
