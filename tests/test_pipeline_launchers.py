@@ -62,7 +62,7 @@ if __name__ == "__main__":
     trainer.fit(Module(), DataLoader(data, batch_size=8))
 """
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def losses(folder, launcher, start):
