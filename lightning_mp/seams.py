@@ -4,6 +4,7 @@ Each entry of :data:`PRIVATE_NAMES` says which private name the pack relies on a
 upgrade takes one away.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -52,6 +53,7 @@ __all__ = [
     "sharding_param_dtype",
     "take_back_a_logged_step",
     "version_of",
+    "wants_sync_batchnorm",
     "without_forward_hooks_of_sharding",
     "without_function_modes",
     "without_function_subclasses",
@@ -144,12 +146,15 @@ def backward_outside_autocast() -> AbstractContextManager[None]:
     return patched
 
 
+_Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
 class _Observing(TorchDispatchMode):
     """Runs every operation as it is and shows it; autograd and autocast are above it, compiled code stays compiled."""
 
-    def __init__(self, observer: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observer = observer
+        self.observers: list[_Observer] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -158,8 +163,19 @@ class _Observing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.observer(func, args, kwargs or {}, result)
+        for observer in tuple(self.observers):
+            observer(func, args, kwargs or {}, result)
         return result
+
+
+class _ObservingThread(threading.local):
+    """A thread's only mode: torch leaves the last mode that was entered, and observers go in any order."""
+
+    def __init__(self) -> None:
+        self.mode = _Observing()
+
+
+_observing = _ObservingThread()
 
 
 def holds_compiled_code(module: torch.nn.Module) -> bool:
@@ -175,11 +191,22 @@ def holds_compiled_code(module: torch.nn.Module) -> bool:
     )
 
 
-def observe_dispatch(
-    observer: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
-) -> AbstractContextManager[Any]:
-    """While this is entered, ``observer(operation, args, kwargs, result)`` is called after each operation of torch."""
-    return _Observing(observer)
+@contextmanager
+def observe_dispatch(observer: _Observer) -> Iterator[None]:
+    """While this is entered, ``observer(operation, args, kwargs, result)`` is called after each operation of torch.
+
+    Several may be entered in one thread, and left in any order.
+    """
+    mode = _observing.mode
+    if not mode.observers:
+        mode.__enter__()  # type: ignore[no-untyped-call]
+    mode.observers.append(observer)
+    try:
+        yield
+    finally:
+        mode.observers.remove(observer)
+        if not mode.observers:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def forward_position() -> int:
@@ -312,3 +339,8 @@ def is_compiled(module: "pl.LightningModule") -> bool:
 def set_data_parallel_size(strategy: ModelParallelStrategy, size: int) -> None:
     """Over how many ranks the data are spread, once their number is known; the constructor wants it before."""
     strategy._data_parallel_size = size
+
+
+def wants_sync_batchnorm(strategy: ParallelStrategy) -> bool:
+    """Whether the Trainer was given ``sync_batchnorm=True`` or a plugin for it; it tells only the strategy."""
+    return strategy._layer_sync is not None

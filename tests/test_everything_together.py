@@ -21,6 +21,7 @@ from lightning_mp import (
     ChinchillaBudget,
     GradientNoiseScale,
     LossScaler,
+    MFUMonitor,
     MicroBatchOnOOM,
     OverflowMonitor,
     OverflowPostMortem,
@@ -183,6 +184,31 @@ def test_all_of_the_pack_together_trains_as_the_window_keeper_alone(optimizer: A
     names = ("training_step", "lr_scheduler_step", "log", "all_gather", "forward")
     assert not set(names) & set(vars(module)), "unwrapped after fit"
     assert not set(names) & set(vars(module.head))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["as given", "reversed"])
+def test_callbacks_that_watch_the_same_operations_do_not_disturb_each_other(order: int) -> None:
+    """The audit ends before others that watch the first micro-batch, and the noise scale computes in between."""
+
+    def train(*callbacks: Callback) -> None:
+        trainer = quiet_trainer(plugins=[plugin()], callbacks=list(callbacks)[::order], max_epochs=1)
+        trainer.fit(Scheduled(adamw), loader(token_batches(LENGTHS)))
+
+    audit, monitor, noise = PrecisionAudit(), MFUMonitor(), GradientNoiseScale()
+    train(audit, noise, monitor, ActivationCheckpointing("head"), AccumulationScheduler({0: 2}))
+    alone, monitor_alone = PrecisionAudit(), MFUMonitor()
+    train(alone, ActivationCheckpointing("head"), AccumulationScheduler({0: 2}))
+    train(monitor_alone, ActivationCheckpointing("head"), AccumulationScheduler({0: 2}))
+    assert audit.records is not None
+    assert alone.records is not None
+    # What callbacks compute before the step counts as "around the model"; inside of modules it has to be the same.
+    inside, inside_alone = (
+        [operation for operation in records.operations if operation.module]
+        for records in (audit.records, alone.records)
+    )
+    assert inside == inside_alone
+    assert monitor.flop_count is not None
+    assert monitor.flop_count == monitor_alone.flop_count
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

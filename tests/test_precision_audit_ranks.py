@@ -65,6 +65,43 @@ def test_under_ddp_rank_0_tells_and_all_compute_the_same(gradient_as_bucket_view
         assert all(torch.equal(one, two) for one, two in zip(run, reference, strict=True))
 
 
+class ByHand(Known):
+    """Two steps in each training step; the second forward comes after the first optimizer step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            self.manual_backward(self(batch[0]).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_under_ddp_the_steps_of_manual_optimization_are_left_out() -> None:
+    """There the whole training step is one call of the model. Our own sums of the step are fp64 on the CPU."""
+
+    def train(rank: int) -> Any:
+        audit = PrecisionAudit()
+        strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
+        fit(
+            ByHand(),
+            loader(batches(2)[rank::2]),
+            audit,
+            devices=2,
+            strategy=strategy,
+            plugins=[AutocastPrecision("16-mixed")],
+        )
+        return audit.records, [finding.kind for finding in audit.findings]
+
+    (report, kinds), _ = run_ranks(train, 2)
+    around = {row.operation for row in report.operations if not row.module and row.phase == "forward"}
+    assert around == {"gelu", "to_copy", "pow", "mean", "mul"}
+    assert "fp64" not in {row.compute for row in report.operations}
+    assert next(row.calls for row in report.modules if row.name == "first") == 2
+    assert "fp64" not in kinds
+
+
 class Sharded(Known):
     def configure_model(self) -> None:
         for layer in (self.first, self.norm, self.middle, self.last):

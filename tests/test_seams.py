@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import threading
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -28,6 +29,8 @@ MADE_BY_A_LOOP = {"_batches_that_stepped"}
 MADE_BY_SHARDING = {"_mp_policy", "_data_parallel_size"}
 # The same; tests/test_communication.py guards them.
 MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks"}
+# The same; tests/test_fsdp2_strategy.py guards it.
+MADE_BY_THE_TRAINER = {"_layer_sync"}
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------
@@ -55,7 +58,7 @@ def test_every_private_name_that_the_seams_touch_is_listed():
     }
     imported = {alias.name for node in ast.walk(SEAMS) if isinstance(node, ast.ImportFrom) for alias in node.names}
     private = {name for name in attributes | imported if name.startswith("_") and not name.startswith("__")}
-    guarded_elsewhere = MADE_BY_INIT | MADE_BY_A_LOOP | MADE_BY_SHARDING | MADE_BY_MODULES
+    guarded_elsewhere = MADE_BY_INIT | MADE_BY_A_LOOP | MADE_BY_SHARDING | MADE_BY_MODULES | MADE_BY_THE_TRAINER
     assert private - guarded_elsewhere - {name for _, name, _ in seams.PRIVATE_NAMES} == set()
 
 
@@ -272,6 +275,43 @@ def test_lightnings_loops_take_the_value_anew_for_every_batch():
     trainer.fit(Regression(), loader(regression_batches(4)))
     assert set(asked) == {0, 1, 2, 3, 4}
     assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)])
+def test_who_observes_operations_may_leave_in_any_order(order):
+    """A mode of torch leaves whichever was entered last: callbacks that overlap would go on seeing, or go blind."""
+    seen = [[], [], []]
+    observers = [
+        seams.observe_dispatch(lambda operation, *_, log=log: log.append(operation.overloadpacket.__name__))
+        for log in seen
+    ]
+    ones = torch.ones(2)
+    for observer in observers:
+        observer.__enter__()
+    ones.neg()
+    for calls, leaving in enumerate(order, start=1):
+        observers[leaving].__exit__(None, None, None)
+        ones.neg()
+        assert seen[leaving] == ["neg"] * calls
+    assert [len(log) for log in seen] == [order.index(index) + 1 for index in range(3)]
+
+
+def test_an_observer_in_another_thread_sees_that_thread_only():
+    here, there = [], []
+
+    def elsewhere():
+        with seams.observe_dispatch(lambda operation, *_: there.append(operation.overloadpacket.__name__)):
+            torch.ones(2).neg()
+
+    with seams.observe_dispatch(lambda operation, *_: here.append(operation.overloadpacket.__name__)):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        torch.ones(2).exp()
+    assert "neg" in there
+    assert "exp" not in there
+    assert "exp" in here
+    assert "neg" not in here
 
 
 def test_the_trainer_has_its_callbacks_and_its_profiler():

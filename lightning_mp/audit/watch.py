@@ -218,7 +218,8 @@ class PrecisionWatch:
         if running is None:
             self._is_after_backward |= self._frames_before_backward is not None
             self._frames_before_backward = None
-            outside = self._is_after_backward and len(self._frames) == 1
+            # Under DDP a training step runs as a call of the whole model, which has no name.
+            outside = self._is_after_backward and not self._frames[-1].name
             return None if outside else (self._frames[-1].name, "forward")
         if self._frames_before_backward is None:
             self._frames_before_backward = len(self._frames)
