@@ -37,9 +37,9 @@ class StopAtBoundary(Callback):
         filename: its name without ``.ckpt``; ``{step}`` is the optimizer step.
 
     Attributes:
-        stopped_by: the signal's name or "time"; None while the run was not stopped. Ask for it after ``fit`` to leave
-            the script.
-        path: the checkpoint that was written.
+        stopped_by: the signal's name, "time" or "another rank"; None while the run was not stopped. Ask for it after
+            ``fit`` to leave the script. A signal that comes too late for another step is told here, too.
+        path: the checkpoint that was written; None where the run came to its own end.
 
     Raises:
         ValueError: if a signal is unknown, ``max_seconds`` is not positive, or ``filename`` is no such name.
@@ -116,6 +116,17 @@ class StopAtBoundary(Callback):
         elif previous == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Tells all ranks of a signal that came too late to stop anything, so that the script does not go on."""
+        if self.stopped_by is not None:
+            return
+        asked = self._asked_by is not None
+        self._agreement.ask(asked, pl_module.device)
+        # On several processes an answer is told by the next question.
+        if self._agreement.ask(asked, pl_module.device):
+            self.stopped_by = self._asked_by or "another rank"
+            rank_zero_info(f"Stopped by {self.stopped_by} at the end of the run; no further checkpoint is written.")
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Gives the signals back."""

@@ -102,6 +102,34 @@ def test_all_ranks_stop_when_one_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "stopped-step=2.ckpt").exists()
 
 
+class SendAfterTheLastStep(Callback):
+    """In the validation after it, for instance."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_after_the_last_step_is_told_so_that_the_script_does_not_go_on(tmp_path: Path) -> None:
+    stop = StopAtBoundary(dirpath=tmp_path)
+    trainer = fit(Regression(), stop, SendAfterTheLastStep())
+    assert (trainer.global_step, stop.stopped_by, stop.path) == (4, "SIGTERM", None)
+    fit(Regression(), stop)
+    assert stop.stopped_by is None, "of another fit"
+
+
+@pytest.mark.parametrize("late", [Send(15), SendAfterTheLastStep()], ids=["last window", "after it"])
+def test_all_ranks_are_told_of_a_signal_that_came_too_late(late: Callback) -> None:
+    """Promise 3: whoever asks `stopped_by` after the fit decides alike on all ranks."""
+
+    def train(rank: int) -> tuple[int, str | None, Path | None]:
+        stop = StopAtBoundary()
+        told = [late] if rank == 1 else []
+        trainer = fit(Regression(adamw), stop, *told, strategy="ddp", devices=2)
+        return trainer.global_step, stop.stopped_by, stop.path
+
+    assert run_ranks(train, 2) == [(4, "another rank", None), (4, "SIGTERM", None)]
+
+
 def test_a_run_nobody_stops_is_left_alone() -> None:
     stop = StopAtBoundary(max_seconds=3600)
     assert fit(Regression(), stop).global_step == 4

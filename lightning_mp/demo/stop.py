@@ -15,7 +15,7 @@ __all__ = ["FinalCheckpoint", "interrupts_given_back", "reason_of"]
 
 
 class FinalCheckpoint(Checkpoint):
-    """Writes the last checkpoint of a run that was not stopped.
+    """Writes the last checkpoint of a run that came to its own end.
 
     It is a ``Checkpoint`` so that Lightning calls it after all other callbacks, whose state it saves.
 
@@ -30,7 +30,7 @@ class FinalCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Writes it."""
-        if self._stop.stopped_by is None:
+        if self._stop.path is None:
             trainer.save_checkpoint(self._path, weights_only=False)
 
 
