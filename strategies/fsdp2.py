@@ -1,5 +1,6 @@
 """FSDP2, tensor parallelism and both, for models that know nothing of it."""
 
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_mp import seams
 from lightning_mp.faults.atomic_checkpoint import (
     begin_checkpoint,
     commit_checkpoint,
+    is_local,
     remove_checkpoint,
     settle_checkpoint,
     standing_checkpoint,
@@ -30,13 +32,19 @@ from lightning_mp.policy_rules import named_modules
 from lightning_mp.sharding.full_checkpoint import full_optimizer_state
 from lightning_mp.sharding.fused_columns import convert_optimizer_states
 from lightning_mp.sharding.known_models import Style
+from lightning_mp.sharding.norm_clipping import let_clip_over_meshes
 from lightning_mp.sharding.rules import Shard, read_shard, unit_names
 from lightning_mp.sharding.sequence_parallel import check_sequence_styles
 from lightning_mp.sharding.sharded_checkpoint import load_checkpoint, without_a_made_up_step
 from lightning_mp.sharding.tensor_parallel_model import TensorParallelCut
 from lightning_mp.sharding.tensor_parallel_plan import Plan, check_divisible, read_plan, resolve_plan
+from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, forget_a_step_that_failed
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
-from lightning_mp.strategies.refused import refuse_copies_of_the_model, refuse_scaler_of_torch
+from lightning_mp.strategies.refused import (
+    refuse_copies_of_the_model,
+    refuse_scaler_of_torch,
+    refuse_sync_batchnorm,
+)
 
 __all__ = ["FSDP2Strategy"]
 
@@ -68,8 +76,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     Gradients are reduced once per window of accumulation or at every micro-batch, as
     ``AccumulationScheduler(sync=...)`` says; without it at every micro-batch. ``ActivationCheckpointing`` goes inside
     of a unit by itself. In manual optimization each part of the LightningModule is gathered when it is called, not for
-    the whole step, because optimizers are stepped in the middle. Lightning refuses a LightningModule that is compiled
-    as a whole here; compile its blocks in place: ``block.compile()``.
+    the whole step, because optimizers are stepped in the middle. Lightning refuses ``torch.compile(LightningModule)``
+    here; compile in place: ``block.compile()``, ``self.model.compile()``.
 
     A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is sharded; units come to
     life one after the other, by their modules' ``reset_parameters``, with the same weights on any number of ranks.
@@ -106,7 +114,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     Raises:
         ValueError: if an argument cannot be read; at set-up, if a rule matches nothing, or sizes do not divide.
         MisconfigurationException: at set-up, if a module on the meta device has no ``reset_parameters``, the precision
-            plugin cannot keep ranks together, or a callback has copied the model (WeightAveraging, SWA).
+            plugin cannot keep ranks together, a callback has copied the model (WeightAveraging, SWA), batch norms are
+            to be synchronised, or an earlier run has sharded the model over other sizes; at a checkpoint, if its path
+            is none of a mounted file system.
 
     References:
         Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; Shoeybi et al., "Megatron-LM", 2019,
@@ -153,6 +163,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.unit_names: tuple[str, ...] = ()
         self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
         self._methods: ForwardMethods | None = None
+        self._lets_plugin_clip = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -201,6 +212,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             "looks at one mesh of ranks only, and ranks would skip different steps",
         )
         refuse_copies_of_the_model(trainer, "FSDP2Strategy", "it is sharded and could not average shards into it")
+        refuse_sync_batchnorm(self, "FSDP2Strategy", "whose statistics would be of one rank's samples")
         self._check_checkpoint_io()
         module = self.lightning_module
         if any(isinstance(part, FSDPModule) for part in module.modules()):
@@ -214,7 +226,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        convert_optimizer_states(module, self.optimizers)  # after the hooks of the precision plugin
+        if self.tensor_parallel_size > 1:
+            self._lets_plugin_clip = let_clip_over_meshes(self.precision_plugin)
+        if trainer.state.fn == TrainerFn.FITTING:  # otherwise they are those of an earlier fit
+            convert_optimizer_states(module, self.optimizers)  # after the hooks of the precision plugin
 
     def _shard(self, module: "pl.LightningModule") -> None:
         assert self._meshes is not None
@@ -260,6 +275,10 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def _check_earlier_sharding(self, module: "pl.LightningModule") -> None:
         """A second run of the same module, or one that shards itself, keeps its shards."""
+        check_earlier_layout(
+            module, {"tensor_parallel": self.tensor_parallel_size, "replicate": self.replicate_size}, "FSDP2Strategy"
+        )
+        forget_a_step_that_failed(module)
         units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         rounded = [dtype for unit in units if (dtype := seams.sharding_param_dtype(unit)) is not None]
         precision = str(self.precision_plugin.precision)
@@ -274,6 +293,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         methods, self._methods = self._methods, None
         if methods is not None:
             methods.detach()
+        if self._lets_plugin_clip:
+            del self.precision_plugin.clip_grad_by_norm
+            self._lets_plugin_clip = False
         super().teardown()
 
     def on_validation_end(self) -> None:
@@ -308,7 +330,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes beside the place where it belongs, and moves it there when all ranks are done."""
-        path = Path(self.broadcast(filepath))
+        path = self._local(self.broadcast(filepath))
         if self.is_global_zero:
             begin_checkpoint(path)
         self.barrier()
@@ -322,7 +344,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Reads shards or a single file, written by any number of ranks."""
         assert self.model is not None
         assert self.lightning_module is not None
-        path = standing_checkpoint(Path(self.broadcast(checkpoint_path)))
+        path = standing_checkpoint(self._local(self.broadcast(checkpoint_path)))
         checkpoint = load_checkpoint(
             path,
             self.model,
@@ -334,6 +356,15 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self.is_global_zero:
             settle_checkpoint(path)
         return checkpoint
+
+    def _local(self, path: str | os.PathLike[str]) -> Path:
+        if not is_local(path):
+            raise MisconfigurationException(
+                f"FSDP2Strategy writes and reads checkpoints on a mounted file system only, and {os.fspath(path)!r} is"
+                " none: it would become a local folder. Give a local path (dirpath of ModelCheckpoint,"
+                " default_root_dir), and copy checkpoints when they are complete."
+            )
+        return Path(path)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Takes its name away first, so that no half of it looks like a checkpoint."""

@@ -13,16 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from lightning_mp import seams
+from lightning_mp.listed import listed
 from lightning_mp.policy_rules import named_modules
 from lightning_mp.policy_sharding import ShardingUnit, sharding_units
 from lightning_mp.sharding.gathered_dtypes import gathered_dtypes
 from lightning_mp.sharding.materialise import Materialiser, not_initialisable
+from lightning_mp.sharding.rules import refuse_half_of_a_tie
 from lightning_mp.sharding.tensor_parallel_model import TensorParallelCut
 
 __all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
 
 #: Methods of a LightningModule that begin with a forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+_NAMES_IN_MESSAGE = 6
 
 _LOW = {
     "16-mixed": torch.float16,
@@ -55,8 +59,9 @@ def shard_model(
         reshard_after_forward: see ``fully_shard``.
 
     Raises:
-        MisconfigurationException: if a module on the meta device cannot be initialised, or, in manual optimization, the
-            LightningModule holds parameters itself.
+        MisconfigurationException: if a module on the meta device cannot be initialised, or, in manual optimization,
+            parameters are in no module that is called.
+        ValueError: in manual optimization, if modules that are called one by one share a parameter.
     """
     lost = not_initialisable(module)
     if lost:
@@ -142,16 +147,20 @@ def _with_weights_at_hand(module: FSDPModule, method: Callable[..., Any]) -> Cal
 
 def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[str]) -> list[str]:
     """The outermost modules with a forward, each gathered when it is called."""
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        raise MisconfigurationException(
-            f"FSDP2Strategy in manual optimization: {', '.join(own)} of {type(module).__name__} belongs to no module"
-            " that is called, so nothing would gather it. Put it into a submodule with a forward of its own."
-        )
     roots: list[str] = []
     for name, part in named_modules(module):
         has_forward = type(part).forward is not nn.Module.forward
         inside = any(name.startswith(f"{root}.") for root in (*roots, *names))
         if name and has_forward and not inside and name not in names and next(part.parameters(), None) is not None:
             roots.append(name)
+    parts = dict(named_modules(module))
+    held = {id(parameter) for name in (*roots, *names) for parameter in parts[name].parameters()}
+    own = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
+    if own:
+        raise MisconfigurationException(
+            f"FSDP2Strategy in manual optimization: {listed(own, _NAMES_IN_MESSAGE)} of {type(module).__name__} belongs"
+            " to no module that is called, so nothing would gather it. Put it into a submodule with a forward of its"
+            " own."
+        )
+    refuse_half_of_a_tie(module, roots, "put the modules that share it into one submodule with a forward.")
     return roots

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from lightning_mp.faults.atomic_checkpoint import AtomicCheckpointIO
 from lightning_mp.holds import InstanceMethod
 from lightning_mp.pipelining.chunks import ScheduleName
 from lightning_mp.pipelining.layers import read_layers
@@ -35,6 +37,7 @@ from lightning_mp.strategies.pipeline_setup import (
     check_earlier_cut,
     cut_into_stages,
     description,
+    read_cuts,
     refuse_arguments_about_ddp,
     refuse_what_cannot_be_cut,
 )
@@ -145,7 +148,7 @@ class PipelineParallelStrategy(DDPStrategy):
         self.stages = stages
         self.chunks = chunks
         self.schedule: ScheduleName = schedule
-        self.cut_before = (cut_before,) if isinstance(cut_before, str) else cut_before
+        self.cut_before = read_cuts(cut_before)
         self.pipeline_runner: PipelineRunner | None = None
         self._mesh: DeviceMesh | None = None
         self._cut: Cut | None = None
@@ -229,7 +232,7 @@ class PipelineParallelStrategy(DDPStrategy):
         assert self.lightning_module is not None
         assert self._mesh is not None
         self.accelerator.setup(trainer)
-        refuse_what_cannot_be_cut(trainer, sync_batchnorm=self._layer_sync is not None)
+        refuse_what_cannot_be_cut(trainer, self)
         module = self.lightning_module
         chunks = self.chunks or _CHUNKS_PER_STAGE * self._mesh.size(0)
         stage, stages = self._mesh.get_local_rank("pipeline"), self._mesh.size(0)
@@ -279,7 +282,15 @@ class PipelineParallelStrategy(DDPStrategy):
         clipping, self._clipping = self._clipping, None
         if clipping is not None:
             clipping.restore()
-        super().teardown()
+        module = self.lightning_module
+        # After a set-up that failed: Lightning moves the module to the CPU, which would end in an error of its own.
+        without_memory = module is not None and any(p.is_meta for p in module.parameters())
+        stays = InstanceMethod(module, "cpu", lambda: module) if without_memory else None
+        try:
+            super().teardown()
+        finally:
+            if stays is not None:
+                stays.restore()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -357,6 +368,8 @@ class PipelineParallelStrategy(DDPStrategy):
                 f"PipelineParallelStrategy cannot load {path}: it is a folder with shards. Make a single file of it:"
                 f" lightning_mp.consolidate_checkpoint({str(path)!r}, 'whole.ckpt')"
             )
+        if type(self.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO):
+            return super().load_checkpoint(path, weights_only=weights_only)  # who wrote it knows how to read it
         checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         return checkpoint
 

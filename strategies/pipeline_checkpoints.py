@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.listed import listed
 from lightning_mp.pipelining.other_stage import Cut
+from lightning_mp.sharding.checkpoint_fits import refuse_other_groups, refuse_other_names
 
 __all__ = ["OptimizerParts", "gather_on_rank_zero", "keep_own_parameters", "own_state"]
+
+_NAMES_IN_MESSAGE = 6
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,7 @@ class OptimizerParts:
             ValueError: if parameter groups are others.
         """
         saved = [tuple(group["params"]) for group in state["param_groups"]]
-        if [len(group) for group in saved] != [len(group) for group in self.groups]:
-            raise ValueError(
-                f"The checkpoint's optimizer has parameter groups of {[len(group) for group in saved]} parameters, and"
-                f" configure_optimizers made groups of {[len(group) for group in self.groups]}. Use the model that it"
-                " was written by, or load its weights only."
-            )
+        refuse_other_groups([len(group) for group in saved], [len(group) for group in self.groups])
         # By place, as torch does: an optimizer's keys may be names, as FSDP1 writes them.
         key_of = dict(zip((n for group in self.groups for n in group), (k for g in saved for k in g), strict=True))
         own_place = {number: place for place, number in enumerate(self.numbers)}
@@ -81,11 +81,22 @@ def keep_own_parameters(optimizer: Optimizer, names: Mapping[str, nn.Parameter],
         optimizer: as ``configure_optimizers`` made it, over the whole model.
         names: of the whole model's parameters.
         own: ids of this stage's parameters.
+
+    Raises:
+        MisconfigurationException: if the optimizer has a parameter that is none of the model's.
     """
     counter = 0
     groups, numbers = [], []
     name_of = {id(parameter): name for name, parameter in names.items()}
-    whole = [name_of.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [f"{type(optimizer).__name__}: {tuple(p.shape)}" for p in every if id(p) not in name_of]
+    if strangers:
+        raise MisconfigurationException(
+            f"PipelineParallelStrategy: configure_optimizers has given parameters that are not part of the"
+            f" LightningModule to {listed(strangers, _NAMES_IN_MESSAGE)}, so no stage would train them. Put each into a"
+            " module, and that module into the layer that uses it: PipelineLayer(function, *modules)."
+        )
+    whole = [name_of[id(p)] for p in every]
     for group in optimizer.param_groups:
         groups.append(tuple(range(counter, counter + len(group["params"]))))
         numbers += [counter + place for place, parameter in enumerate(group["params"]) if id(parameter) in own]
@@ -141,12 +152,12 @@ def own_state(whole: Mapping[str, Any], module: nn.Module, cut: Cut, *, strict: 
     Raises:
         RuntimeError: if names of the whole model are missing or unknown, and ``strict``.
     """
-    missing = [name for name in cut.state_names if name not in whole]
-    unexpected = [name for name in whole if name not in set(cut.state_names)]
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(module).__name__}: missing keys {missing}, unexpected keys"
-            f" {unexpected}. Use the model that the checkpoint was written by, or strict=False."
+    if strict:
+        known = set(cut.state_names)
+        refuse_other_names(
+            type(module).__name__,
+            missing=[name for name in cut.state_names if name not in whole],
+            unexpected=[name for name in whole if name not in known],
         )
     own = set(module.state_dict())
     return {name: value for name, value in whole.items() if name in own}

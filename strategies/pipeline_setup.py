@@ -16,12 +16,17 @@ from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.other_stage import Cut
 from lightning_mp.planning.pipeline_bubble import bubble_fraction
 from lightning_mp.sharding.materialise import Materialiser, not_initialisable
-from lightning_mp.strategies.refused import refuse_copies_of_the_model, refuse_scaler_of_torch
+from lightning_mp.strategies.refused import (
+    refuse_copies_of_the_model,
+    refuse_scaler_of_torch,
+    refuse_sync_batchnorm,
+)
 
 __all__ = [
     "check_earlier_cut",
     "cut_into_stages",
     "description",
+    "read_cuts",
     "refuse_arguments_about_ddp",
     "refuse_what_cannot_be_cut",
 ]
@@ -42,7 +47,28 @@ def refuse_arguments_about_ddp(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_what_cannot_be_cut(trainer: "pl.Trainer", *, sync_batchnorm: bool) -> None:
+def read_cuts(cut_before: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Checks the argument; a name alone is one cut.
+
+    Raises:
+        ValueError: if it is no names.
+
+    Example:
+        >>> read_cuts("blocks.2"), read_cuts(["blocks.1", "blocks.2"])
+        (('blocks.2',), ('blocks.1', 'blocks.2'))
+    """
+    cuts = (cut_before,) if isinstance(cut_before, str) else cut_before
+    if cuts is None:
+        return None
+    if not isinstance(cuts, Sequence) or not all(isinstance(name, str) for name in cuts):
+        raise ValueError(
+            f"PipelineParallelStrategy(cut_before={cut_before!r}): it must be names of layers, those that begin the"
+            " second and later stages, as in ['blocks.4', 'blocks.8']."
+        )
+    return tuple(cuts)
+
+
+def refuse_what_cannot_be_cut(trainer: "pl.Trainer", strategy: ParallelStrategy) -> None:
     """Refuses plugins, callbacks and settings that look at one rank only, or have copied the whole model.
 
     Raises:
@@ -51,11 +77,7 @@ def refuse_what_cannot_be_cut(trainer: "pl.Trainer", *, sync_batchnorm: bool) ->
     owner = "PipelineParallelStrategy"
     why = "looks at one rank only, and stages would skip different steps"
     refuse_scaler_of_torch(trainer.precision_plugin, owner, why)
-    if sync_batchnorm:
-        raise MisconfigurationException(
-            "PipelineParallelStrategy cannot be used with Trainer(sync_batchnorm=True): it would average over all"
-            " stages. Use a normalisation of single samples (GroupNorm, LayerNorm)."
-        )
+    refuse_sync_batchnorm(strategy, owner, "whose statistics would be of one chunk")
     refuse_copies_of_the_model(trainer, owner, "it is cut")
 
 

@@ -3,12 +3,13 @@
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp import seams
 from lightning_mp.precision.base import EpiloguePrecision
 
-__all__ = ["refuse_copies_of_the_model", "refuse_scaler_of_torch"]
+__all__ = ["refuse_copies_of_the_model", "refuse_scaler_of_torch", "refuse_sync_batchnorm"]
 
 
 def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:
@@ -46,3 +47,21 @@ def refuse_copies_of_the_model(trainer: "pl.Trainer", owner: str, before: str) -
                 f"{owner} cannot be used with {type(callback).__name__}, which copies the model before {before}. Leave"
                 " it out, average checkpoints after the run, or use strategy='ddp'."
             )
+
+
+def refuse_sync_batchnorm(strategy: ParallelStrategy, owner: str, why: str) -> None:
+    """Refuses ``Trainer(sync_batchnorm=True)``, of which a strategy would make nothing, or something else.
+
+    Args:
+        strategy: at set-up.
+        owner: its name.
+        why: what would become of batch norms.
+
+    Raises:
+        MisconfigurationException: with norms that need no other samples.
+    """
+    if seams.wants_sync_batchnorm(strategy):
+        raise MisconfigurationException(
+            f"{owner} cannot be used with Trainer(sync_batchnorm=True): batch norms stay plain, {why}. Use a"
+            " normalisation of single samples (GroupNorm, LayerNorm), or strategy='ddp'."
+        )

@@ -45,9 +45,18 @@ def test_blocks_that_share_weights_with_the_rest_are_no_units() -> None:
 
 
 def test_experts_inside_of_blocks_stay_in_them() -> None:
-    block = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
-    other = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
-    assert repeated_blocks(nn.ModuleDict({"layers": nn.ModuleList([block, other])})) == ["layers.0", "layers.1"]
+    def block() -> nn.Module:
+        return nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+
+    assert repeated_blocks(nn.ModuleDict({"layers": nn.ModuleList([block(), block()])})) == ["layers.0", "layers.1"]
+
+
+def test_lists_in_a_list_are_no_units_but_what_they_hold_is() -> None:
+    """As the levels of a U-Net; FSDP2 refuses modules without a forward."""
+    downs = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Identity()]) for _ in range(2))
+    assert repeated_blocks(nn.ModuleDict({"downs": downs})) == ["downs.0.0", "downs.0.1", "downs.1.0", "downs.1.1"]
+    levels = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Tanh()}) for _ in range(2))
+    assert repeated_blocks(levels) == []
 
 
 def test_a_unit_that_takes_half_of_a_tie_is_refused() -> None:

@@ -12,6 +12,9 @@ from lightning_mp.policy_rules import named_modules
 
 __all__ = ["Cut", "OtherStage", "cut_of", "release", "take_out", "whole_again"]
 
+#: Attribute of a model that was cut.
+_CUT = "pipeline_cut"
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -57,12 +60,6 @@ class OtherStage(nn.Module):
         super().__init__()
         # Past nn.Module's own __setattr__, which would make the ghost a part of the model.
         self.__dict__["_placed"] = (name, tuple(stages), cut, ghost)
-
-    @property
-    def cut(self) -> Cut:
-        """Of the model."""
-        cut: Cut = self.__dict__["_placed"][2]
-        return cut
 
     @property
     def ghost(self) -> nn.Module:
@@ -116,6 +113,8 @@ def take_out(model: nn.Module, absent: Mapping[str, Sequence[int]], cut: Cut) ->
     kept = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for placeholder in taken.values():
         release(placeholder.ghost, kept)
+    if cut.stages > 1:
+        vars(model)[_CUT] = cut  # not in a placeholder: a stage has none if the others run functions only
 
 
 def release(module: nn.Module, kept: Container[int]) -> None:
@@ -150,7 +149,8 @@ def whole_again(model: nn.Module) -> Iterator[None]:
 
 def cut_of(model: nn.Module) -> Cut | None:
     """How a model was cut; None if it is whole."""
-    return next((part.cut for part in model.modules() if isinstance(part, OtherStage)), None)
+    cut: Cut | None = vars(model).get(_CUT)
+    return cut
 
 
 class _Place(NamedTuple):

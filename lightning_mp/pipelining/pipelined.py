@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 from lightning_mp.pipelining.layers import loss_of, pipeline_input, read_layers, run_layers
@@ -74,7 +75,8 @@ def pipelined_output(module: "pl.LightningModule", batch: Any) -> Any:
     runner = _runner_of(module)
     if runner is not None:
         return runner.output(batch)
-    return run_layers(read_layers(module), pipeline_input(module, batch), batch)
+    with torch.no_grad():
+        return run_layers(read_layers(module), pipeline_input(module, batch), batch)
 
 
 def is_pipelined(trainer: "pl.Trainer") -> bool:

@@ -76,7 +76,7 @@ class PipelineRunner:
         self._backward_context = backward_context
         self._schedules: OrderedDict[Any, _Schedule] = OrderedDict()
         self._last_stage = LastStage(pipeline, type(module).__name__)
-        self._weighting: Weighting | None = None
+        self._weighting: dict[Any, Weighting] = {}
         self._compared: Any = None
         self._trainable: list[str] = []
         self._chunks: list[Chunk] = []
@@ -228,11 +228,12 @@ class PipelineRunner:
         return chunk_shares(chunks, self._weighting_for(batch))
 
     def _weighting_for(self, batch: Any) -> Weighting:
-        if self._weighting is None:
-            self._weighting = weighting_of(
+        loop = self._trainer.state.stage  # each may have batches of its own kind
+        if loop not in self._weighting:
+            self._weighting[loop] = weighting_of(
                 self._trainer, batch, lambda: batch_counts.shifts_labels_inside(self._module, batch)
             )
-        return self._weighting
+        return self._weighting[loop]
 
     @contextmanager
     def _nothing_logged(self) -> Iterator[None]:

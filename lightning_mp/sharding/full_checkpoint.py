@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_mp.sharding.checkpoint_fits import refuse_other_groups, refuse_other_names
+
 __all__ = ["full_optimizer_state", "load_full_checkpoint"]
 
 
@@ -41,13 +43,21 @@ def load_full_checkpoint(
 
     Raises:
         ValueError: if the optimizers are others than those that it was written by.
+        RuntimeError: if the model is another one, and ``strict``.
     """
     checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     # Brings seventy modules of torch along, so not at the top.
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-    options = StateDictOptions(full_state_dict=True, strict=strict)
-    set_model_state_dict(model, checkpoint.pop("state_dict"), options=options)
+    weights = checkpoint.pop("state_dict")
+    if strict:  # torch leaves out what the model has not
+        known = get_model_state_dict(model)
+        refuse_other_names(
+            type(model).__name__,
+            missing=[name for name in known if name not in weights],
+            unexpected=[name for name in weights if name not in known],
+        )
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=strict))
     states = checkpoint.get("optimizer_states", [])
     if optimizers and len(states) != len(optimizers):
         raise ValueError(
@@ -61,6 +71,10 @@ def load_full_checkpoint(
 
 def _distributed(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """A state of whole tensors, cut as the parameters are."""
+    saved, own = (
+        [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    refuse_other_groups(saved, own)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = dict(_numbers_of(state, parameters, model))
     values = {

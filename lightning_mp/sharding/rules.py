@@ -1,7 +1,7 @@
 """Which modules of a model become sharding units of FSDP2: by class, by name, by size, or found by themselves."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from torch import nn
@@ -9,7 +9,15 @@ from torch import nn
 from lightning_mp.module_selection import ModulePattern, as_patterns, select_modules
 from lightning_mp.policy_rules import named_modules
 
-__all__ = ["Shard", "read_shard", "repeated_blocks", "tied_parameters", "unit_names", "units_by_size"]
+__all__ = [
+    "Shard",
+    "read_shard",
+    "refuse_half_of_a_tie",
+    "repeated_blocks",
+    "tied_parameters",
+    "unit_names",
+    "units_by_size",
+]
 
 Shard = ModulePattern | Sequence[ModulePattern] | set[ModulePattern] | int | Literal["auto"]
 """A class, its name, a glob over names, several of these, a least number of parameters, or "auto"."""
@@ -62,22 +70,36 @@ def unit_names(model: nn.Module, shard: tuple[ModulePattern, ...] | int | Litera
     if isinstance(shard, int):
         return units_by_size(model, shard)
     names = list(select_modules(model, shard, _OWNER))
+    refuse_half_of_a_tie(model, names, "leave this module out of shard, so that the model itself holds both.")
+    return names
+
+
+def refuse_half_of_a_tie(model: nn.Module, units: Iterable[str], instead: str) -> None:
+    """Refuses units that share a parameter with a module outside.
+
+    Args:
+        model: the model.
+        units: names of modules.
+        instead: how both come into one unit.
+
+    Raises:
+        ValueError: names the parameter.
+    """
     names_of = _names_of_parameters(model)
-    for name in names:
+    for name in units:
         outside = _shared_with_outside(name, model, names_of)
         if outside is not None:
             raise ValueError(
                 f"{_OWNER}: {outside[0]} and {outside[1]} are one parameter (tied weights), and the unit {name!r} would"
-                " hold only one of them. FSDP2 wants both in one unit: leave this module out of shard, so that the"
-                " model itself holds both."
+                f" hold only one of them. FSDP2 wants both in one unit: {instead}"
             )
-    return names
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Children of one class in an ``nn.ModuleList`` or ``nn.ModuleDict``, at least two: a transformer's blocks.
 
-    Of lists inside of each other the outer one counts. Blocks that share parameters with the rest are left out.
+    Of lists inside of each other the outer one counts, unless its children are lists themselves, which nobody calls.
+    Blocks that share parameters with the rest are left out.
 
     Example:
         >>> repeated_blocks(nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}))
@@ -88,7 +110,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     for name, module in named_modules(model):
         if not isinstance(module, nn.ModuleList | nn.ModuleDict) or any(_is_inside(name, unit) for unit in found):
             continue
-        classes = Counter(type(child) for child in module.children() if _has_parameters(child))
+        classes = Counter(type(child) for child in module.children() if _is_called(child) and _has_parameters(child))
         for child_name, child in module.named_children():
             full = f"{name}.{child_name}" if name else child_name
             if classes[type(child)] > 1 and _shared_with_outside(full, model, names_of) is None:
@@ -115,8 +137,11 @@ def units_by_size(model: nn.Module, minimum_parameters: int) -> list[str]:
             continue
         parameters = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         sizes[name] = sum(parameters.values())
-        has_forward = type(module).forward is not nn.Module.forward
-        if sizes[name] >= minimum_parameters and has_forward and _shared_with_outside(name, model, names_of) is None:
+        if (
+            sizes[name] >= minimum_parameters
+            and _is_called(module)
+            and _shared_with_outside(name, model, names_of) is None
+        ):
             found.append(name)
             taken |= parameters.keys()
     if not found:
@@ -160,6 +185,11 @@ def _shared_with_outside(unit: str, model: nn.Module, names_of: dict[int, list[s
 
 def _is_inside(name: str, unit: str) -> bool:
     return name == unit or name.startswith(f"{unit}.")
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward; lists and other containers have none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _has_parameters(module: nn.Module) -> bool:

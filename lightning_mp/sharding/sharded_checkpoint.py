@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_mp.sharding.checkpoint_fits import refuse_other_names
 from lightning_mp.sharding.full_checkpoint import load_full_checkpoint
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
 
 #: What a sharded checkpoint has besides the shards, as Lightning writes it.
 REST = "meta.pt"
+
+_WEIGHTS = "state_dict."
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -81,25 +84,44 @@ def load_sharded_checkpoint(
 
     Raises:
         ValueError: if it was written by FSDP1, without optimizers, or by optimizers of other parameters.
+        RuntimeError: if it was written by another model, and ``strict``.
     """
     # Bring seventy modules of torch along, so not at the top.
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
     saved = _saved_names(path)
-    if not any(name.startswith("state_dict.") for name in saved):
+    if not any(name.startswith(_WEIGHTS) for name in saved):
         raise ValueError(
             f"The folder {path} holds no 'state_dict' as FSDP2Strategy and ModelParallelStrategy write it."
             " If FSDPStrategy wrote it, make a single file of it, which can be loaded:"
             f" python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
         )
-    weights = {"state_dict": get_model_state_dict(model)}
-    load(weights, checkpoint_id=path)
-    model.load_state_dict(weights["state_dict"], strict=strict)
+    weights = get_model_state_dict(model)
+    missing, unexpected = _other_weights(weights, saved)
+    if strict:
+        refuse_other_names(type(model).__name__, missing=missing, unexpected=unexpected)
+    weights = {name: value for name, value in weights.items() if name not in missing}
+    load({"state_dict": weights}, checkpoint_id=path)
+    model.load_state_dict(weights, strict=strict)
     for number, optimizer in enumerate(optimizers):
         _load_optimizer(path, f"optimizer_{number}", model, optimizer, saved)
     rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=weights_only)
     return rest
+
+
+def _other_weights(weights: Collection[str], saved: Collection[str]) -> tuple[list[str], list[str]]:
+    """What of a model the folder has not, and the other way round; what is nested in a weight's name is its own."""
+    stems = {name: {*_stems(name)} for name in (n.removeprefix(_WEIGHTS) for n in saved if n.startswith(_WEIGHTS))}
+    found = set().union(*stems.values())
+    known = set(weights)
+    missing = [name for name in weights if name not in found]
+    return missing, sorted(name for name, its_stems in stems.items() if not its_stems & known)
+
+
+def _stems(name: str) -> Iterator[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    return itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}")
 
 
 def _saved_names(path: Path) -> set[str]:
@@ -145,7 +167,7 @@ def _load_optimizer(path: Path, key: str, model: nn.Module, optimizer: Optimizer
 
 def _those_saved(state: Mapping[str, Any], prefix: str, saved: Collection[str]) -> dict[str, Any]:
     """What of the state by parameter is in the checkpoint; parameters of which nothing is there are left out."""
-    stems = {stem for name in saved for stem in itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}")}
+    stems = {stem for name in saved for stem in _stems(name)}
     found = {}
     for parameter, values in state.items():
         kept = {name: value for name, value in values.items() if f"{prefix}.{parameter}.{name}" in stems}

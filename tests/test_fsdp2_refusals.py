@@ -1,0 +1,124 @@
+"""What FSDP2Strategy can not do right is refused, and strict loading is strict."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fsdp2_runs import Recorded, ResumableLoader, batches, fp16, fsdp2, model
+from gloo import run_ranks
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import Regression, loader, quiet_trainer, regression_batches
+from torch import nn
+
+
+class Manual(Regression):
+    """Regression with a part that is given."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.automatic_optimization = False
+
+
+def scales() -> pl.LightningModule:
+    return Manual(nn.ParameterList([nn.Parameter(torch.ones(1))]))
+
+
+def tied() -> pl.LightningModule:
+    module = Manual(nn.Linear(4, 4))
+    module.other = nn.Linear(4, 4)
+    module.other.weight = module.part.weight
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (scales, r"manual optimization: part\.0 of Manual belongs to no module that is called"),
+        (tied, r"other\.weight.* one parameter \(tied weights\).*into one submodule with a forward"),
+    ],
+)
+def test_parameters_that_ranks_would_train_apart_in_manual_optimization_are_refused(
+    make: Callable[[], pl.LightningModule], says: str
+) -> None:
+    def run(rank: int) -> None:
+        with pytest.raises((MisconfigurationException, ValueError), match=says):
+            quiet_trainer(devices=2, strategy=fsdp2()).fit(make(), loader(regression_batches(1)))
+
+    run_ranks(run, 2)
+
+
+def test_sync_batchnorm_is_refused() -> None:
+    def run(rank: int) -> None:
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(), sync_batchnorm=True)
+        with pytest.raises(MisconfigurationException, match=r"FSDP2Strategy .*sync_batchnorm=True.*batch norms stay"):
+            trainer.fit(Regression(), loader(regression_batches(1)))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_checkpoint_on_an_object_store_is_refused(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(rank: int) -> None:
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(save_distributed_checkpoint=sharded), max_steps=1)
+        trainer.fit(Regression(), loader(regression_batches(1)))
+        with pytest.raises(MisconfigurationException, match=r"'memory://a/b.ckpt' is none: it would become a local"):
+            trainer.save_checkpoint("memory://a/b.ckpt")
+
+    run_ranks(run, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sharded", [True, False])
+def test_other_weights_are_refused_or_left_as_the_module_says(sharded: bool, tmp_path: Path) -> None:
+    def with_more() -> Recorded:
+        module = model()
+        module.more = nn.Linear(2, 2)
+        return module
+
+    def validate(module: Recorded, path: Path, *, strict: bool) -> None:
+        module.strict_loading = strict
+        trainer = quiet_trainer(devices=2, strategy=fsdp2())
+        trainer.validate(module, loader(batches(1)), ckpt_path=path, verbose=False)
+
+    def run(rank: int) -> Any:
+        for make, name in ((model, "less"), (with_more, "more")):
+            strategy = fsdp2(save_distributed_checkpoint=sharded)
+            trainer = quiet_trainer(devices=2, strategy=strategy)
+            trainer.validate(make(), loader(batches(1)), verbose=False)
+            trainer.save_checkpoint(tmp_path / name, weights_only=True)
+        for make, name, says in ((model, "more", "[uU]nexpected"), (with_more, "less", "[mM]issing")):
+            with pytest.raises(RuntimeError, match=rf"{says} key.*more\.weight"):
+                validate(make(), tmp_path / name, strict=True)
+            validate(make(), tmp_path / name, strict=False)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
+def test_an_optimizer_over_fewer_parameters_is_refused(tmp_path: Path) -> None:
+    class First(Recorded):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.model.token_embedding.parameters(), lr=1e-3)
+
+    def run(rank: int) -> None:
+        rows, val = ResumableLoader(batches(2, rank, 2)), loader(batches(1))
+        strategy = fsdp2(save_distributed_checkpoint=False)
+        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[fp16()], max_steps=1)
+        trainer.fit(model(), rows, val)
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        first = First(layers=2, heads=2, width=16, block_tokens=8, vocab=32, warmup_steps=1)
+        with pytest.raises(ValueError, match=r"groups of \[10, 5\] parameters, and configure_optimizers made .*\[1\]"):
+            quiet_trainer(devices=2, strategy=fsdp2(), plugins=[fp16()], max_steps=2).fit(
+                first, rows, val, ckpt_path=tmp_path / "x.ckpt"
+            )
+
+    run_ranks(run, 2)
