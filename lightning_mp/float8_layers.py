@@ -1,11 +1,13 @@
 """Which linear layers of a model multiply in fp8, which do not, and why."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_mp.listed import listed
 from lightning_mp.policy import ResolvedPolicy
@@ -26,6 +28,8 @@ Float8Skip = type[nn.Module] | str
 DIMENSION_MULTIPLE = 16
 
 _NAMES_IN_AN_ERROR = 20
+#: Name of the dimension of the mesh, Lightning's and ours.
+_TENSOR_PARALLEL = "tensor_parallel"
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def choose_float8_layers(
         skip names it, or a module around it
         a policy asks for another dtype than "low" in it, or in the operation linear
         its class is a subclass of nn.Linear, which may compute something else, or its forward was replaced
-        in_features or out_features is no multiple of 16
+        in_features or out_features is no multiple of 16, or under tensor parallelism a rank's part of one is none
         its weight also belongs to a module that is no Linear, such as an embedding
         it is the first or the last Linear of the model
 
@@ -179,12 +183,27 @@ def _unsuited(linear: nn.Linear, owners: Mapping[int, str]) -> str | None:
         return f"its class is {type(linear).__name__}, a subclass of nn.Linear"
     if "forward" in vars(linear):
         return "its forward was replaced on the object"
-    for dimension in ("in_features", "out_features"):
+    for dimension, dim in (("in_features", 1), ("out_features", 0)):
         size = getattr(linear, dimension)
         if size % DIMENSION_MULTIPLE:
             return f"{dimension} is {size}, no multiple of {DIMENSION_MULTIPLE}"
+        part = size // _ranks_that_cut(linear.weight, dim)
+        if part % DIMENSION_MULTIPLE:
+            return f"a rank's part of {dimension} is {part}, no multiple of {DIMENSION_MULTIPLE}"
     owner = owners.get(id(linear.weight))
     return None if owner is None else f"its weight is also that of {owner}"
+
+
+def _ranks_that_cut(weight: Tensor, dim: int) -> int:
+    """Over how many ranks tensor parallelism has cut a dimension. What FSDP2 shards is whole when it is multiplied."""
+    if not isinstance(weight, DTensor):
+        return 1
+    names = weight.device_mesh.mesh_dim_names or ()
+    return math.prod(
+        weight.device_mesh.size(number)
+        for number, (name, placement) in enumerate(zip(names, weight.placements, strict=False))
+        if name == _TENSOR_PARALLEL and placement.is_shard(dim)
+    )
 
 
 def _is_plain_linear(linear: nn.Linear) -> bool:

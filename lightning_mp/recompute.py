@@ -52,9 +52,12 @@ def run_checkpointed(
         return forward(*args, **kwargs)
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if torch.compiler.is_compiling():
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     cost, attention = switch.cost, _attention_backends()
+    if torch.compiler.is_compiling():
+        if len(attention) < len(_ATTENTION_SWITCHES):
+            # Where the compiler gives up inside of the module, as at hooks of FSDP2, the checkpoint runs uncompiled.
+            forward = partial(_with_attention, forward, attention)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if cost is None and not norms and len(attention) == len(_ATTENTION_SWITCHES):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if cost is not None:
@@ -67,17 +70,23 @@ def run_checkpointed(
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-_ATTENTION_SWITCHES: dict[SDPBackend, Callable[[], bool]] = {
-    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
-    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
-}
+# No dict: torch.compile cannot guard on keys of this kind.
+_ATTENTION_SWITCHES: tuple[tuple[SDPBackend, Callable[[], bool]], ...] = (
+    (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
+    (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
+    (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
+    (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
+)
 
 
 def _attention_backends() -> list[SDPBackend]:
     """Those that are allowed now, on any device: another kernel in the second run would save other tensors."""
-    return [backend for backend, is_enabled in _ATTENTION_SWITCHES.items() if is_enabled()]
+    return [backend for backend, is_enabled in _ATTENTION_SWITCHES if is_enabled()]
+
+
+def _with_attention(forward: Callable[..., Any], attention: list[SDPBackend], *args: Any, **kwargs: Any) -> Any:
+    with sdpa_kernel(attention):
+        return forward(*args, **kwargs)
 
 
 def _is_cache(value: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 __all__ = ["local_part", "unreduced"]
 
@@ -14,13 +14,18 @@ __all__ = ["local_part", "unreduced"]
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
-def local_part(value: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which is no view: FSDP2 warns of modules that give views."""
+def local_part(value: Tensor, *, gradient: Placement | None = None) -> Tensor:
+    """This rank's part of a DTensor, which is no view: FSDP2 warns of modules that give views.
+
+    Args:
+        value: the DTensor.
+        gradient: how the gradients of the parts belong together, if not as the parts do.
+    """
     if torch.compiler.is_compiling():
         assert isinstance(value, DTensor)
-        local: Tensor = value.to_local()
+        local: Tensor = value.to_local(grad_placements=None if gradient is None else [gradient])
         return local
-    part: Tensor = _LocalPart.apply(value)  # type: ignore[no-untyped-call]
+    part: Tensor = _LocalPart.apply(value, gradient)  # type: ignore[no-untyped-call]
     return part
 
 
@@ -42,14 +47,14 @@ def unreduced(value: Tensor, mesh: DeviceMesh) -> Tensor:
 
 class _LocalPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: DTensor) -> Tensor:
-        ctx.layout = value.device_mesh, value.placements
+    def forward(ctx: Any, value: DTensor, gradient: Placement | None) -> Tensor:
+        ctx.layout = value.device_mesh, value.placements if gradient is None else (gradient,)
         local: Tensor = value.to_local()
         return local
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return DTensor.from_local(gradient, *ctx.layout, run_check=False)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return DTensor.from_local(gradient, *ctx.layout, run_check=False), None
 
 
 class _Unreduced(torch.autograd.Function):

@@ -27,6 +27,9 @@ Style = Literal[
 _LLAMA, _GPT2 = "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"
 _DEMO = "lightning_mp.demo.model"
 
+#: The layers whose outputs are heads.
+_LLAMA_HEADS = ("q_proj", "k_proj", "v_proj")
+
 # Class of a module -> its children.
 _AUTO: Mapping[str, Mapping[str, Style]] = MappingProxyType(
     {
@@ -99,7 +102,9 @@ def head_counts(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple
     """Names of attention modules that are cut by heads, with what they call each number of heads, and the number."""
     for name, module in named_modules(model):
         kinds = set(_classes(module))
-        if f"{_LLAMA}.LlamaAttention" in kinds and f"{name}.q_proj" in styles:
+        if f"{_LLAMA}.LlamaAttention" in kinds and "column" in (
+            styles.get(f"{name}.{child}") for child in _LLAMA_HEADS
+        ):
             for heads in ("num_attention_heads", "num_key_value_heads"):
                 yield name, heads, getattr(module.config, heads)
         elif f"{_GPT2}.GPT2Attention" in kinds and styles.get(f"{name}.c_attn") == "column_qkv":

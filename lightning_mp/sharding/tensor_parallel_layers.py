@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_mp import seams
 from lightning_mp.sharding.dtensor_edges import local_part, unreduced
 from lightning_mp.sharding.fused_columns import hold_in_rank_order
 from lightning_mp.sharding.known_models import Style, class_path
 from lightning_mp.sharding.own_random_numbers import OwnRandomNumbers
+from lightning_mp.sharding.vocabulary_embedding import look_up_in_parts
 from lightning_mp.sharding.vocabulary_logits import VocabularyCut, cut_logits
 
 __all__ = ["CONV1D", "SharedInput", "cut_dimension", "cut_layer"]
@@ -107,7 +107,9 @@ def cut_layer(
         own_numbers: for layers before and after attention by heads: its dropout masks differ between ranks.
     """
     if style == "vocabulary":
-        parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate()))
+        assert isinstance(layer, nn.Embedding)
+        _cut_parameters(layer, mesh, {"weight": Shard(0)})
+        look_up_in_parts(layer, mesh)
         return
     dim = cut_dimension(layer, style)
     if style == "column_qkv":
@@ -134,16 +136,20 @@ def cut_layer(
 
     def gives(_layer: nn.Module, _inputs: Any, output: DTensor) -> Tensor:
         placement: Placement = Replicate()
-        if style in ("column", "column_qkv", "vocabulary_head"):
+        # In compiled code logits are whole: the compiler does not know tensors that are whole for some and not others.
+        in_parts_for_loss = style == "vocabulary_head" and not torch.compiler.is_compiling()
+        if style in ("column", "column_qkv") or in_parts_for_loss:
             placement = _LAST
         elif style in ("row", "row_split") and in_parts is not None and in_parts():
             placement = _TOKENS
-        local = local_part(output.redistribute(placements=[placement]))
+        # In blocks that are cut along the sequence, layers that take this leave its gradient as a sum over ranks.
+        in_terms = style == "column_gather" and in_parts is not None and in_parts()
+        local = local_part(output.redistribute(placements=[placement]), gradient=Partial() if in_terms else None)
         if style in ("column_gather", "vocabulary_head"):
             shared.forget()
         if own_numbers is not None and style != "row":
             own_numbers.begin(local.device)
-        return cut_logits(local, VocabularyCut(mesh.get_group())) if style == "vocabulary_head" else local
+        return cut_logits(local, VocabularyCut(mesh.get_group())) if in_parts_for_loss else local
 
     layer.register_forward_pre_hook(takes)
     layer.register_forward_hook(gives)

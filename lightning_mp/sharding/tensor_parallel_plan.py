@@ -11,6 +11,7 @@ from lightning_mp.policy_rules import named_modules, near_misses
 from lightning_mp.sharding.known_models import Style, automatic_styles, class_path, head_counts
 from lightning_mp.sharding.sequence_parallel import can_take_parts
 from lightning_mp.sharding.tensor_parallel_layers import CONV1D, cut_dimension
+from lightning_mp.sharding.vocabulary_embedding import why_not_in_parts
 
 __all__ = ["Automatic", "Plan", "check_divisible", "read_plan", "resolve_plan"]
 
@@ -63,7 +64,8 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
     alone.
 
     Raises:
-        ValueError: if a rule fits nothing that it could be about, or "auto" knows no module of the model.
+        ValueError: if a rule fits nothing that it could be about, a layer cannot be cut in that way, or "auto" knows no
+            module of the model.
 
     Example:
         >>> model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
@@ -80,6 +82,12 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
             raise ValueError(
                 f"{_OWNER}(tensor_parallel_plan=...): {name} is a {type(modules[name]).__name__}, which cannot be cut"
                 f" as {chosen!r}. 'vocabulary' is for nn.Embedding, and the only style for it."
+            )
+        if chosen == "vocabulary" and (why_not := why_not_in_parts(modules[name])) is not None:
+            raise ValueError(
+                f"{_OWNER}(tensor_parallel_plan=...): {name} has {why_not}, for which a rank would have to see the ids"
+                " and rows of all others, so it cannot be cut as 'vocabulary'. Leave that out, or let it be 'whole',"
+                " and a head that is tied to it, too."
             )
     return {name: found[name] for name in modules if found.get(name, "whole") != "whole"}
 
@@ -113,8 +121,9 @@ def check_divisible(model: nn.Module, styles: Mapping[str, Style], tensor_parall
         if number % tensor_parallel_size:
             raise ValueError(
                 f"{owner}: {name} has {heads}={number}, which {tensor_parallel_size} ranks do not divide; each rank"
-                " computes whole heads. Use another tensor_parallel_size, or cut the layer before the attention as"
-                " 'column_gather' and the one after it as 'row_split', which lets every rank compute all heads."
+                " computes whole heads. Use another tensor_parallel_size, or cut the layers before the attention"
+                " (queries, keys and values, all of them) as 'column_gather' and the one after it as 'row_split',"
+                " which lets every rank compute all heads."
             )
 
 

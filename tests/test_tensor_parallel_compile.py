@@ -1,0 +1,119 @@
+"""torch.compile under FSDP2Strategy and tensor parallelism, against one process that is not compiled."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, model, train
+from gloo import run_ranks
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import Precision
+
+from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision, MasterWeightsPrecision
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # the compiler looks there
+]
+
+SEQUENCE = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto_sequence"}
+TENSOR = {"tensor_parallel_size": 2}
+
+
+def blocks(module: Any) -> None:
+    for block in module.model.blocks:
+        block.compile(backend="aot_eager")
+
+
+def whole(module: Any) -> None:
+    module.model.compile(backend="aot_eager")
+
+
+def lightning_module(module: Any) -> None:
+    module.compile(backend="aot_eager")
+
+
+def bf16() -> AutocastPrecision:
+    return AutocastPrecision("bf16-mixed")
+
+
+def compiled(how: Callable[[Any], None], rank: int, ranks: int, arguments: dict[str, Any], **more: Any) -> Any:
+    module = model()
+    how(module)
+    return train(rank, ranks, fsdp2(**arguments), module=module, gradient_clip_val=0.5, **more)
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "arguments", "plugin"),
+    [
+        (blocks, 2, {}, bf16),
+        (blocks, 2, TENSOR, fp16),
+        (blocks, 2, SEQUENCE, bf16),
+        (whole, 2, TENSOR, Precision),
+        (whole, 2, SEQUENCE, fp16),
+        (whole, 4, TENSOR, bf16),
+        (lightning_module, 2, TENSOR, fp16),
+    ],
+)
+def test_it_equals_one_process(how: Any, ranks: int, arguments: dict[str, Any], plugin: Any) -> None:
+    """Also where the table of embeddings and the head are in the compiled part; clipped by norm."""
+    found = run_ranks(lambda rank: compiled(how, rank, ranks, arguments, plugin=plugin(), steps=3), ranks, 480)
+    assert_same_on_ranks(found)
+    alone = train(plugin=plugin(), steps=3, gradient_clip_val=0.5)
+    assert_same(found[0], alone, atol={Precision: 2e-6, bf16: 2e-3}.get(plugin, 3e-4))
+
+
+@pytest.mark.parametrize("arguments", [{}, TENSOR], ids=["FSDP2", "tensor"])
+def test_master_weights_equal_those_that_are_not_compiled(arguments: dict[str, Any]) -> None:
+    def run(rank: int) -> Any:
+        plugin = MasterWeightsPrecision("bf16-true")
+        plain = train(rank, 2, fsdp2(**arguments), plugin=plugin, gradient_clip_val=0.5, steps=3)
+        return compiled(blocks, rank, 2, arguments, plugin=MasterWeightsPrecision("bf16-true"), steps=3), plain
+
+    found = run_ranks(run, 2, 480)
+    assert_same_on_ranks([ours for ours, _ in found])
+    assert_same(*found[0], atol=2**-8)
+
+
+@pytest.mark.parametrize(("how", "ranks", "arguments"), [(blocks, 2, {}), (blocks, 2, SEQUENCE), (whole, 4, TENSOR)])
+def test_recomputed_blocks_and_windows_equal_one_process(how: Any, ranks: int, arguments: dict[str, Any]) -> None:
+    """The compiler gives up at FSDP2's hooks inside of blocks, and the second run has the first one's attention."""
+
+    def callbacks() -> list[Callback]:
+        return [ActivationCheckpointing("Block"), AccumulationScheduler({0: 2})]
+
+    def run(rank: int) -> Any:
+        return compiled(how, rank, ranks, arguments, plugin=bf16(), steps=2, callbacks=callbacks())
+
+    found = run_ranks(run, ranks, 480)
+    assert_same_on_ranks(found)
+    alone = train(plugin=bf16(), steps=2, gradient_clip_val=0.5, callbacks=callbacks())
+    assert_same(found[0], alone, atol=2e-3)
+
+
+class Overflow(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
+            pl_module.model.blocks[1].mlp.up.weight.grad.to_local()[0, 0] = torch.inf
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_overflow_on_one_rank_skips_on_all(ranks: int) -> None:
+    found = run_ranks(lambda rank: compiled(whole, rank, ranks, TENSOR, callbacks=[Overflow()]), ranks, 480)
+    assert_same_on_ranks(found)
+    assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
+
+
+def test_a_run_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        straight = compiled(whole, rank, 2, SEQUENCE)
+        compiled(whole, rank, 2, SEQUENCE, steps=2, save_to=tmp_path / "last.ckpt")
+        dist.barrier()
+        return straight["weights"], compiled(whole, rank, 2, SEQUENCE, ckpt_path=tmp_path / "last.ckpt")["weights"]
+
+    for straight, resumed in run_ranks(run, 2, 480):
+        assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
