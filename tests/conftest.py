@@ -20,8 +20,15 @@ hypothesis.settings.load_profile("lightning_mp")
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
+#: For tests of the full set that name no time-out of their own; the others have that of pyproject.toml.
+FULL_TIMEOUT_SECONDS = 400
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where there is no CUDA device."""
+    """Skip the tests marked `gpu` where there is no CUDA device, and let slow ones be slow on a slow machine."""
+    for item in items:
+        if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
