@@ -284,12 +284,20 @@ def test_a_second_hook_is_refused(name: str) -> None:
         ReducedPrecisionDDPStrategy("bf16", **{name: fp16_compress_hook})
 
 
-@pytest.mark.parametrize("plugins", [[], [AutocastPrecision("bf16-mixed")]], ids=["none", "bf16-mixed"])
-def test_fp16_without_a_scaler_is_refused(plugins: Any) -> None:
+@pytest.mark.parametrize(
+    ("plugins", "found"),
+    [
+        ([], "no scaler"),
+        ([AutocastPrecision("bf16-mixed")], "no scaler"),
+        ([AutocastPrecision("16-mixed", scaler=LossScaler(enabled=False))], "no scaler"),
+    ],
+    ids=["none", "bf16-mixed", "disabled"],
+)
+def test_fp16_without_a_scaler_is_refused(plugins: Any, found: str) -> None:
     def train(rank: int) -> None:
         trainer = quiet_trainer(devices=2, strategy="mp_ddp_fp16_reduce", plugins=plugins)
         with pytest.raises(
-            MisconfigurationException, match=r"has no scaler\): small .* Use AutocastPrecision\('16-mixed'"
+            MisconfigurationException, match=rf"has {found}\): small .* Use AutocastPrecision\('16-mixed'"
         ):
             trainer.fit(Regression(adamw), loader(BATCHES[rank]))
 
