@@ -1,5 +1,6 @@
 """Gradients averaged over ranks that hold the same parameters, in buckets and in fp32."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,11 +15,15 @@ __all__ = ["BUCKET_BYTES", "buckets", "reduce_gradients_"]
 #: As DDP's ``bucket_cap_mb=25``.
 BUCKET_BYTES = 25 * 2**20
 
+#: While one bucket is sent, the next is filled.
+MOST_IN_FLIGHT = 2
+
 
 def reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup, *, mean: bool) -> None:
     """Replaces gradients by their mean or sum over the ranks of a group, in place.
 
-    16-bit gradients are reduced in fp32 and rounded once at the end. One collective for each bucket.
+    16-bit gradients are reduced in fp32 and rounded once at the end. One collective for each bucket; two buckets are
+    on their way at a time, so that no second copy of all gradients is held.
 
     Args:
         gradients: plain tensors, on every rank the same in number, order and shape.
@@ -28,18 +33,25 @@ def reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup, *, mean:
     size = dist.get_world_size(group)
     if size == 1:
         return
-    waiting = []
+    in_flight: deque[tuple[list[Tensor], Tensor, dist.Work | None]] = deque()
     for bucket in buckets(gradients, BUCKET_BYTES):
+        if len(in_flight) == MOST_IN_FLIGHT:
+            _write_back(*in_flight.popleft())
         wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in bucket]
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient, dtype in zip(bucket, wide, strict=True)])
         if mean:
             flat.div_(size)  # before the sum, as DDP does
-        waiting.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in waiting:
-        assert work is not None
-        work.wait()
-        parts = flat.split([gradient.numel() for gradient in bucket])
-        seams.foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+        in_flight.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+        del flat
+    while in_flight:
+        _write_back(*in_flight.popleft())
+
+
+def _write_back(bucket: list[Tensor], flat: Tensor, work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
+    parts = flat.split([gradient.numel() for gradient in bucket])
+    seams.foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
 
 
 def buckets(gradients: Iterable[Tensor], most_bytes: int) -> list[list[Tensor]]:

@@ -1,5 +1,7 @@
 """Gradients averaged in buckets, and how often a pipeline does so."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,28 @@ def test_buckets_hold_one_dtype_and_keep_the_order():
     ]
     assert [len(bucket) for bucket in buckets(gradients[:2], 39)] == [1, 1]
     assert [len(bucket) for bucket in buckets(gradients[:2], 40)] == [2]
+
+
+def test_two_buckets_are_on_their_way_at_a_time(monkeypatch):
+    """Not a second copy of all gradients."""
+    monkeypatch.setattr(mean_gradients, "BUCKET_BYTES", 40)
+
+    def rank(_):
+        sent, most = [], 0
+        original = dist.all_reduce
+
+        def counting(tensor, *args, **kwargs):
+            nonlocal most
+            sent.append(weakref.ref(tensor))
+            most = max(most, sum(reference() is not None for reference in sent))
+            return original(tensor, *args, **kwargs)
+
+        with process_group(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", counting)
+            reduce_gradients_([torch.ones(10) for _ in range(6)], dist.group.WORLD, mean=True)
+        return len(sent), most
+
+    assert run_ranks(rank, 2) == [(6, 2), (6, 2)]
 
 
 @pytest.mark.parametrize(("model", "per_window"), [(PipelinedMLP, 1), (PipelinedGPT, 2)])
