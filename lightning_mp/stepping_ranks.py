@@ -39,7 +39,7 @@ class SteppingRanks:
             embedding, on the first and the last stage of a pipeline. Their gradients are alike on all of them.
 
     Raises:
-        ValueError: if ``plain_replicas`` does not divide ``holders``.
+        ValueError: if one of them is less than 1, or ``plain_replicas`` does not divide ``holders``.
 
     Example:
         >>> SteppingRanks.every_rank()
@@ -52,10 +52,10 @@ class SteppingRanks:
     shared: Mapping[Tensor, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.plain_replicas < 1 or self.holders % self.plain_replicas:
+        if self.holders < 1 or self.plain_replicas < 1 or self.holders % self.plain_replicas:
             raise ValueError(
                 f"SteppingRanks(holders={self.holders!r}, plain_replicas={self.plain_replicas!r}) is not valid:"
-                " plain_replicas must be 1 or more and divide holders, because the ranks that hold the same parameters"
+                " both must be 1 or more, and plain_replicas must divide holders, because the ranks that hold the same parameters"
                 " are made of groups with the same plain gradients."
             )
 

@@ -134,9 +134,9 @@ def test_a_strategy_says_who_steps_together() -> None:
         assert (asked, never_asked) == (1, 0)  # once per fit
 
 
-@pytest.mark.parametrize(("holders", "plain_replicas"), [(4, 3), (2, 4), (4, 0)])
+@pytest.mark.parametrize(("holders", "plain_replicas"), [(0, 1), (4, 3), (2, 4), (4, 0)])
 def test_numbers_that_cannot_be_are_refused(holders: int, plain_replicas: int) -> None:
-    with pytest.raises(ValueError, match="plain_replicas must be 1 or more and divide holders"):
+    with pytest.raises(ValueError, match="both must be 1 or more, and plain_replicas must divide holders"):
         SteppingRanks(None, holders, plain_replicas)
 
 
