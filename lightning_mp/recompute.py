@@ -52,12 +52,12 @@ def run_checkpointed(
         return forward(*args, **kwargs)
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    cost, attention = switch.cost, _attention_backends()
     if torch.compiler.is_compiling():
-        if len(attention) < len(_ATTENTION_SWITCHES):
+        if _is_attention_restricted():
             # Where the compiler gives up inside of the module, as at hooks of FSDP2, the checkpoint runs uncompiled.
-            forward = partial(_with_attention, forward, attention)
+            forward = partial(_with_attention, forward, _attention_backends())
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    cost, attention = switch.cost, _attention_backends()
     if cost is None and not norms and len(attention) == len(_ATTENTION_SWITCHES):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if cost is not None:
@@ -82,6 +82,12 @@ _ATTENTION_SWITCHES: tuple[tuple[SDPBackend, Callable[[], bool]], ...] = (
 def _attention_backends() -> list[SDPBackend]:
     """Those that are allowed now, on any device: another kernel in the second run would save other tensors."""
     return [backend for backend, is_enabled in _ATTENTION_SWITCHES if is_enabled()]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_attention_restricted() -> bool:
+    """Asked when code is compiled, where the switches themselves would break its graph."""
+    return len(_attention_backends()) < len(_ATTENTION_SWITCHES)
 
 
 def _with_attention(forward: Callable[..., Any], attention: list[SDPBackend], *args: Any, **kwargs: Any) -> Any:

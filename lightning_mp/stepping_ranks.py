@@ -55,8 +55,8 @@ class SteppingRanks:
         if self.holders < 1 or self.plain_replicas < 1 or self.holders % self.plain_replicas:
             raise ValueError(
                 f"SteppingRanks(holders={self.holders!r}, plain_replicas={self.plain_replicas!r}) is not valid:"
-                " both must be 1 or more, and plain_replicas must divide holders, because the ranks that hold the same parameters"
-                " are made of groups with the same plain gradients."
+                " both must be 1 or more, and plain_replicas must divide holders, because the ranks that hold the same"
+                " parameters are made of groups with the same plain gradients."
             )
 
     @classmethod

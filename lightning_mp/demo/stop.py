@@ -39,7 +39,7 @@ def reason_of(stop: StopAtBoundary) -> str | None:
 
     Ctrl-C reaches all ranks. Where only another rank was told, its clock was ahead.
     """
-    if stop.stopped_by is None:
+    if stop.path is None:
         return None
     return "interrupt" if stop.stopped_by == "SIGINT" or stop.max_seconds is None else "time"
 

@@ -107,15 +107,13 @@ def cut_layer(
         own_numbers: for layers before and after attention by heads: its dropout masks differ between ranks.
     """
     if style == "vocabulary":
-        assert isinstance(layer, nn.Embedding)
         _cut_parameters(layer, mesh, {"weight": Shard(0)})
         look_up_in_parts(layer, mesh)
         return
     dim = cut_dimension(layer, style)
     if style == "column_qkv":
         hold_in_rank_order(layer, mesh.size(), dim_of_weight=dim)
-    bias: Placement = Shard(0) if style in _BY_OUTPUTS else Replicate()
-    _cut_parameters(layer, mesh, {"weight": Shard(dim), "bias": bias})
+    _cut_parameters(layer, mesh, {"weight": Shard(dim), "bias": Shard(0) if style in _BY_OUTPUTS else Replicate()})
 
     def takes(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         value, *others = inputs
@@ -135,24 +133,28 @@ def cut_layer(
         return (made.redistribute(placements=[_LAST]) if style == "row_split" else made, *others)
 
     def gives(_layer: nn.Module, _inputs: Any, output: DTensor) -> Tensor:
-        placement: Placement = Replicate()
-        # In compiled code logits are whole: the compiler does not know tensors that are whole for some and not others.
-        in_parts_for_loss = style == "vocabulary_head" and not torch.compiler.is_compiling()
-        if style in ("column", "column_qkv") or in_parts_for_loss:
-            placement = _LAST
-        elif style in ("row", "row_split") and in_parts is not None and in_parts():
-            placement = _TOKENS
-        # In blocks that are cut along the sequence, layers that take this leave its gradient as a sum over ranks.
-        in_terms = style == "column_gather" and in_parts is not None and in_parts()
+        along_sequence = in_parts is not None and in_parts()
+        placement = _placement_given(style, along_sequence=along_sequence)
+        # Layers that take this in a cut sequence leave its gradient as a sum over ranks.
+        in_terms = style == "column_gather" and along_sequence
         local = local_part(output.redistribute(placements=[placement]), gradient=Partial() if in_terms else None)
         if style in ("column_gather", "vocabulary_head"):
             shared.forget()
         if own_numbers is not None and style != "row":
             own_numbers.begin(local.device)
+        in_parts_for_loss = style == "vocabulary_head" and placement.is_shard()
         return cut_logits(local, VocabularyCut(mesh.get_group())) if in_parts_for_loss else local
 
     layer.register_forward_pre_hook(takes)
     layer.register_forward_hook(gives)
+
+
+def _placement_given(style: Style, *, along_sequence: bool) -> Placement:
+    """How the output of a layer is laid out for what comes after it."""
+    # In compiled code logits are whole: the compiler does not know tensors that are whole for some and not others.
+    if style in ("column", "column_qkv") or (style == "vocabulary_head" and not torch.compiler.is_compiling()):
+        return _LAST
+    return _TOKENS if style in ("row", "row_split") and along_sequence else Replicate()
 
 
 def _cut_parameters(layer: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
