@@ -52,7 +52,6 @@ def compiled(how: Callable[[Any], None], rank: int, ranks: int, arguments: dict[
     [
         (blocks, 2, {}, bf16),
         (blocks, 2, TENSOR, fp16),
-        (blocks, 2, SEQUENCE, bf16),
         (whole, 2, TENSOR, Precision),
         (whole, 2, SEQUENCE, fp16),
         (whole, 4, TENSOR, bf16),
@@ -101,9 +100,8 @@ class Overflow(Callback):
             pl_module.model.blocks[1].mlp.up.weight.grad.to_local()[0, 0] = torch.inf
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_overflow_on_one_rank_skips_on_all(ranks: int) -> None:
-    found = run_ranks(lambda rank: compiled(whole, rank, ranks, TENSOR, callbacks=[Overflow()]), ranks, 480)
+def test_an_overflow_on_one_rank_skips_on_all() -> None:
+    found = run_ranks(lambda rank: compiled(whole, rank, 2, TENSOR, callbacks=[Overflow()]), 2, 480)
     assert_same_on_ranks(found)
     assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
 
