@@ -28,11 +28,11 @@ from lightning_mp.faults.atomic_checkpoint import (
     standing_checkpoint,
     temporary_path,
 )
+from lightning_mp.norm_clipping import let_clip_over_meshes
 from lightning_mp.policy_rules import named_modules
 from lightning_mp.sharding.full_checkpoint import full_optimizer_state
 from lightning_mp.sharding.fused_columns import convert_optimizer_states
 from lightning_mp.sharding.known_models import Style
-from lightning_mp.sharding.norm_clipping import let_clip_over_meshes
 from lightning_mp.sharding.rules import Shard, read_shard, unit_names
 from lightning_mp.sharding.sequence_parallel import check_sequence_styles
 from lightning_mp.sharding.sharded_checkpoint import load_checkpoint, without_a_made_up_step

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.faults.atomic_checkpoint import AtomicCheckpointIO
 from lightning_mp.holds import InstanceMethod
+from lightning_mp.norm_clipping import clip_by_whole_norm_
 from lightning_mp.pipelining.chunks import ScheduleName
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.other_stage import Cut, cut_of, whole_again
@@ -32,7 +33,7 @@ from lightning_mp.strategies.pipeline_checkpoints import (
     keep_own_parameters,
     own_state,
 )
-from lightning_mp.strategies.pipeline_gradients import StageGradients, clip_by_whole_norm_
+from lightning_mp.strategies.pipeline_gradients import StageGradients
 from lightning_mp.strategies.pipeline_setup import (
     check_earlier_cut,
     cut_into_stages,
@@ -318,22 +319,6 @@ class PipelineParallelStrategy(DDPStrategy):
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def on_validation_start(self) -> None:
-        """Stages compare the first batch."""
-        self._compare_next_batch()
-
-    def on_test_start(self) -> None:
-        """Stages compare the first batch."""
-        self._compare_next_batch()
-
-    def on_predict_start(self) -> None:
-        """Stages compare the first batch."""
-        self._compare_next_batch()
-
-    def _compare_next_batch(self) -> None:
-        if self.pipeline_runner is not None:
-            self.pipeline_runner.compare_next_batch()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

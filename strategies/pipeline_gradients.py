@@ -8,38 +8,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, new_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from lightning_mp import gradients
 from lightning_mp.listed import listed
 from lightning_mp.mean_gradients import reduce_gradients_
 from lightning_mp.pipelining.other_stage import Cut
-from lightning_mp.stepping_ranks import SteppingRanks
 
-__all__ = ["StageGradients", "clip_by_whole_norm_"]
+__all__ = ["StageGradients"]
 
 _NAMES_IN_MESSAGE = 6
-
-
-def clip_by_whole_norm_(optimizer: Optimizer, max_norm: float, ranks: SteppingRanks, device: torch.device) -> None:
-    """Clips by the norm over all stages, as :func:`torch.nn.utils.clip_grad_norm_` does on one device.
-
-    Args:
-        optimizer: of this stage.
-        max_norm: largest two-norm over all parameters; 0 or less leaves gradients alone, as in Lightning.
-        ranks: all that step together.
-        device: of this rank.
-    """
-    if max_norm <= 0:
-        return
-    parameters = gradients.parameters_with_gradient(optimizer)
-    shards = [gradients.local_shard(p.grad) for p in parameters if p.grad is not None]
-    total = torch.zeros((), dtype=gradients.accumulation_dtype(device), device=device)
-    if shards:
-        copies = [ranks.copies(p.grad, p) for p in parameters if p.grad is not None]
-        total = gradients.square_sum(gradients.shard_norms(shards), copies)
-    norm = ranks.sum_(total).sqrt()
-    gradients.multiply_(shards, gradients.clip_coefficient(norm, max_norm))
 
 
 class StageGradients:

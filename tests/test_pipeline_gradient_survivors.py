@@ -9,8 +9,8 @@ from pipelined_models import PipelinedGPT, PipelinedMLP, losses_of, token_batche
 
 from lightning_mp import PipelineParallelStrategy, pipelined_loss
 from lightning_mp.mean_gradients import buckets
+from lightning_mp.norm_clipping import clip_by_whole_norm_
 from lightning_mp.stepping_ranks import SteppingRanks
-from lightning_mp.strategies.pipeline_gradients import clip_by_whole_norm_
 
 #: For each step, which of its backwards are kept local.
 WINDOWS = [(True, True, False), (True, False, False), (False, True, False)]

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from lightning_mp.norm_clipping import clip_norm_, let_clip_over_meshes
 from lightning_mp.sharding.known_models import Style
-from lightning_mp.sharding.norm_clipping import clip_norm_, let_clip_over_meshes
 from lightning_mp.sharding.tensor_parallel_layers import SharedInput, cut_layer
 from lightning_mp.sharding.tensor_parallel_plan import Plan, check_divisible, resolve_plan
 

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_mp.generators import default_generator
+
 __all__ = ["OwnNumbers"]
 
 _SEEDS = 2**63
@@ -68,8 +70,5 @@ class OwnNumbers:
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     """Those that layers on a device draw from; a layer may also draw on the CPU, as to leave itself out."""
-    if device.type == "cpu":
-        return [torch.default_generator]
-    module = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
-    return [torch.default_generator, module.default_generators[index]]
+    cpu = torch.device("cpu")
+    return [default_generator(each) for each in ((cpu,) if device.type == "cpu" else (cpu, device))]

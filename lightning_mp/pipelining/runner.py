@@ -85,10 +85,6 @@ class PipelineRunner:
         self._values: dict[int, dict[str, Tensor]] = {}
         self._numbers = OwnNumbers(dist.get_rank(), pipeline.device)
 
-    def compare_next_batch(self) -> None:
-        """The next batch begins a loop: stages look whether they have the same one."""
-        self._compared = None
-
     # -- what users call -----------------------------------------------------------------------------------------------
 
     def loss(self, batch: Any) -> dict[str, Tensor]:

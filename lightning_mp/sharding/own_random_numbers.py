@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_mp.generators import default_generator
+
 __all__ = ["OwnRandomNumbers"]
 
 _SEEDS = 2**62
@@ -32,7 +34,7 @@ class OwnRandomNumbers:
         if self._common is not None or not self._wanted():
             return
         seed = int(torch.randint(_SEEDS, ()))  # on the CPU: nothing waits for a device
-        generator = _generator(device)
+        generator = default_generator(device)
         self._common = generator, generator.get_state()
         generator.manual_seed(seed + self._rank)
 
@@ -42,12 +44,3 @@ class OwnRandomNumbers:
             generator, state = self._common
             generator.set_state(state)
             self._common = None
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
-    generator: torch.Generator = module.default_generators[index]
-    return generator

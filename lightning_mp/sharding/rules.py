@@ -115,7 +115,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             full = f"{name}.{child_name}" if name else child_name
             if classes[type(child)] > 1 and _shared_with_outside(full, model, names_of) is None:
                 found.append(full)
-    return list(dict.fromkeys(found))
+    return found
 
 
 def units_by_size(model: nn.Module, minimum_parameters: int) -> list[str]:
