@@ -1,8 +1,14 @@
 # What a stranger types: `make demo`, then `make test`. Both make .venv when it is missing.
 # Needs Python >= 3.11, git and make. Choose the Python with: make test PYTHON=python3.12
+# Another release of torch, in an environment of its own: make test TORCH=2.11.0
 
 PYTHON ?=
-VENV := .venv
+TORCH ?=
+# it becomes the name of a folder
+ifneq ($(strip $(TORCH)),$(notdir $(firstword $(TORCH))))
+$(error TORCH="$(TORCH)" is no release of torch. Give all three numbers, for instance: make test TORCH=2.13.0)
+endif
+VENV := .venv$(if $(TORCH),-torch-$(strip $(TORCH)))
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # any Python with torch and lightning will do for the benchmark: make bench-gpu PYTHON_BENCH=python3
@@ -24,12 +30,13 @@ help:
 	@echo "make notebooks   run the notebooks, keeping nothing"
 	@echo "make bench-gpu   the GPU benchmark, into docs/results; PYTHON_BENCH=python3 needs no .venv"
 	@echo "make clean       remove .venv, caches and builds"
+	@echo "TORCH=2.11.0     with any of these: that release of torch, in .venv-torch-2.11.0 (8 GB)"
 
 install: $(INSTALLED)
 
 # written last, so an install that was cut short is done again
 $(INSTALLED): pyproject.toml constraints.txt scripts/make_venv.sh
-	@sh scripts/make_venv.sh $(VENV) "$(PYTHON)"
+	@sh scripts/make_venv.sh $(VENV) "$(PYTHON)" "$(strip $(TORCH))"
 	@touch $(INSTALLED)
 
 demo: $(INSTALLED)
@@ -58,5 +65,5 @@ bench-gpu: $(if $(filter $(RUN),$(PYTHON_BENCH)),$(INSTALLED))
 	PYTHONPATH="$(CURDIR)" $(PYTHON_BENCH) tests/benchmarks/bench_gpu.py --out docs/results $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch-* $(VENV) build dist ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,11 +8,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.seams import callbacks_of
-from lightning_mp.weighting import CountFunction, WeightBy
-from lightning_mp.windows import WindowKeeper
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.core.private_api import callbacks_of, overwrite_logged_number
+from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy
 
-__all__ = ["join_window_keeper", "log_host_number", "refuse_other_trainers", "refuse_rivals", "report_folder"]
+__all__ = ["join_window_controller", "log_host_number", "refuse_other_trainers", "refuse_rivals", "report_folder"]
 
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
@@ -30,7 +30,7 @@ def refuse_other_trainers(callback: object, trainer: object) -> None:
 
 
 def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    """Refuses what decides about accumulation windows besides the window keeper.
+    """Refuses what decides about accumulation windows besides the accumulation controller.
 
     Raises:
         MisconfigurationException: says what, and what to use instead.
@@ -60,22 +60,22 @@ def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.Lightn
             )
 
 
-def join_window_keeper(
+def join_window_controller(
     callback: object,
     trainer: "pl.Trainer",
     pl_module: "pl.LightningModule",
     count: CountFunction | None,
     weight_by: WeightBy = "auto",
-) -> WindowKeeper:
-    """The Trainer's window keeper, told what micro-batches weigh.
+) -> AccumulationController:
+    """The Trainer's accumulation controller, told what micro-batches weigh.
 
     Raises:
         MisconfigurationException: if somebody else decides about windows, or counts in another way.
     """
     refuse_rivals(callback, trainer, pl_module)
-    keeper = WindowKeeper.attach(trainer)
-    keeper.requests.weigh(weight_by, count)
-    return keeper
+    controller = AccumulationController.attach(trainer)
+    controller.requests.weigh(weight_by, count)
+    return controller
 
 
 def report_folder(trainer: "pl.Trainer") -> Path:
@@ -89,9 +89,12 @@ def log_host_number(pl_module: "pl.LightningModule", name: str, value: float, *,
 
     A Python number would be put on the device by ``log`` and waited for by the progress bar; a host tensor is not.
     """
+    number = torch.tensor(value, dtype=torch.float64)
+    if overwrite_logged_number(pl_module, name, number):
+        return
     pl_module.log(
         name,
-        torch.tensor(value, dtype=torch.float64),
+        number,
         prog_bar=prog_bar and pl_module.trainer.progress_bar_callback is not None,
         on_step=True,
         on_epoch=False,

@@ -5,17 +5,18 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.callbacks._common import join_window_keeper, refuse_other_trainers
-from lightning_mp.data_ranks import num_data_ranks
-from lightning_mp.gradient_sync import Sync
-from lightning_mp.planning.quantities import parse_quantity
-from lightning_mp.step_estimate import estimate_steps
-from lightning_mp.weighting import CountFunction, WeightBy, Weighting
-from lightning_mp.window_schedule import Ramp, TargetBatch, Thresholds, Unit
+from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
+from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit
+from lightning_mp.accumulation.step_estimate import estimate_steps
+from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.distributed.data_ranks import num_data_ranks
+from lightning_mp.gradients.sync import Sync
+from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
 __all__ = ["AccumulationScheduler", "parse_schedule"]
 
@@ -79,9 +80,9 @@ def _read(text: str) -> int | None:
 class AccumulationScheduler(Callback):
     """Micro-batches per optimizer step, by schedule or for a target batch; always the exact mean.
 
-    A drop-in for Lightning's ``GradientAccumulationScheduler``. A change takes effect where the next window opens. The
-    last window of an epoch is as short as it has to be and is still an exact mean. The schedule holds after a resume in
-    the middle of an epoch and in a second ``fit``.
+    A drop-in for Lightning's ``GradientAccumulationScheduler``, with its names, too. A change takes effect where the
+    next window opens. The last window of an epoch is as short as it has to be and is still an exact mean. The schedule
+    holds after a resume in the middle of an epoch and in a second ``fit``.
 
     Give one of ``schedule``, ``target_samples`` and ``target_tokens``. Thresholds in samples and tokens are compared
     with the counts over all ranks up to the window before the last one, whose count may still be on its way.
@@ -92,10 +93,11 @@ class AccumulationScheduler(Callback):
 
     Args:
         schedule: threshold -> micro-batches per optimizer step. Keys may be strings ("1_000", "1.5B").
+        scheduling: Lightning's name for ``schedule``.
         unit: what thresholds count: "epoch", "step" for optimizer steps (``trainer.global_step``), "sample" or "token".
         target_samples: the global batch in samples: a number, or threshold -> number from threshold 0 on. The nearest
             whole number of micro-batches is taken, from the size of the run's first one and the number of ranks that
-            see different data.
+            see different data; a resume on other ranks, or with another batch size of the loader, measures again.
         target_tokens: the same in tokens, padding included.
         ramp: between the targets: "stepped" or "linear".
         weight_by: what a micro-batch weighs in the mean of its window: "token" for its loss-bearing tokens, "sample"
@@ -107,8 +109,9 @@ class AccumulationScheduler(Callback):
         sync: under FSDP and FSDP2, "window" reduces gradients once per window and keeps them unsharded until then;
             "micro_batch" reduces and shards them after every micro-batch. The bytes of both are printed.
         save_partial_gradients: let checkpoints be written inside a window, with its gradient so far. On one process a
-            resumed run is the same to the bit, on several up to rounding. Not with sharded strategies.
-        straddle_epochs: let a window that is not full at the end of an epoch go on in the next one, instead of closing
+            resumed run is the same to the bit, on several, or on another number, up to rounding. Not with sharded
+            strategies or pipelines.
+        carry_over: let a window that is not full at the end of an epoch go on in the next one, instead of closing
             it there. The last epoch of ``max_epochs`` still closes it.
 
     Raises:
@@ -128,6 +131,7 @@ class AccumulationScheduler(Callback):
         self,
         schedule: Table | None = None,
         *,
+        scheduling: Table | None = None,
         unit: Unit = "epoch",
         target_samples: int | str | Table | None = None,
         target_tokens: int | str | Table | None = None,
@@ -136,30 +140,24 @@ class AccumulationScheduler(Callback):
         count: CountFunction | None = None,
         sync: Sync = "window",
         save_partial_gradients: bool = False,
-        straddle_epochs: bool = False,
+        carry_over: bool = False,
     ) -> None:
-        if unit not in get_args(Unit):
-            raise ValueError(f"AccumulationScheduler(unit={unit!r}) is unknown; it must be one of {get_args(Unit)}.")
-        if sync not in get_args(Sync):
-            raise ValueError(f"AccumulationScheduler(sync={sync!r}) is unknown; it must be one of {get_args(Sync)}.")
+        for name, value, allowed in (("unit", unit, Unit), ("sync", sync, Sync)):
+            if value not in get_args(allowed):
+                raise ValueError(
+                    f"AccumulationScheduler({name}={value!r}) is unknown; it must be one of {get_args(allowed)}."
+                )
         Weighting(weight_by, count)  # raises on a wrong argument now, not at set-up
-        given = {"schedule": schedule, "target_samples": target_samples, "target_tokens": target_tokens}
-        asked = {name: value for name, value in given.items() if value is not None}
-        if len(asked) != 1:
-            raise ValueError(
-                f"AccumulationScheduler needs one of schedule, target_samples and target_tokens, and got"
-                f" {', '.join(asked) or 'none'}: give a mapping such as {{0: 1, 1000: 4}}, or the batch to reach."
-            )
+        _refuse_unless_one(
+            schedule=schedule, scheduling=scheduling, target_samples=target_samples, target_tokens=target_tokens
+        )
         self.unit = unit
         self.schedule: dict[int, int] | None = None
         self.windows: Thresholds | TargetBatch
-        if schedule is not None:
-            if ramp != "stepped":
-                raise ValueError(
-                    f"AccumulationScheduler(ramp={ramp!r}) is for target_samples and target_tokens; a schedule of"
-                    " micro-batches changes in steps. Leave ramp out."
-                )
-            self.schedule = parse_schedule(schedule)
+        table = schedule if scheduling is None else scheduling
+        if table is not None:
+            _refuse_ramp(ramp)
+            self.schedule = parse_schedule(table)
             self.windows = Thresholds(self.schedule, unit)
         else:
             self.windows = _target_batch(target_samples, target_tokens, unit, ramp)
@@ -167,28 +165,77 @@ class AccumulationScheduler(Callback):
         self.count = count
         self.sync: Sync = sync
         self.save_partial_gradients = save_partial_gradients
-        self.straddle_epochs = straddle_epochs
+        self.carry_over = carry_over
+
+    @property
+    def scheduling(self) -> dict[int, int] | None:
+        """Lightning's name for ``schedule``, which always says there how windows begin; None for a target batch."""
+        return None if self.schedule is None else {0: 1} | self.schedule
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Whether a window may have several micro-batches, as Lightning's scheduler tells it."""
+        return self.schedule is None or any(number > 1 for number in self.schedule.values())
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Micro-batches per optimizer step in an epoch, as Lightning's scheduler tells it.
+
+        Raises:
+            ValueError: if the schedule does not count epochs.
+        """
+        if self.windows.units != {"epoch"}:
+            counted = " and ".join(sorted(self.windows.units))
+            raise ValueError(
+                f"AccumulationScheduler.get_accumulate_grad_batches({epoch}): this schedule counts {counted}s, so an"
+                " epoch has no one number. Read trainer.accumulate_grad_batches in the middle of a window."
+            )
+        return self.windows.micro_batches(Progress(epoch=epoch))
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Hands the schedule to the window keeper."""
+        """Hands the schedule to the accumulation controller."""
         refuse_other_trainers(self, trainer)
         if stage != "fit":
             return
-        keeper = join_window_keeper(self, trainer, pl_module, self.count, self.weight_by)
+        controller = join_window_controller(self, trainer, pl_module, self.count, self.weight_by)
         if self.save_partial_gradients:
             _refuse_partial_gradients(trainer)
-        keeper.requests.follow(
+        controller.requests.follow(
             self.windows,
             sync=self.sync,
             save_partial_gradients=self.save_partial_gradients,
-            straddle_epochs=self.straddle_epochs,
+            carry_over=self.carry_over,
+            total_steps=lambda: self._estimated_stepping_batches(trainer),
         )
+        # From now on `trainer.estimated_stepping_batches` is right, also in `configure_optimizers`.
+        trainer.accumulate_grad_batches = controller.requests.at_rest()
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Warns, as Lightning does, where the module's own hooks are called once per window only."""
+        overridden = [
+            name
+            for name in ("optimizer_step", "optimizer_zero_grad")
+            if getattr(type(pl_module), name) is not getattr(pl.LightningModule, name) or name in vars(pl_module)
+        ]
+        if overridden and self.going_to_accumulate_grad_batches():
+            rank_zero_warn(
+                f"AccumulationScheduler: {type(pl_module).__name__}.{' and '.join(overridden)} will be called once per"
+                " optimizer step, not for every micro-batch."
+            )
+
+    def _estimated_stepping_batches(self, trainer: "pl.Trainer") -> int | None:
+        try:
+            return int(self.estimated_steps(trainer))
+        except (ValueError, MisconfigurationException) as error:
+            rank_zero_warn(
+                "trainer.estimated_stepping_batches is asked for, and knows nothing of this AccumulationScheduler: its"
+                f" number is too large, and AccumulationScheduler.estimated_steps(trainer) says why. {error}"
+            )
+            return None
 
     def estimated_steps(self, trainer: "pl.Trainer") -> int | float:
         """Optimizer steps of the whole run, for ``configure_optimizers``; as attempted, skipped ones included.
 
-        ``trainer.estimated_stepping_batches`` knows nothing of schedules: it divides by the number of micro-batches
-        that holds when it is asked.
+        ``trainer.estimated_stepping_batches`` gives the same number from ``configure_optimizers`` on; where it is not
+        known, it warns.
 
         Returns:
             The number; ``math.inf`` for a run without ``max_epochs`` and ``max_steps``, or over data without a length
@@ -211,7 +258,7 @@ class AccumulationScheduler(Callback):
             max_epochs=max_epochs,
             max_steps=trainer.max_steps,
             micro_batch_samples=samples,
-            straddle_epochs=self.straddle_epochs,
+            carry_over=self.carry_over,
         )
 
     def _micro_batch_samples(self, trainer: "pl.Trainer") -> int:
@@ -225,6 +272,23 @@ class AccumulationScheduler(Callback):
         return batch_size * num_data_ranks(trainer)
 
 
+def _refuse_unless_one(**given: object) -> None:
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) != 1:
+        raise ValueError(
+            f"AccumulationScheduler needs one of schedule, target_samples and target_tokens, and got"
+            f" {', '.join(asked) or 'none'}: give a mapping such as {{0: 1, 1000: 4}}, or the batch to reach."
+        )
+
+
+def _refuse_ramp(ramp: Ramp) -> None:
+    if ramp != "stepped":
+        raise ValueError(
+            f"AccumulationScheduler(ramp={ramp!r}) is for target_samples and target_tokens; a schedule of"
+            " micro-batches changes in steps. Leave ramp out."
+        )
+
+
 def _target_batch(
     samples: int | str | Table | None, tokens: int | str | Table | None, unit: Unit, ramp: Ramp
 ) -> TargetBatch:
@@ -236,15 +300,9 @@ def _target_batch(
 
 
 def _refuse_partial_gradients(trainer: "pl.Trainer") -> None:
-    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+    reason = why_gradients_are_elsewhere(trainer)
+    if reason:
         raise MisconfigurationException(
-            f"AccumulationScheduler(save_partial_gradients=True) cannot be used with"
-            f" {type(trainer.strategy).__name__}: the unsharded gradients of an open window are kept inside of it."
-            " Leave it out: checkpoints then wait for the end of a window."
-        )
-    if getattr(trainer.precision_plugin, "fp32_gradients", False):
-        raise MisconfigurationException(
-            f"AccumulationScheduler(save_partial_gradients=True) cannot be used with"
-            f" {type(trainer.precision_plugin).__name__}(fp32_gradients=True), which keeps the gradients of an open"
-            " window in buffers of its own. Leave one of them out."
+            f"AccumulationScheduler(save_partial_gradients=True) cannot be used here: {reason} Leave it out:"
+            " checkpoints then wait for the end of a window."
         )

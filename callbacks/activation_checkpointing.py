@@ -10,13 +10,13 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_mp.activation_checkpointing.cost import RecomputeReport, StepCost
+from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
 from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.listed import listed
-from lightning_mp.module_selection import ModulePattern, as_patterns, select_modules
-from lightning_mp.pipelining.other_stage import whole_again
-from lightning_mp.recompute import CheckpointedModules
-from lightning_mp.recompute_cost import RecomputeReport, StepCost
-from lightning_mp.seams import is_compiled
+from lightning_mp.core.messages import listed
+from lightning_mp.core.private_api import is_compiled
+from lightning_mp.modules.stage_placeholder import full_model
+from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -116,7 +116,7 @@ class ActivationCheckpointing(Callback):
             ValueError: if a pattern fits nothing.
             MisconfigurationException: if something else checkpoints already.
         """
-        with whole_again(pl_module):  # a stage of a pipeline may have none of them
+        with full_model(pl_module):  # a stage of a pipeline may have none of them
             found = select_modules(pl_module, self.patterns, type(self).__name__, every=self.every)
         _refuse_other_checkpoints(pl_module)
         self.module_names = tuple(found)

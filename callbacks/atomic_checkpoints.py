@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.faults.atomic_checkpoint import (
+from lightning_mp.checkpoints.atomic import (
     begin_checkpoint,
     commit_checkpoint,
     is_local,
@@ -22,14 +22,14 @@ from lightning_mp.faults.atomic_checkpoint import (
     settle_checkpoint,
     temporary_path,
 )
-from lightning_mp.holds import InstanceMethod
-from lightning_mp.seams import callbacks_of, set_callbacks
-from lightning_mp.sharding.sharded_checkpoint import (
+from lightning_mp.checkpoints.sharded import (
     has_optimizer_state,
     is_sharded_checkpoint,
     load_checkpoint,
     without_a_made_up_step,
 )
+from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.private_api import callbacks_of, set_callbacks
 
 __all__ = ["AtomicCheckpoints"]
 
@@ -58,7 +58,7 @@ class AtomicCheckpoints(Callback):
     Example:
         >>> import lightning.pytorch as pl
         >>> from lightning.pytorch.callbacks import ModelCheckpoint
-        >>> from lightning_mp.faults.latest_checkpoint import latest_checkpoint
+        >>> from lightning_mp.checkpoints.latest import latest_checkpoint
         >>> trainer = pl.Trainer(
         ...     callbacks=[AtomicCheckpoints(), ModelCheckpoint("checkpoints", every_n_train_steps=100)], logger=False
         ... )
@@ -66,7 +66,7 @@ class AtomicCheckpoints(Callback):
     """
 
     def __init__(self) -> None:
-        self._methods: list[InstanceMethod] = []
+        self._methods: list[InstancePatch] = []
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Wraps the strategy's two methods."""
@@ -101,8 +101,8 @@ class AtomicCheckpoints(Callback):
             else:
                 removing.original(filepath)
 
-        saving = InstanceMethod(strategy, "save_checkpoint", save)
-        removing = InstanceMethod(strategy, "remove_checkpoint", remove)
+        saving = InstancePatch(strategy, "save_checkpoint", save)
+        removing = InstancePatch(strategy, "remove_checkpoint", remove)
         self._methods = [saving, removing]
         if isinstance(strategy, ModelParallelStrategy):
             self._methods += _state_as_it_is(strategy)
@@ -132,7 +132,7 @@ class AtomicCheckpoints(Callback):
             method.restore()
 
 
-def _state_as_it_is(strategy: ModelParallelStrategy) -> list[InstanceMethod]:
+def _state_as_it_is(strategy: ModelParallelStrategy) -> list[InstancePatch]:
     """Lightning's own strategy writes and reads optimizers whose state is not there as a whole; others are left."""
 
     def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
@@ -154,11 +154,11 @@ def _state_as_it_is(strategy: ModelParallelStrategy) -> list[InstanceMethod]:
 
     if type(strategy).load_checkpoint is not ModelParallelStrategy.load_checkpoint:
         return []
-    asking = InstanceMethod(strategy, "optimizer_state", state)
-    return [InstanceMethod(strategy, "load_checkpoint", load), asking]
+    asking = InstancePatch(strategy, "optimizer_state", state)
+    return [InstancePatch(strategy, "load_checkpoint", load), asking]
 
 
-def _refuse_without_state(strategy: FSDPStrategy) -> InstanceMethod:
+def _refuse_without_state(strategy: FSDPStrategy) -> InstancePatch:
     """torch's message would be that a dictionary must have the key "state"."""
 
     def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
@@ -173,5 +173,5 @@ def _refuse_without_state(strategy: FSDPStrategy) -> InstanceMethod:
         checkpoint: dict[str, Any] = loading.original(path, weights_only)
         return checkpoint
 
-    loading = InstanceMethod(strategy, "load_checkpoint", load)
+    loading = InstancePatch(strategy, "load_checkpoint", load)
     return loading

@@ -9,12 +9,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
-from lightning_mp.host_copy import HostCopy
-from lightning_mp.planning.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
-from lightning_mp.seams import callbacks_of
-from lightning_mp.windows import WindowKeeper
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.planning.scaling_laws.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
 
 __all__ = ["BudgetForecast"]
 
@@ -27,9 +27,9 @@ class BudgetForecast(Callback):
 
     Beside a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is
     noted, one window late so that nothing waits for the device. Every ``every_n_steps`` the law of
-    :func:`lightning_mp.planning.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU core),
-    printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not know a learning rate that
-    still falls: with a decay ahead a run ends somewhat below. The points are saved in the checkpoint.
+    :func:`lightning_mp.planning.scaling_laws.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU
+    core), printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not know a learning
+    rate that still falls: with a decay ahead a run ends somewhat below. The points are saved in the checkpoint.
 
     Args:
         metric: name under which the module logs its training loss, with ``on_step=True``.
@@ -85,14 +85,14 @@ class BudgetForecast(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Notes the loss of a window, and forecasts now and then."""
-        keeper = WindowKeeper.of(trainer)
-        assert keeper is not None
-        if keeper.is_open:
+        controller = AccumulationController.of(trainer)
+        assert controller is not None
+        if controller.is_open:
             return
         before, logged = self._on_its_way, trainer.callback_metrics.get(self.metric)
         self._on_its_way = HostCopy(logged.detach().reshape(1)) if isinstance(logged, torch.Tensor) else None
         if before is not None:
-            self._note(float(keeper.ledger.tokens_before_last_window), before.read()[0])
+            self._note(float(controller.counter.tokens_before_last_window), before.read()[0])
         if trainer.global_step % self.every_n_steps == 0:
             self._forecast(pl_module)
 

@@ -9,17 +9,20 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_mp.agreed_flag import AgreedFlag
-from lightning_mp.callbacks._common import join_window_keeper, log_host_number, refuse_other_trainers, report_folder
-from lightning_mp.landing import LandingMode, TokenBudget, TrimFunction
-from lightning_mp.outcome import StepDispatcher
-from lightning_mp.pipelining.other_stage import whole_again
-from lightning_mp.planning.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
-from lightning_mp.planning.quantities import parse_quantity
-from lightning_mp.weighting import CountFunction, Weighting
-from lightning_mp.windows import WindowKeeper
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers, report_folder
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.saved_state import SECONDS, checked_state
+from lightning_mp.distributed.async_sum import AsyncAnyRank
+from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
+from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
+from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.tokens.budget import LandingMode, TokenBudget, TrimFunction
+from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 __all__ = ["ChinchillaBudget"]
+
+_DEVICE_SECONDS = "lightning_mp_device_seconds"
 
 Counted = Literal["all", "trainable", "non_embedding"]
 OnWaste = Literal["report", "extend"]
@@ -49,7 +52,7 @@ class ChinchillaBudget(Callback):
             place, and returns a function that undoes it.
         on_waste: tokens of skipped optimizer steps are spent ("report"), or made up for ("extend"; it waits for the
             device once, at the last step).
-        save: write ``budget_reached-step=<step>.ckpt`` beside the Trainer's checkpoints when the budget is spent.
+        save: write ``budget_reached-step-<step>.ckpt`` beside the Trainer's checkpoints when the budget is spent.
 
     Raises:
         ValueError: if an argument is not valid.
@@ -93,7 +96,7 @@ class ChinchillaBudget(Callback):
                 )
         if trim is not None and landing != "exact":
             raise ValueError(
-                f"ChinchillaBudget(trim=..., landing={landing!r}): only landing='exact' trims. Leave trim out, or land"
+                f"ChinchillaBudget(trim=..., landing={landing!r}): only landing='exact' trims. Leave trim out, or end"
                 " exactly."
             )
         # These raise on a wrong argument now, not at set-up.
@@ -107,9 +110,12 @@ class ChinchillaBudget(Callback):
         self.on_waste: OnWaste = on_waste
         self.save = save
         self._clock: float | None = None
-        self._hours_are_over = AgreedFlag()
+        self._device_seconds = 0.0
+        self._hours_are_over = AsyncAnyRank()
         self._out_of_time = False
-        self._keeper: WindowKeeper | None = None
+        self._ended_before = False
+        self._has_told = False
+        self._controller: AccumulationController | None = None
         self._first_batch = True
 
     # -- how far the run is --------------------------------------------------------------------------------------------
@@ -117,12 +123,14 @@ class ChinchillaBudget(Callback):
     @property
     def tokens_seen(self) -> int:
         """Loss-bearing tokens so far over all ranks; during training those of the last window may still be missing."""
-        return self._keeper.ledger.tokens if self._keeper is not None else 0
+        return self._controller.counter.tokens if self._controller is not None else 0
 
     @property
     def tokens_spent(self) -> int:
         """Those of them that count: without skipped ones if they are made up for."""
-        skipped = self._keeper.ledger.skipped_tokens if self._keeper is not None and self.on_waste == "extend" else 0
+        skipped = (
+            self._controller.counter.skipped_tokens if self._controller is not None and self.on_waste == "extend" else 0
+        )
         return self.tokens_seen - skipped
 
     @property
@@ -135,33 +143,34 @@ class ChinchillaBudget(Callback):
     @property
     def device_seconds(self) -> float:
         """Time of training so far, validation included, times the number of devices."""
-        return self._keeper.device_seconds if self._keeper is not None else 0.0
+        return self._device_seconds
 
     @property
     def reached(self) -> bool:
         """Whether the run has spent its budget."""
-        return self._keeper is not None and self._keeper.budget_reached
+        return self._out_of_time or (self._controller is not None and self._controller.budget_reached)
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Joins the window keeper."""
+        """Joins the accumulation controller."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
-            self._keeper = join_window_keeper(self, trainer, pl_module, self.count)
+            self._controller = join_window_controller(self, trainer, pl_module, self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Counts parameters and sets the budget."""
-        assert self._keeper is not None
-        self.budget_tokens = self._smallest_target(pl_module)
+        self._has_told = False
+        assert self._controller is not None
+        self.budget_tokens = self._smallest_target(trainer, pl_module)
         if self.budget_tokens is not None:
             budget = TokenBudget(self.budget_tokens, self.landing, self.on_waste == "extend", self.trim)
-            self._keeper.requests.spend(budget)
+            self._controller.requests.spend(budget)
 
-    def _smallest_target(self, pl_module: "pl.LightningModule") -> int | None:
+    def _smallest_target(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> int | None:
         targets = [] if self._tokens is None else [self._tokens]
         if self.tokens_per_parameter is not None or self.flops is not None:
-            parameters, which = _count_parameters(pl_module, self.parameters)
+            parameters, which = _count_parameters(trainer, pl_module, self.parameters)
             if self.tokens_per_parameter is not None:
                 targets.append(tokens_for(parameters, self.tokens_per_parameter))
                 rank_zero_info(
@@ -178,15 +187,36 @@ class ChinchillaBudget(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the clock."""
-        if self.on_waste == "extend" and StepDispatcher.of(trainer) is None:
+        if self.on_waste == "extend" and StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
                 "ChinchillaBudget(on_waste='extend') must know which optimizer steps were skipped, and"
                 f" {type(trainer.precision_plugin).__name__} does not tell. Use a precision plugin of lightning_mp, or"
                 " add OverflowMonitor() to the callbacks."
             )
         self._clock, self._first_batch = time.monotonic(), True
-        if self.reached:
-            trainer.should_stop = True
+        is_late = self.device_hours is not None and self.device_seconds >= 3600 * self.device_hours
+        self._out_of_time = bool(trainer.strategy.broadcast(is_late))  # each rank has a clock of its own
+        self._has_told = False
+        self._ended_before = self.reached
+        trainer.should_stop = trainer.should_stop or self.reached
+
+    # Not `state_dict`, of which Lightning allows one of a class: two budgets shall meet our own words.
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Saves the time; tokens are in the controller's counter."""
+        checkpoint[_DEVICE_SECONDS] = self.device_seconds
+
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Goes on from a checkpoint; without a budget in the run before, from 0.
+
+        Raises:
+            ValueError: if the time cannot be.
+        """
+        saved = {_DEVICE_SECONDS: checkpoint.get(_DEVICE_SECONDS, 0.0)}
+        self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: SECONDS}, "ChinchillaBudget")[_DEVICE_SECONDS]
 
     # -- every batch ---------------------------------------------------------------------------------------------------
 
@@ -199,11 +229,11 @@ class ChinchillaBudget(Callback):
             self._warn_of_an_early_end(trainer, batch)
 
     def _warn_of_an_early_end(self, trainer: "pl.Trainer", batch: Any) -> None:
-        assert self._keeper is not None
+        assert self._controller is not None
         if self.budget_tokens is None:
             return
         left = self.budget_tokens - self.tokens_spent
-        per_batch = self._keeper.presented_tokens(batch)
+        per_batch = self._controller.presented_tokens(batch)
         max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
         if max_epochs != -1 and trainer.num_training_batches != float("inf"):
             batches = int(trainer.num_training_batches) * (max_epochs - trainer.current_epoch)
@@ -215,11 +245,11 @@ class ChinchillaBudget(Callback):
                 )
         if trainer.max_steps != -1:
             steps = trainer.max_steps - trainer.global_step
-            tokens = steps * self._keeper.planned_micro_batches * per_batch
+            tokens = steps * self._controller.planned_micro_batches * per_batch
             if tokens < left:
                 rank_zero_warn(
                     f"max_steps={trainer.max_steps} ends before the budget: {steps:,} steps of"
-                    f" {self._keeper.planned_micro_batches} micro-batches of about {per_batch:,} tokens make"
+                    f" {self._controller.planned_micro_batches} micro-batches of about {per_batch:,} tokens make"
                     f" {tokens:,} of {left:,} tokens to go. Leave max_steps out, or accumulate more micro-batches."
                 )
 
@@ -227,45 +257,44 @@ class ChinchillaBudget(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs tokens and share of the budget, as far as they are known without waiting for the device."""
-        assert self._keeper is not None
+        assert self._controller is not None
         self._count_time(trainer)
         log_host_number(pl_module, "mp/tokens", self.tokens_seen)
         log_host_number(pl_module, "mp/budget_fraction", self.fraction, prog_bar=True)
-        if self.device_hours is not None and not self._keeper.is_open:
+        if self.device_hours is not None and not self._controller.is_open:
             over = self.device_seconds >= 3600 * self.device_hours
             if self._hours_are_over.ask(over, pl_module.device):
-                self._out_of_time = self._keeper.budget_reached = trainer.should_stop = True
+                self._out_of_time = trainer.should_stop = True
 
     def _count_time(self, trainer: "pl.Trainer") -> None:
-        assert self._keeper is not None
         now = time.monotonic()
         if self._clock is not None:
-            self._keeper.device_seconds += (now - self._clock) * trainer.world_size
+            self._device_seconds += (now - self._clock) * trainer.world_size
         self._clock = now
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Gives the account, saves, and says so if the run ended before its budget or beside it."""
-        assert self._keeper is not None
-        dispatcher = StepDispatcher.of(trainer)
+        assert self._controller is not None
+        dispatcher = StepOutcomeDispatcher.of(trainer)
         if dispatcher is not None:
             dispatcher.settle()
-        ledger = self._keeper.ledger
-        ledger.settle()
+        counter = self._controller.counter
+        counter.settle()
         rank_zero_info(
-            f"Tokens over all ranks: {ledger.presented_tokens:,} presented, {ledger.nonpad_tokens:,} without padding,"
-            f" {ledger.tokens:,} in the loss, of those {ledger.skipped_tokens:,} in skipped steps and"
-            f" {ledger.repeated_tokens:,} after the first epoch. {self.device_seconds / 3600:.3g} device hours."
+            f"Tokens over all ranks: {counter.presented_tokens:,} presented, {counter.nonpad_tokens:,} without padding,"
+            f" {counter.tokens:,} in the loss, of those {counter.skipped_tokens:,} in skipped steps and"
+            f" {counter.repeated_tokens:,} after the first epoch. {self.device_seconds / 3600:.3g} device hours."
         )
         if not self.reached:
-            if self.budget_tokens is not None:
-                spent = f"{self.tokens_spent:,} of {self.budget_tokens:,} budgeted tokens ({self.fraction:.1%})"
-            else:
-                spent = f"{self.fraction:.1%} of its {self.device_hours:g} device hours"
-            rank_zero_warn(
-                f"The run ended after {spent}: max_steps, max_epochs, max_time or another callback ended it first. Use"
-                " Trainer(max_epochs=-1) and resume from the last checkpoint to spend the rest."
+            self._warn_of_the_rest("max_steps, max_epochs, max_time or another callback ended it first")
+            return
+        self._has_told = True
+        if self._ended_before:
+            rank_zero_info(
+                f"The budget was spent before this fit, which made no step: {self.tokens_seen:,} tokens,"
+                f" {self.device_seconds / 3600:.3g} device hours. Give a larger budget to train on."
             )
             return
         by_tokens = self.budget_tokens is not None and not self._out_of_time
@@ -275,23 +304,47 @@ class ChinchillaBudget(Callback):
                 " micro-batches had less than two tokens per rank, or one was several times longer than all before it."
             )
         if self.save and trainer.checkpoint_callbacks:
-            trainer.save_checkpoint(report_folder(trainer) / f"budget_reached-step={trainer.global_step}.ckpt")
+            trainer.save_checkpoint(report_folder(trainer) / f"budget_reached-step-{trainer.global_step}.ckpt")
+
+    def _warn_of_the_rest(self, cause: str) -> None:
+        self._has_told = True
+        if self.budget_tokens is not None:
+            spent = f"{self.tokens_spent:,} of {self.budget_tokens:,} budgeted tokens ({self.fraction:.1%})"
+        else:
+            spent = f"{self.fraction:.1%} of its {self.device_hours:g} device hours"
+        rank_zero_warn(
+            f"The run ended after {spent}: {cause}. Use Trainer(max_epochs=-1) and resume from the last checkpoint to"
+            " spend the rest."
+        )
+
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Says so where Lightning had nothing to train."""
+        if not self._has_told and not self.reached and (self.budget_tokens or self.device_hours):
+            self._warn_of_the_rest("max_steps or max_epochs was reached before this fit, or there were no batches")
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Says so after an interrupt, which Lightning takes for an end."""
+        is_fit = not self._has_told and self._controller is not None and (self.budget_tokens or self.device_hours)
+        if isinstance(exception, KeyboardInterrupt) and is_fit and not self.reached:
+            self._warn_of_the_rest("it was interrupted")
 
 
-def _count_parameters(module: nn.Module, which: Counted) -> tuple[int, str]:
-    """The number, and what it counts; of a pipeline's stage those of the whole model."""
-    with whole_again(module):
-        return _count(module, which)
-
-
-def _count(module: nn.Module, which: Counted) -> tuple[int, str]:
-    everything = list(module.parameters())
+def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", which: Counted) -> tuple[int, str]:
+    """The number, of the whole model and equal on all ranks, and what it counts."""
+    everything = whole_parameters(trainer.strategy.model or pl_module)
+    said = "all of them, tied ones once"
     if which == "trainable":
-        return sum(p.numel() for p in everything if p.requires_grad), "the trainable ones, tied ones once"
-    if which == "non_embedding":
-        tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        return sum(p.numel() for p in everything if id(p) not in tables), "all but embeddings"
-    return sum(p.numel() for p in everything), "all of them, tied ones once"
+        everything, said = [p for p in everything if p.learns], "the trainable ones, tied ones once"
+    elif which == "non_embedding":
+        everything = [p for p in everything if not any(isinstance(owner, nn.Embedding) for owner in p.owners)]
+        said = "all but embeddings"
+    number = agreed_count(sum(p.elements for p in everything), pl_module.device, "parameters")
+    if not number:
+        raise MisconfigurationException(
+            f"ChinchillaBudget(parameters={which!r}) found no such parameters in {type(pl_module).__name__}, so its"
+            " budget would be 0 tokens. Give tokens=, or count other parameters."
+        )
+    return number, said
 
 
 def _positive(name: str, value: float | None, hint: str) -> float | None:

@@ -13,19 +13,30 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp import batch_counts, gradients, seams
+from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
-from lightning_mp.fused_optimizers import applies_grad_scale
-from lightning_mp.host_copy import HostCopy
-from lightning_mp.noise_scale import NoiseScale, NoiseScaleAverage
-from lightning_mp.noise_window import ClosedNoiseWindow, NoiseWindow, on_device_of, square_share
-from lightning_mp.outcome import StepDispatcher, StepOutcome
-from lightning_mp.pipelining.pipelined import is_pipelined
-from lightning_mp.precision.base import EpiloguePrecision
-from lightning_mp.precision.ranks import stepping_ranks
-from lightning_mp.windows import WindowKeeper
+from lightning_mp.core import private_api
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.saved_state import NUMBER, checked_state, listed_of, or_none
+from lightning_mp.diagnostics.noise_scale.estimate import NoiseScale, NoiseScaleAverage
+from lightning_mp.diagnostics.noise_scale.measurement import (
+    NUM_NUMBERS,
+    ClosedNoiseWindow,
+    NoiseWindow,
+    on_device_of,
+    square_share,
+)
+from lightning_mp.gradients import gradient_ops
+from lightning_mp.gradients.fused_optimizers import applies_grad_scale
+from lightning_mp.gradients.replication import gradient_replication
+from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
+from lightning_mp.precision.base import GradientStepPrecision
+from lightning_mp.tokens import batch_tokens
 
 __all__ = ["GradientNoiseScale"]
+
+_OPEN_WINDOW = "lightning_mp_noise_window"
 
 
 class GradientNoiseScale(Callback):
@@ -83,6 +94,7 @@ class GradientNoiseScale(Callback):
         self._samples = 0
         self._tokens: float | Tensor = 0.0
         self._told = False
+        self._carried: list[float] | None = None
 
     @property
     def estimate(self) -> NoiseScale | None:
@@ -115,7 +127,7 @@ class GradientNoiseScale(Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds out where gradients and outcomes come from."""
         self._trainer = trainer
-        self._ours = isinstance(trainer.precision_plugin, EpiloguePrecision)
+        self._ours = isinstance(trainer.precision_plugin, GradientStepPrecision)
         self._sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
         self._shifted = None
         self._told = False
@@ -150,19 +162,19 @@ class GradientNoiseScale(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Counts its samples and tokens."""
-        self._samples = batch_counts.count_samples(batch)
+        self._samples = batch_tokens.count_samples(batch)
         self._tokens = self._count_tokens(trainer, pl_module, batch)
 
     def _count_tokens(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> float | Tensor:
-        keeper = WindowKeeper.of(trainer)
-        if keeper is not None and keeper.measure is not None:
-            return keeper.measure.tokens
-        labels = batch_counts.find_labels(batch)
+        controller = AccumulationController.of(trainer)
+        if controller is not None and controller.measure is not None:
+            return controller.measure.tokens
+        labels = batch_tokens.find_labels(batch)
         if labels is None:
             return 0.0
         if self._shifted is None:
-            self._shifted = batch_counts.shifts_labels_inside(pl_module, batch)
-        return batch_counts.loss_bearing(labels, shifted=self._shifted).sum()
+            self._shifted = batch_tokens.shifts_labels_inside(pl_module, batch)
+        return batch_tokens.loss_bearing(labels, shifted=self._shifted).sum()
 
     def on_before_zero_grad(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer) -> None:
         """A window opens."""
@@ -184,7 +196,7 @@ class GradientNoiseScale(Callback):
     @torch.no_grad()
     def _on_gradient(self, gradient: Tensor) -> None:
         if self._window is not None:
-            shard = gradients.local_shard(gradient)
+            shard = gradient_ops.local_shard(gradient)
             self._window.norms.append(torch.linalg.vector_norm(shard, dtype=_norm_dtype(shard)))
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -201,7 +213,7 @@ class GradientNoiseScale(Callback):
                     " Use AccumulationScheduler(..., sync='micro_batch')."
                 )
                 return
-            square: Tensor | None = square_share(seen, stepping_ranks(trainer))
+            square: Tensor | None = square_share(seen, gradient_replication(trainer))
         else:
             square = window.take_norms()
         if square is None:
@@ -250,7 +262,7 @@ class GradientNoiseScale(Callback):
         window = self._window
         if self._ours or window is None or window.small_square is None:
             return
-        square = square_share(gradients.parameters_with_gradient(optimizer), stepping_ranks(trainer))
+        square = square_share(gradient_ops.parameters_with_gradient(optimizer), gradient_replication(trainer))
         # Lightning has unscaled gradients here, unless the optimizer does it in its own kernel.
         window.big_square = square / (_square_scale(trainer, square) if applies_grad_scale(optimizer) else 1.0)
 
@@ -279,16 +291,16 @@ class GradientNoiseScale(Callback):
         self._big_squares = {index: big for index, big in self._big_squares.items() if index >= window.step_index}
 
     def _close(self, trainer: "pl.Trainer", window: NoiseWindow) -> None:
-        keeper = WindowKeeper.of(trainer)
-        weight_by = keeper.weight_by if keeper is not None else None
+        controller = AccumulationController.of(trainer)
+        weight_by = controller.weight_by if controller is not None else None
         sampler: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
         self._closed[window.step_index] = ClosedNoiseWindow(
-            HostCopy(gradients.sum_over_ranks_(window.numbers())),
-            # Lightning divides by the planned length also where a window is shorter; the keeper puts that right.
+            HostCopy(gradient_ops.sum_over_ranks_(window.numbers())),
+            # Lightning divides by the planned length also where a window is shorter; the controller puts that right.
             big_factor=1.0 if weight_by else (int(trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
             alike=weight_by in (None, "batch"),
             sharded=self._sharded,
-            data_ranks=sampler.get("num_replicas", 1),
+            data_ranks=sampler.get("num_replicas", 1) if window.carried is None else None,
         )
 
     def _read(self) -> bool:
@@ -302,13 +314,44 @@ class GradientNoiseScale(Callback):
         return self.average.windows > windows_before
 
     def _settle(self) -> None:
-        dispatcher = StepDispatcher.of(self._trainer) if self._trainer is not None else None
+        dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None
         if dispatcher is not None:
             dispatcher.settle()
         if self._trainer is not None:
             self._read()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Saves what an open window has shown, where its gradient is saved, too."""
+        controller, window = AccumulationController.of(trainer), self._window
+        if (
+            controller is None
+            or not controller.is_open
+            or not controller.requests.saves_partial_gradients
+            or window is None
+        ):
+            return
+        if window.small_square is not None:
+            checkpoint[_OPEN_WINDOW] = gradient_ops.sum_over_ranks_(window.numbers()).tolist()
+
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Remembers it."""
+        kinds = {_OPEN_WINDOW: or_none(listed_of(NUMBER, NUM_NUMBERS))}
+        saved = {_OPEN_WINDOW: checkpoint.get(_OPEN_WINDOW)}
+        self._carried = checked_state(saved, kinds, "GradientNoiseScale")[_OPEN_WINDOW]
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Goes on inside a window that was saved open."""
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            self._window = NoiseWindow.resumed(
+                trainer.global_step, carried, pl_module.device, is_global_zero=trainer.is_global_zero
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, settled."""
@@ -321,16 +364,16 @@ class GradientNoiseScale(Callback):
 
 
 def _weight(trainer: "pl.Trainer") -> float | Tensor:
-    """What the keeper multiplies this micro-batch's loss by."""
-    keeper = WindowKeeper.of(trainer)
-    if keeper is None or keeper.measure is None or keeper.reference_items is None:
+    """What the controller multiplies this micro-batch's loss by."""
+    controller = AccumulationController.of(trainer)
+    if controller is None or controller.measure is None or controller.reference_items is None:
         return 1.0
-    return keeper.measure.items / keeper.reference_items
+    return controller.measure.items / controller.reference_items
 
 
 def _square_scale(trainer: "pl.Trainer", like: Tensor) -> Tensor:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    scale = seams.grad_scaler_scale(scaler) if scaler is not None and scaler.is_enabled() else None
+    scale = private_api.grad_scaler_scale(scaler) if scaler is not None and scaler.is_enabled() else None
     return on_device_of(like, 1.0 if scale is None else scale).square()
 
 

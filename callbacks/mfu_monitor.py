@@ -9,22 +9,22 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp import batch_counts, gradients, seams
-from lightning_mp.callbacks._common import join_window_keeper, log_host_number, refuse_other_trainers
-from lightning_mp.ledger_changes import LedgerChanges
-from lightning_mp.outcome import StepDispatcher
-from lightning_mp.pipelining.other_stage import whole_again
-from lightning_mp.pipelining.pipelined import is_pipelined
-from lightning_mp.planning.flops import CONVENTIONS
-from lightning_mp.planning.hardware import matmul_format, peak_flops
-from lightning_mp.planning.module_flops import FlopCount, FlopTally
-from lightning_mp.planning.module_shape import module_flops_per_token
-from lightning_mp.planning.throughput import Rates, Throughput, Work
-from lightning_mp.weighting import CountFunction, Weighting
-from lightning_mp.windows import WindowKeeper
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers
+from lightning_mp.core import private_api
+from lightning_mp.flops.conventions import CONVENTIONS
+from lightning_mp.flops.flop_counter import FlopCount, FlopTally
+from lightning_mp.flops.hardware import matmul_format, peak_flops
+from lightning_mp.flops.model_shape import module_flops_per_token
+from lightning_mp.flops.throughput import Rates, Throughput, Work
+from lightning_mp.gradients import gradient_ops
+from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.counter import TokenCounterDeltas
+from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 __all__ = ["MFUMonitor"]
 
@@ -53,7 +53,7 @@ class MFUMonitor(Callback):
     for once. Reading data, and writing checkpoints, is part of the time.
 
     *Operations.* In the first micro-batch of a fit every matrix product, convolution and attention is counted as it
-    runs, forward, backward and run again, on all ranks; see :mod:`lightning_mp.planning.module_flops`. What its tokens
+    runs, forward, backward and run again, on all ranks; see :mod:`lightning_mp.flops.flop_counter`. What its tokens
     cost is taken for all; where lengths vary, attention's part of it is that of the first. The format in which most of
     these products ran picks the peak, whatever the precision plugin. Work that several tensor-parallel ranks do alike
     on plain tensors counts on each of them.
@@ -62,11 +62,11 @@ class MFUMonitor(Callback):
     tokens. Skipped steps are known with our precision plugins, or with ``OverflowMonitor``.
 
     Args:
-        flops_per_token: "exact" counts; a name of :data:`~lightning_mp.planning.flops.CONVENTIONS` ("6N", "palm",
+        flops_per_token: "exact" counts; a name of :data:`~lightning_mp.flops.conventions.CONVENTIONS` ("6N", "palm",
             "megatron") uses its formula, with layers and width from a Hugging Face configuration; a number is taken as
             it is, forward and backward.
         peak_flops: dense peak of one device in FLOP/s, for devices that
-            :func:`~lightning_mp.planning.hardware.peak_flops` does not know. Without one no MFU is logged, and it is
+            :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and it is
             said once.
         window: optimizer steps that the logged rates look back over.
         count: a function from a batch to its number of tokens on this rank, where they are not the labels other than
@@ -74,8 +74,8 @@ class MFUMonitor(Callback):
 
     Raises:
         ValueError: if an argument is not valid.
-        MisconfigurationException: at the start of a fit, if "exact" meets compiled code, which cannot be counted, or a
-            named convention FSDP1, whose parameters are flat; with the first batch, if it holds no tokens.
+        MisconfigurationException: at the start of a fit, if "exact" meets compiled code, which cannot be counted; with
+            the first batch, if it holds no tokens.
 
     References:
         Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311 (MFU, HFU)
@@ -114,13 +114,13 @@ class MFUMonitor(Callback):
         self.flop_count: FlopCount | None = None
         self._clock: Callable[[], float] = time.monotonic
         self._trainer: pl.Trainer | None = None
-        self._keeper: WindowKeeper | None = None
+        self._controller: AccumulationController | None = None
         self._tally: FlopTally | None = None
         self._is_settled = False
         self._is_running = False
         self._is_warm = False
         self._left_out = 0
-        self._changes: LedgerChanges | None = None
+        self._changes: TokenCounterDeltas | None = None
         self._validation_began: float | None = None
 
     @property
@@ -136,16 +136,16 @@ class MFUMonitor(Callback):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Joins the window keeper, whose ledger counts tokens once over all ranks."""
+        """Joins the accumulation controller, whose counter counts tokens once over all ranks."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
-            self._keeper = join_window_keeper(self, trainer, pl_module, self.count)
+            self._controller = join_window_controller(self, trainer, pl_module, self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses what cannot be counted.
 
         Raises:
-            MisconfigurationException: with compiled code or FSDP1.
+            MisconfigurationException: with compiled code.
         """
         self._is_settled = self._is_warm = False
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
@@ -157,17 +157,12 @@ class MFUMonitor(Callback):
                 " compiling, MFUMonitor(flops_per_token=count_flops(model, batch).model / tokens), or name a"
                 f" convention: {', '.join(CONVENTIONS)}."
             )
-        if self.flops_per_token in CONVENTIONS and isinstance(trainer.strategy, FSDPStrategy):
-            raise MisconfigurationException(
-                f"MFUMonitor(flops_per_token={self.flops_per_token!r}) cannot count the parameters of FSDPStrategy,"
-                " which are flat shards. Use 'exact', give the number, or shard by ModelParallelStrategy."
-            )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Goes on from the ledger as it was loaded; the clock starts after the first optimizer step."""
-        assert self._keeper is not None
+        """Goes on from the counter as it was loaded; the clock starts after the first optimizer step."""
+        assert self._controller is not None
         self._trainer = trainer
-        self._changes = LedgerChanges(self._keeper.ledger)
+        self._changes = TokenCounterDeltas(self._controller.counter)
         self._is_running = True
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -201,9 +196,9 @@ class MFUMonitor(Callback):
         Raises:
             MisconfigurationException: if the batch holds no tokens.
         """
-        assert self._keeper is not None
-        assert self._keeper.requests.weighting is not None
-        if not self._keeper.requests.weighting.counts_tokens:
+        assert self._controller is not None
+        assert self._controller.requests.weighting is not None
+        if not self._controller.requests.weighting.counts_tokens:
             raise MisconfigurationException(
                 f"MFUMonitor cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer"
                 " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
@@ -211,6 +206,7 @@ class MFUMonitor(Callback):
             )
         self._read_if_new()
         if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
+            self._stop_counting()  # of a micro-batch that was declined
             self._tally = FlopTally().__enter__()
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -227,25 +223,25 @@ class MFUMonitor(Callback):
     def _settle_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """What a token costs, over all ranks, and what the devices could do; once per fit, with one wait."""
         self._is_settled = True
-        assert self._keeper is not None
-        measure = self._keeper.measure
+        assert self._controller is not None
+        measure = self._controller.measure
         assert measure is not None
         model, again, counted_model = None, None, None
         if self.flop_count is not None:
             counted = self.flop_count
             numbers = [float(counted.model), float(counted.recompute), float(measure.presented_tokens)]
-            dtype = gradients.accumulation_dtype(pl_module.device)
-            sums = gradients.sum_over_ranks_(torch.tensor(numbers, dtype=dtype, device=pl_module.device)).tolist()
+            dtype = gradient_ops.accumulation_dtype(pl_module.device)
+            sums = gradient_ops.sum_over_ranks_(torch.tensor(numbers, dtype=dtype, device=pl_module.device)).tolist()
             sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
             tokens_once = sums[2] / (trainer.world_size // sampler.get("num_replicas", 1))
             counted_model, again = sums[0] / tokens_once, sums[1] / tokens_once
         if self.flops_per_token == "exact":
             model = counted_model or None
         elif isinstance(self.flops_per_token, str):
-            labels = batch_counts.find_labels(batch)
+            labels = batch_tokens.find_labels(batch)
             context_tokens = labels.shape[1] if labels is not None else measure.presented_tokens
-            with whole_again(pl_module):
-                model = float(module_flops_per_token(pl_module, self.flops_per_token, context_tokens))
+            wrapped = trainer.strategy.model or pl_module
+            model = float(module_flops_per_token(wrapped, self.flops_per_token, context_tokens))
         else:
             model = float(self.flops_per_token)
         hardware = model + again if model is not None and again is not None else None
@@ -308,14 +304,14 @@ class MFUMonitor(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Reads the clock when the totals of an optimizer step are there, and logs."""
-        assert self._keeper is not None
+        assert self._controller is not None
         was_trained_on = self._tally is None  # a micro-batch without a loss never comes to backward
         self._stop_counting()
         if not self._is_settled and was_trained_on and self._left_out == 0:
             self._settle_work(trainer, pl_module, batch)
         self._left_out = max(0, self._left_out - 1)
         if trainer.strategy.root_device.type == "cpu":
-            self._keeper.ledger.settle()  # nothing to wait for
+            self._controller.counter.settle()  # nothing to wait for
         self._read_if_new()
         for name, value in asdict(self.window).items():
             if value is not None:
@@ -338,11 +334,11 @@ class MFUMonitor(Callback):
                 self.throughput.start_clock(now)
 
     def _settle_and_read(self) -> None:
-        if self._is_running and self._keeper is not None:
-            dispatcher = StepDispatcher.of(self._trainer) if self._trainer is not None else None
+        if self._is_running and self._controller is not None:
+            dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None
             if dispatcher is not None:
                 dispatcher.settle()
-            self._keeper.ledger.settle()
+            self._controller.counter.settle()
             self._read(self._clock())
 
     def _read_if_new(self) -> None:
@@ -376,7 +372,7 @@ class MFUMonitor(Callback):
 
 
 def _is_compiled(module: pl.LightningModule) -> bool:
-    return seams.is_compiled(module) or any(seams.holds_compiled_code(part) for part in module.modules())
+    return private_api.is_compiled(module) or any(private_api.holds_compiled_code(part) for part in module.modules())
 
 
 def _readable(rates: Rates) -> str:

@@ -15,18 +15,20 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import LBFGS
 
-from lightning_mp import batch_counts, gradients, seams
+from lightning_mp.accumulation import oom_retry as oom_retry
+from lightning_mp.accumulation.batch_split import Chunk, SplitFunction, num_samples, split_batch, split_by
+from lightning_mp.accumulation.chunk_logs import ChunkLogs
+from lightning_mp.accumulation.chunked_step import ChunkedStep, chunk_shares, weighting_of
 from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.holds import InstanceMethod
-from lightning_mp.host_copy import HostCopy
-from lightning_mp.micro_batches import retry as oom_retry
-from lightning_mp.micro_batches.chunk_logs import ChunkLogs
-from lightning_mp.micro_batches.chunked_step import ChunkedStep, chunk_shares, weighting_of
-from lightning_mp.micro_batches.split import Chunk, SplitFunction, num_samples, split_batch, split_by
-from lightning_mp.module_state import keep_module
-from lightning_mp.pipelining.pipelined import is_pipelined
-from lightning_mp.random_state import RandomState
-from lightning_mp.weighting import Weighting
+from lightning_mp.core import private_api
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.random_state import RandomState
+from lightning_mp.gradients import gradient_ops
+from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.modules.state import keep_module
+from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.loss_weighting import Weighting
 
 __all__ = ["MicroBatchOnOOM"]
 
@@ -89,7 +91,7 @@ class MicroBatchOnOOM(Callback):
         self.size: int | None = None
         self._step: ChunkedStep | None = None
         self._logs: ChunkLogs | None = None
-        self._methods: list[InstanceMethod | ChunkLogs] = []
+        self._methods: list[InstancePatch | ChunkLogs] = []
         self._weighting: Weighting | None = None
         self._pending_size: HostCopy | None = None
         self._is_running = False
@@ -118,11 +120,11 @@ class MicroBatchOnOOM(Callback):
             return self._run(pl_module, *args, **kwargs)
 
         self._logs = ChunkLogs(pl_module)
-        self._methods = [self._logs, InstanceMethod(pl_module, "training_step", training_step)]
+        self._methods = [self._logs, InstancePatch(pl_module, "training_step", training_step)]
         if trainer.world_size > 1:
             self._methods.append(self._guarded_all_gather(pl_module))
 
-    def _guarded_all_gather(self, pl_module: "pl.LightningModule") -> InstanceMethod:
+    def _guarded_all_gather(self, pl_module: "pl.LightningModule") -> InstancePatch:
         def all_gather(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
                 raise MisconfigurationException(
@@ -132,7 +134,7 @@ class MicroBatchOnOOM(Callback):
                 )
             return method.original(*args, **kwargs)
 
-        method = InstanceMethod(pl_module, "all_gather", all_gather)
+        method = InstancePatch(pl_module, "all_gather", all_gather)
         return method
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -172,7 +174,7 @@ class MicroBatchOnOOM(Callback):
         self._weighting = weighting_of(
             trainer,
             batch,
-            lambda: bool(trainer.strategy.broadcast(batch_counts.shifts_labels_inside(pl_module, batch))),
+            lambda: bool(trainer.strategy.broadcast(batch_tokens.shifts_labels_inside(pl_module, batch))),
         )
 
     def on_train_batch_end(
@@ -185,7 +187,7 @@ class MicroBatchOnOOM(Callback):
         self._take_over_size()
         device = pl_module.device
         size = float("inf") if self.size is None else float(self.size)
-        smallest = torch.full((1,), size, device=device, dtype=gradients.accumulation_dtype(device))
+        smallest = torch.full((1,), size, device=device, dtype=gradient_ops.accumulation_dtype(device))
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         self._pending_size = HostCopy(smallest)
 
@@ -289,7 +291,7 @@ def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
             "MicroBatchOnOOM cannot repeat a training_step(dataloader_iter), which takes the batch out of the loader"
             " itself. Use training_step(batch, batch_idx)."
         )
-    if sum(isinstance(callback, MicroBatchOnOOM) for callback in seams.callbacks_of(trainer)) > 1:
+    if sum(isinstance(callback, MicroBatchOnOOM) for callback in private_api.callbacks_of(trainer)) > 1:
         raise MisconfigurationException("There are two MicroBatchOnOOM callbacks; remove one of them.")
 
 
@@ -304,7 +306,7 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
             "MicroBatchOnOOM cannot be used with DDPStrategy(static_graph=True), which counts backwards and expects as"
             " many in every step. Leave static_graph out, or remove the callback."
         )
-    hooked = [name for name, p in pl_module.named_parameters() if seams.has_gradient_hooks(p)]
+    hooked = [name for name, p in pl_module.named_parameters() if private_api.has_gradient_hooks(p)]
     if hooked:
         raise MisconfigurationException(
             f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({', '.join(hooked[:3])}"

@@ -9,10 +9,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, report_folder
-from lightning_mp.listed import listed
-from lightning_mp.outcome import StepDispatcher, StepOutcome
-from lightning_mp.precision.stock_steps import StockStepObserver
-from lightning_mp.step_limit import RealStepLimit
+from lightning_mp.core.messages import listed
+from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
+from lightning_mp.optimizer_step.step_limit import RealStepLimit
+from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
 
 __all__ = ["OverflowMonitor"]
 
@@ -72,7 +72,7 @@ class OverflowMonitor(Callback):
         self.grad_norm: float | None = None
         self.stop_reason: str | None = None
         self._stop_now = False
-        self._observer: StockStepObserver | None = None
+        self._observer: StockPluginObserver | None = None
         self._limit: RealStepLimit | None = None
         self._trainer: pl.Trainer | None = None
 
@@ -96,8 +96,8 @@ class OverflowMonitor(Callback):
         """Watches the steps of a stock precision plugin; ours tell their outcomes themselves."""
         self._trainer = trainer
         self.stop_reason = None
-        if StepDispatcher.of(trainer) is None:
-            self._observer = StockStepObserver(trainer, pl_module, guard=self.guard).attach()
+        if StepOutcomeDispatcher.of(trainer) is None:
+            self._observer = StockPluginObserver(trainer, pl_module, guard=self.guard).attach()
         if self.count_real_steps:
             self._limit = RealStepLimit(trainer)
         self._pass_on_skips()
@@ -176,7 +176,7 @@ class OverflowMonitor(Callback):
         self._stop_now = False
         # The run that resumes from this checkpoint has its own N skips to go.
         self.skip_streak = 0
-        path = report_folder(trainer) / f"stopped_after_skips-step={trainer.global_step}.ckpt"
+        path = report_folder(trainer) / f"stopped_after_skips-step-{trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         trainer.should_stop = True
         rank_zero_warn(
@@ -187,7 +187,7 @@ class OverflowMonitor(Callback):
         )
 
     def _settle(self) -> None:
-        dispatcher = StepDispatcher.of(self._trainer) if self._trainer is not None else None
+        dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None
         if dispatcher is not None:
             dispatcher.settle()
 

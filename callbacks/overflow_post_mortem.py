@@ -15,26 +15,25 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mp import gradients
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
-from lightning_mp.loss_scaler import LossScaler
-from lightning_mp.outcome import StepDispatcher, StepOutcome
-from lightning_mp.pipelining.other_stage import whole_again
-from lightning_mp.pipelining.pipelined import is_pipelined
-from lightning_mp.policy_rules import named_modules
-from lightning_mp.post_mortem.replay import MicroBatch, Replay
-from lightning_mp.post_mortem.report import OverflowReport
-from lightning_mp.post_mortem.search import SearchResult, search_overflow
-from lightning_mp.post_mortem.sightings import take_reading
-from lightning_mp.precision.base import EpiloguePrecision
-from lightning_mp.precision.ranks import stepping_ranks
-from lightning_mp.random_state import RandomState
+from lightning_mp.core.random_state import RandomState
+from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
+from lightning_mp.diagnostics.overflow.report import OverflowReport
+from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
+from lightning_mp.diagnostics.overflow.sightings import take_reading
+from lightning_mp.gradients import gradient_ops
+from lightning_mp.gradients.replication import gradient_replication
+from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
+from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
+from lightning_mp.precision.base import GradientStepPrecision
+from lightning_mp.scaling.loss_scaler import LossScaler
 
 __all__ = ["OverflowPostMortem", "OverflowReport"]
 
 
 class OverflowPostMortem(Callback):
-    """Says why a step was skipped, in a few lines in the log and in ``overflow_step=<step_index>.json``.
+    """Says why a step was skipped, in a few lines in the log and in ``overflow_step_<step_index>.json``.
 
     Each report names the parameters whose gradients were not finite. Our precision plugins know them from the norms
     they take anyway; with Lightning's own plugins, which need an :class:`~lightning_mp.OverflowMonitor` beside this
@@ -105,7 +104,7 @@ class OverflowPostMortem(Callback):
         Raises:
             MisconfigurationException: if nobody tells outcomes, or LBFGS runs a step several times.
         """
-        if StepDispatcher.of(trainer) is None:
+        if StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
                 f"OverflowPostMortem hears of skipped steps from our precision plugins. With"
                 f" {type(trainer.precision_plugin).__name__} add lightning_mp.OverflowMonitor() to the callbacks."
@@ -127,7 +126,7 @@ class OverflowPostMortem(Callback):
         """Settles the last outcome while its batch can still be run again."""
         if not self.replay:
             return
-        dispatcher = StepDispatcher.of(trainer)
+        dispatcher = StepOutcomeDispatcher.of(trainer)
         if dispatcher is not None:
             dispatcher.settle()
         self._make_up(trainer, pl_module)
@@ -246,7 +245,7 @@ class OverflowPostMortem(Callback):
     def _replay_window(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome
     ) -> SearchResult:
-        ranks = stepping_ranks(trainer)
+        ranks = gradient_replication(trainer)
 
         def any_rank(condition: bool) -> bool:
             return bool(ranks.sum_(torch.tensor([float(condition)], device=pl_module.device)).item())
@@ -266,29 +265,29 @@ class OverflowPostMortem(Callback):
         if trainer.is_global_zero:
             folder = self.dirpath if self.dirpath is not None else report_folder(trainer)
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"overflow_step={report.step_index}.json"
+            path = folder / f"overflow_step_{report.step_index}.json"
             path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
         rank_zero_warn(str(report), category=RuntimeWarning)
 
 
 def _nonfinite_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome) -> list[int]:
     """Positions, among the module's parameters, of those whose gradient on this rank was not finite."""
-    with whole_again(pl_module):
+    with full_model(pl_module):
         named = list(pl_module.named_parameters())
     known = set(outcome.nonfinite_parameters())
     if not known and trainer.global_step == outcome.step_index:
         # The plugin keeps no norms, and the gradients are still those of that step.
-        held = [(name, gradients.local_shard(p.grad)) for name, p in named if p.grad is not None]
+        held = [(name, gradient_ops.local_shard(p.grad)) for name, p in named if p.grad is not None]
         filled = [(name, shard) for name, shard in held if shard.numel()]
         if filled:
-            finite = gradients.shard_norms([shard for _, shard in filled]).isfinite().tolist()
+            finite = gradient_ops.shard_norms([shard for _, shard in filled]).isfinite().tolist()
             known = {name for (name, _), is_finite in zip(filled, finite, strict=True) if not is_finite}
     return [index for index, (name, _) in enumerate(named) if name in known]
 
 
 def _names_as_written(pl_module: "pl.LightningModule") -> list[str]:
     """Names of all parameters, without what torch.compile and wrappers put into them."""
-    with whole_again(pl_module):  # stages of a pipeline count positions in the whole model
+    with full_model(pl_module):  # stages of a pipeline count positions in the whole model
         names = {
             id(parameter): f"{owner}.{name}".lstrip(".")
             for owner, module in reversed(list(named_modules(pl_module)))
@@ -316,7 +315,7 @@ def _from_all_ranks(trainer: "pl.Trainer", known: _Known) -> list[_Known]:
     """What every rank knows, in rank order; only this one's where ranks may not all come here."""
     if not (dist.is_available() and dist.is_initialized()) or _ranks_may_disagree(trainer):
         return [known]
-    group = stepping_ranks(trainer).group
+    group = gradient_replication(trainer).group
     everybody: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, known, group=group)
     return everybody
@@ -327,7 +326,7 @@ def _ranks_may_disagree(trainer: "pl.Trainer") -> bool:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return (
         isinstance(trainer.strategy, ModelParallelStrategy)
-        and not isinstance(trainer.precision_plugin, EpiloguePrecision)
+        and not isinstance(trainer.precision_plugin, GradientStepPrecision)
         and scaler is not None
         and not isinstance(scaler, LossScaler)
     )

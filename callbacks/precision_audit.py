@@ -9,17 +9,16 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_mp.audit.asked import AskedPrecision
-from lightning_mp.audit.findings import Finding, find_problems
-from lightning_mp.audit.records import AuditReport
-from lightning_mp.audit.stages import join_stages
-from lightning_mp.audit.table import audit_table
-from lightning_mp.audit.watch import PrecisionWatch
 from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.pipelining.other_stage import whole_again
-from lightning_mp.pipelining.pipelined import is_pipelined
-from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy_rules import named_modules
+from lightning_mp.diagnostics.audit.asked import AskedPrecision
+from lightning_mp.diagnostics.audit.findings import Finding, find_problems
+from lightning_mp.diagnostics.audit.records import AuditReport
+from lightning_mp.diagnostics.audit.stages import join_stages
+from lightning_mp.diagnostics.audit.table import audit_table
+from lightning_mp.diagnostics.audit.watch import PrecisionWatch
+from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
+from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import Float8Precision
 
 __all__ = ["PrecisionAudit"]
@@ -36,14 +35,14 @@ class PrecisionAudit(Callback):
 
     After the backward of that batch everything is taken away, so that the rest of the run costs nothing more, and rank
     0 logs a table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast
-    it ran under. What is not as it should be (:data:`~lightning_mp.audit.findings.FindingKind`) follows as one
-    ``UserWarning`` that names the modules and says what to do.
+    it ran under. What is not as it should be (:data:`~lightning_mp.diagnostics.audit.findings.FindingKind`) follows as
+    one ``UserWarning`` that names the modules and says what to do.
 
     The run computes the same numbers, to the last bit, with it and without. It works with any precision plugin. With
     manual optimization the whole training step is watched, without its optimizer steps. A batch without a backward
     (a ``training_step`` that returned None) is passed over. In a pipeline all stages are watched, and the table has the
     modules of all of them; the probe that finds out shapes is seen, too. What it can see of compiled code is said in
-    :class:`~lightning_mp.audit.watch.PrecisionWatch`, which also works without a Trainer.
+    :class:`~lightning_mp.diagnostics.audit.watch.PrecisionWatch`, which also works without a Trainer.
 
     Args:
         batch: which training batch of a fit, from 0.
@@ -155,7 +154,7 @@ def _of_all_stages(
     """A stage without anything to train may have seen no backward, and comes here all the same."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (report, saw_backward))
-    with whole_again(pl_module):
+    with full_model(pl_module):
         names = [name for name, _ in named_modules(pl_module)]
     return join_stages([stage for stage, _ in told], names), any(seen for _, seen in told)
 

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.faults.heartbeat import Heartbeat
+from lightning_mp.distributed.heartbeat import Heartbeat
 
 __all__ = ["RankWatchdog"]
 

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
-from lightning_mp.agreed_flag import AgreedFlag
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
-from lightning_mp.seams import callbacks_of, set_callbacks
+from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.distributed.async_sum import AsyncAnyRank
 
 __all__ = ["StopAtBoundary"]
 
@@ -23,7 +23,7 @@ class StopAtBoundary(Callback):
     """Saves and ends the run at the next optimizer step after a signal, or after so much time.
 
     Lightning leaves on SIGTERM wherever it is, also inside an accumulation window, and writes nothing. Here the first
-    signal is remembered, the window is finished, ``stopped-step=<step>.ckpt`` is written beside the other checkpoints,
+    signal is remembered, the window is finished, ``stopped-step-<step>.ckpt`` is written beside the other checkpoints,
     and ``fit`` returns. A second signal does what it would have done without this callback. All ranks stop at the same
     step, also if one alone was told: they add up a flag after every step and read it one step later, so that nothing
     waits for it.
@@ -55,7 +55,7 @@ class StopAtBoundary(Callback):
         signals: Iterable[str] = ("SIGTERM",),
         max_seconds: float | None = None,
         dirpath: str | Path | None = None,
-        filename: str = "stopped-step={step}",
+        filename: str = "stopped-step-{step}",
     ) -> None:
         names = [signals] if isinstance(signals, str) else list(signals)
         unknown = [name for name in names if name not in signal.Signals.__members__]
@@ -73,7 +73,7 @@ class StopAtBoundary(Callback):
         except (AttributeError, IndexError, KeyError, ValueError):
             raise ValueError(
                 f"StopAtBoundary(filename={filename!r}): it must be a name in which only {{step}} is filled in, such as"
-                " 'stopped-step={step}' or 'last'."
+                " 'stopped-step-{step}' or 'last'."
             ) from None
         self.signals = tuple(names)
         self.max_seconds = max_seconds
@@ -83,7 +83,7 @@ class StopAtBoundary(Callback):
         self.path: Path | None = None
         self._asked_by: str | None = None
         self._previous: dict[int, Any] = {}
-        self._agreement = AgreedFlag()
+        self._agreement = AsyncAnyRank()
         self._started = 0.0
         self._step = 0
 
@@ -99,7 +99,7 @@ class StopAtBoundary(Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the signals, after Lightning has taken them, and starts the clock."""
         self.stopped_by = self._asked_by = self.path = None
-        self._agreement = AgreedFlag()
+        self._agreement = AsyncAnyRank()
         self._started = time.monotonic()
         if threading.current_thread() is threading.main_thread():
             for name in self.signals:

@@ -9,17 +9,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.callbacks._common import join_window_keeper, refuse_other_trainers
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
-from lightning_mp.outcome import StepDispatcher
-from lightning_mp.planning.quantities import parse_quantity
-from lightning_mp.seams import callbacks_of
-from lightning_mp.token_rates.cooldown_request import CooldownRequest
-from lightning_mp.token_rates.initial_rates import initial_rates, set_rates
-from lightning_mp.token_rates.run import LONGEST_COSINE, ScheduleRun, missed_end
-from lightning_mp.token_rates.schedules import TokenSchedule, WarmupStableDecay, check_schedule
-from lightning_mp.weighting import CountFunction, Weighting
-from lightning_mp.windows import WindowKeeper
+from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.lr_schedule.cooldown import CooldownRequest
+from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
+from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
+from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 __all__ = ["TokenLearningRate"]
 
@@ -63,7 +62,7 @@ class TokenLearningRate(Callback):
 
     Example:
         >>> from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
-        >>> from lightning_mp.token_rates.schedules import WarmupStableDecay
+        >>> from lightning_mp.lr_schedule.schedules import WarmupStableDecay
         >>> TokenLearningRate(WarmupStableDecay(warmup=0.01, decay=0.2), tokens="1.5B").tokens
         1500000000
     """
@@ -76,7 +75,7 @@ class TokenLearningRate(Callback):
         Weighting("auto", count)  # raises on a wrong argument now, not at set-up
         self.count = count
         self._run = ScheduleRun(schedule)
-        self._keeper: WindowKeeper | None = None
+        self._controller: AccumulationController | None = None
         self._request = CooldownRequest()
         self._cooldown = 0.0
         self._end_tokens = 0
@@ -105,19 +104,19 @@ class TokenLearningRate(Callback):
     @property
     def _trained_tokens(self) -> int:
         """Of all steps but the one at hand: the window of that one has just been closed, or is open."""
-        assert self._keeper is not None
-        return self._keeper.ledger.tokens_before_last_window - self._keeper.ledger.skipped_tokens
+        assert self._controller is not None
+        return self._controller.counter.tokens_before_last_window - self._controller.counter.skipped_tokens
 
     @property
     def _skips_are_made_up_for(self) -> bool:
-        assert self._keeper is not None
-        budget = self._keeper.requests.budget
+        assert self._controller is not None
+        budget = self._controller.requests.budget
         return budget is not None and budget.makes_up_for_skips
 
     def _advance(self, trained_tokens: int) -> float:
-        assert self._keeper is not None
+        assert self._controller is not None
         shorten = (self.tokens is None or self.is_cooling_down) and not self._skips_are_made_up_for
-        return self._run.advance(trained_tokens, self._keeper.ledger.skipped_tokens, skips_shorten=shorten)
+        return self._run.advance(trained_tokens, self._controller.counter.skipped_tokens, skips_shorten=shorten)
 
     # -- cooldown ------------------------------------------------------------------------------------------------------
 
@@ -158,9 +157,9 @@ class TokenLearningRate(Callback):
         self._request.amount = fraction
 
     def _begin_cooldown(self, trainer: "pl.Trainer") -> None:
-        assert self._keeper is not None
-        budget, trained = self._keeper.requests.budget, self._trained_tokens
-        spent = trained + (0 if self._skips_are_made_up_for else self._keeper.ledger.skipped_tokens)
+        assert self._controller is not None
+        budget, trained = self._controller.requests.budget, self._trained_tokens
+        spent = trained + (0 if self._skips_are_made_up_for else self._controller.counter.skipped_tokens)
         length, self._cooldown = CooldownRequest.tokens(self._cooldown, trained), 0.0
         if budget is not None:
             length = max(1, min(length, budget.tokens - spent))
@@ -174,8 +173,8 @@ class TokenLearningRate(Callback):
         )
 
     def _end_run(self, trainer: "pl.Trainer") -> None:
-        assert self._keeper is not None
-        self._keeper.end_at(self._end_tokens)
+        assert self._controller is not None
+        self._controller.end_at(self._end_tokens)
         for callback in callbacks_of(trainer):
             if isinstance(callback, ChinchillaBudget):
                 callback.budget_tokens = self._end_tokens
@@ -183,10 +182,10 @@ class TokenLearningRate(Callback):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Joins the window keeper, which counts."""
+        """Joins the accumulation controller, which counts."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
-            self._keeper = join_window_keeper(self, trainer, pl_module, self.count)
+            self._controller = join_window_controller(self, trainer, pl_module, self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses who else sets the rate, and puts itself before the optimizer's steps."""
@@ -210,8 +209,8 @@ class TokenLearningRate(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the horizon, goes on where a checkpoint was, and sets the first rate."""
-        assert self._keeper is not None
-        budget, ledger = self._keeper.requests.budget, self._keeper.ledger
+        assert self._controller is not None
+        budget, counter = self._controller.requests.budget, self._controller.counter
         horizon = self.tokens if self.tokens is not None else budget.tokens if budget is not None else None
         if horizon is None:
             raise MisconfigurationException(
@@ -219,17 +218,17 @@ class TokenLearningRate(Callback):
                 " tokens, tokens per parameter or flops; device_hours alone are no number of tokens."
             )
         self._first_batch, self._warned = True, bool(getattr(trainer, "fast_dev_run", False))
-        if trainer.global_step and not ledger.windows:
+        if trainer.global_step and not counter.windows:
             rank_zero_warn(
                 f"TokenLearningRate: nobody counted the tokens of the {trainer.global_step:,} steps before; the"
                 " schedule begins at 0 tokens."
             )
-        if getattr(trainer.precision_plugin, "scaler", None) is not None and StepDispatcher.of(trainer) is None:
+        if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeDispatcher.of(trainer) is None:
             rank_zero_warn(
                 f"TokenLearningRate: {type(trainer.precision_plugin).__name__} does not tell which steps it skips, so"
                 " their tokens count as trained on. Use a precision plugin of lightning_mp, or add OverflowMonitor()."
             )
-        if not ledger.windows:
+        if not counter.windows:
             self._run = ScheduleRun(self.schedule)
         self._begin(trainer, horizon)
         if budget is not None and not self.is_cooling_down:
@@ -237,12 +236,12 @@ class TokenLearningRate(Callback):
         self._set_rates(trainer)
 
     def _begin(self, trainer: "pl.Trainer", horizon: int) -> None:
-        assert self._keeper is not None
-        ledger, old_horizon = self._keeper.ledger, self.horizon_tokens
-        trained = ledger.tokens - ledger.skipped_tokens
+        assert self._controller is not None
+        counter, old_horizon = self._controller.counter, self.horizon_tokens
+        trained = counter.tokens - counter.skipped_tokens
         before = self._advance(trained) if old_horizon is not None else None
         shorten = self.tokens is None and not self._skips_are_made_up_for
-        self._run.begin(horizon, ledger.skipped_tokens, skips_shorten=shorten)
+        self._run.begin(horizon, counter.skipped_tokens, skips_shorten=shorten)
         now = self._advance(trained)
         if before is not None and abs(now - before) > 0.01 * max(now, before):
             rank_zero_warn(
@@ -252,7 +251,7 @@ class TokenLearningRate(Callback):
             )
         if self.is_cooling_down:
             self._end_run(trainer)
-            if self._keeper.budget_reached:
+            if self._controller.budget_reached:
                 trainer.should_stop = True
                 rank_zero_warn(
                     "TokenLearningRate: this run has ended with its cooldown. To train on, resume from a checkpoint"
@@ -261,9 +260,9 @@ class TokenLearningRate(Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if the run ended long before its schedule."""
-        assert self._keeper is not None
-        if self._keeper.requests.budget is None:
-            trained = self._keeper.ledger.tokens - self._keeper.ledger.skipped_tokens
+        assert self._controller is not None
+        if self._controller.requests.budget is None:
+            trained = self._controller.counter.tokens - self._controller.counter.skipped_tokens
             self._warn_of_a_missed_end(trained, f"the run ended after {trained:,} tokens")
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -285,12 +284,12 @@ class TokenLearningRate(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Lets ranks agree on a cooldown where a window opens; looks at the first batch."""
-        assert self._keeper is not None
+        assert self._controller is not None
         self._is_in_batch = True
         if self._first_batch:
             self._first_batch = False
             self._look_at(trainer, batch)
-        if not self._keeper.is_open:
+        if not self._controller.is_open:
             self._cooldown = self._request.agree(pl_module.device) or self._cooldown
 
     def on_before_optimizer_step(
@@ -316,7 +315,7 @@ class TokenLearningRate(Callback):
             self._set_step_rates(trainer)
 
     def _set_step_rates(self, trainer: "pl.Trainer") -> None:
-        assert self._keeper is not None
+        assert self._controller is not None
         self._advance(self._trained_tokens)
         if self._cooldown:
             self._begin_cooldown(trainer)
@@ -330,23 +329,23 @@ class TokenLearningRate(Callback):
 
     def _look_at(self, trainer: "pl.Trainer", batch: Any) -> None:
         """Refuses a batch without tokens; warns if the run will end far from the schedule's end."""
-        assert self._keeper is not None
-        assert self._keeper.weighting is not None
-        if not self._keeper.weighting.counts_tokens:
+        assert self._controller is not None
+        assert self._controller.requests.weighting is not None
+        if not self._controller.requests.weighting.counts_tokens:
             raise MisconfigurationException(
                 f"TokenLearningRate cannot count tokens in a batch of type {type(batch).__name__!r}: there is no"
                 " integer tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function"
                 " from a batch to its number of tokens."
             )
-        if self._keeper.requests.budget is not None:
+        if self._controller.requests.budget is not None:
             return
         micro_batches = []
         if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
             micro_batches.append(int(trainer.num_training_batches) * (trainer.max_epochs - trainer.current_epoch))
-        if trainer.max_steps != -1 and self._keeper.requests.schedule is None:
-            micro_batches.append((trainer.max_steps - trainer.global_step) * self._keeper.planned_micro_batches)
+        if trainer.max_steps != -1 and self._controller.requests.schedule is None:
+            micro_batches.append((trainer.max_steps - trainer.global_step) * self._controller.planned_micro_batches)
         if micro_batches:
-            tokens = self._keeper.ledger.tokens + min(micro_batches) * self._keeper.presented_tokens(batch)
+            tokens = self._controller.counter.tokens + min(micro_batches) * self._controller.presented_tokens(batch)
             # Padding is in it, and batches differ: only a horizon that is far too long can be told now.
             if self.horizon_tokens is not None and self.horizon_tokens > LONGEST_COSINE * tokens:
                 self._warn_of_a_missed_end(tokens, f"a run of batches like the first has about {tokens:,} tokens")
@@ -364,7 +363,7 @@ class TokenLearningRate(Callback):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is, and a cooldown that was asked for; tokens are in the keeper's ledger."""
+        """Where the schedule is, and a cooldown that was asked for; tokens are in the controller's counter."""
         return self._run.state_dict() | {
             "end_tokens": self._end_tokens,
             "cooldown_agreed": self._cooldown,

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
-from lightning_mp.formats import NumberFormat
-from lightning_mp.host_copy import HostCopy
-from lightning_mp.precision.gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
-from lightning_mp.underflow.activation_watch import ActivationWatch, leaf_modules
-from lightning_mp.underflow.exponents import narrow_format
-from lightning_mp.underflow.observation import UnderflowObservation, UnderflowSummary
-from lightning_mp.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
-from lightning_mp.underflow.table import ExponentTable
+from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.number_formats import NumberFormat
+from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
+from lightning_mp.diagnostics.underflow.exponents import narrow_format
+from lightning_mp.diagnostics.underflow.observation import UnderflowObservation, UnderflowSummary
+from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
+from lightning_mp.diagnostics.underflow.table import ExponentTable
 
 __all__ = ["UnderflowMonitor"]
 

@@ -19,20 +19,20 @@ from lightning_mp.callbacks import (
     TokenLearningRate,
     UnderflowMonitor,
 )
-from lightning_mp.faults.atomic_checkpoint import AtomicCheckpointIO
-from lightning_mp.faults.latest_checkpoint import latest_checkpoint
-from lightning_mp.loss_scaler import LossScaleFloorError, LossScaler
+from lightning_mp.checkpoints.atomic import AtomicCheckpointIO
+from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
+from lightning_mp.checkpoints.latest import latest_checkpoint
+from lightning_mp.gradients.comm_hook import reduced_precision_hook
+from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
 from lightning_mp.metrics import OverflowRate, TokenPerplexity, UnderflowFraction
-from lightning_mp.outcome import StepOutcome
+from lightning_mp.optimizer_step.outcome import StepOutcome
+from lightning_mp.pipelining.api import pipelined_loss, pipelined_metrics, pipelined_output
 from lightning_mp.pipelining.layers import PipelineLayer
-from lightning_mp.pipelining.pipelined import pipelined_loss, pipelined_metrics, pipelined_output
 from lightning_mp.planning import compute_optimal, fit_scaling_law
-from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
-from lightning_mp.reduced_precision import reduced_precision_hook
-from lightning_mp.sharding.consolidated import consolidate_checkpoint
+from lightning_mp.scaling.loss_scaler import LossScaleFloorError, LossScaler
 from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
-from lightning_mp.token_rates.schedules import WarmupCosine, WarmupStableDecay
 
 __all__ = [
     "AccumulationScheduler",

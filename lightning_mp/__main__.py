@@ -4,10 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_mp.demo.cli import OneLineParser, add_demo_command
-from lightning_mp.planning.cli_fit import add_fit_command
-from lightning_mp.planning.cli_layouts import add_layouts_command
-from lightning_mp.planning.cli_plan import add_plan_command
+from lightning_mp.cli.fit import add_fit_command
+from lightning_mp.cli.layouts import add_layouts_command
+from lightning_mp.cli.parser import OneLineParser
+from lightning_mp.cli.plan import add_plan_command
+from lightning_mp.demo.cli import add_demo_command
 
 __all__ = ["main"]
 

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_mp import seams
-from lightning_mp.faults.atomic_checkpoint import (
+from lightning_mp.checkpoints.atomic import (
     begin_checkpoint,
     commit_checkpoint,
     is_local,
@@ -28,30 +27,34 @@ from lightning_mp.faults.atomic_checkpoint import (
     standing_checkpoint,
     temporary_path,
 )
-from lightning_mp.norm_clipping import let_clip_over_meshes
-from lightning_mp.policy_rules import named_modules
-from lightning_mp.sharding.full_checkpoint import full_optimizer_state
-from lightning_mp.sharding.fused_columns import convert_optimizer_states
-from lightning_mp.sharding.known_models import Style
+from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states
+from lightning_mp.checkpoints.sharded import load_checkpoint, without_a_made_up_step
+from lightning_mp.checkpoints.single_file import full_optimizer_state
+from lightning_mp.core import private_sharding_api
+from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.gradients.clipping import let_clip_over_meshes
+from lightning_mp.gradients.ranks_alike import RanksAlike
+from lightning_mp.modules.names import named_modules
 from lightning_mp.sharding.rules import Shard, read_shard, unit_names
-from lightning_mp.sharding.sequence_parallel import check_sequence_styles
-from lightning_mp.sharding.sharded_checkpoint import load_checkpoint, without_a_made_up_step
-from lightning_mp.sharding.tensor_parallel_model import TensorParallelCut
-from lightning_mp.sharding.tensor_parallel_plan import Plan, check_divisible, read_plan, resolve_plan
 from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, forget_a_step_that_failed
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,
+    refuse_own_parallelism,
     refuse_scaler_of_torch,
     refuse_sync_batchnorm,
 )
+from lightning_mp.tensor_parallel.apply import TensorParallelCut
+from lightning_mp.tensor_parallel.known_models import Style
+from lightning_mp.tensor_parallel.plan import Plan, check_divisible, read_plan, resolve_plan
+from lightning_mp.tensor_parallel.sequence_parallel import check_sequence_styles
 
 __all__ = ["FSDP2Strategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class FSDP2Strategy(ModelParallelStrategy):
+class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     """Shards any LightningModule by FSDP2, cuts its layers by tensor parallelism, or both.
 
     .. code-block:: python
@@ -68,7 +71,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     that the rule is about becomes a unit: its weights are gathered before its forward and freed after it. The rest is
     gathered for the whole step. All parameters are DTensors from then on.
 
-    Precision comes from the plugin, see :func:`~lightning_mp.sharding.gathered_dtypes.gathered_dtypes`: with
+    Precision comes from the plugin, see :func:`~lightning_mp.sharding.all_gather_dtypes.gathered_dtypes`: with
     ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
     operation has the dtypes that it has on one device. Gradients are reduced in fp32; buffers are left alone. All
     ranks start from the weights of rank 0.
@@ -97,13 +100,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         tensor_parallel_size: over how many ranks each layer of the plan is cut; neighbouring ranks, so no more than a
             node has.
         tensor_parallel_plan: globs over names of layers to styles
-            (:func:`~lightning_mp.sharding.tensor_parallel_layers.cut_layer`), the first that fits wins; "auto" or None
+            (:func:`~lightning_mp.tensor_parallel.layers.cut_layer`), the first that fits wins; "auto" or None
             for Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``: attention runs on each rank's heads
             only, and the loss is computed on logits that stay cut by vocabulary (``F.cross_entropy`` and
             ``nn.CrossEntropyLoss``, also inside of transformers; in training whatever else looks at logits gets the
             whole, on all ranks together; in evaluation they are whole). "auto_sequence" cuts the sequence besides, in
-            and between blocks (:mod:`~lightning_mp.sharding.sequence_parallel`). Both can stand on the right of a
-            mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with another head, and "whole" leaves a
+            and between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can stand on the right of
+            a mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with another head, and "whole" leaves a
             layer as it is.
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
             spread them over that many ranks; None for what FSDP2 does.
@@ -115,8 +118,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         ValueError: if an argument cannot be read; at set-up, if a rule matches nothing, or sizes do not divide.
         MisconfigurationException: at set-up, if a module on the meta device has no ``reset_parameters``, the precision
             plugin cannot keep ranks together, a callback has copied the model (WeightAveraging, SWA), batch norms are
-            to be synchronised, or an earlier run has sharded the model over other sizes; at a checkpoint, if its path
-            is none of a mounted file system.
+            to be synchronised, or an earlier run has sharded the model over other sizes; at a step, if ranks have run
+            different units; at a checkpoint, if its path is none of a mounted file system.
 
     References:
         Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; Shoeybi et al., "Megatron-LM", 2019,
@@ -127,6 +130,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         >>> FSDP2Strategy(shard="model.blocks.*").unit_names
         ()
     """
+
+    kind = "strategy"
 
     def __init__(
         self,
@@ -164,6 +169,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
         self._methods: ForwardMethods | None = None
         self._lets_plugin_clip = False
+        self._ranks_alike: RanksAlike | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -184,7 +190,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"FSDP2Strategy(replicate_size={self.replicate_size}, tensor_parallel_size={self.tensor_parallel_size})"
                 f" needs a multiple of {parts} ranks, and the Trainer has {ranks} (devices x num_nodes)."
             )
-        seams.set_data_parallel_size(self, ranks // self.tensor_parallel_size)
+        private_sharding_api.set_data_parallel_size(self, ranks // self.tensor_parallel_size)
         super().setup_environment()
         tensor = self.device_mesh["tensor_parallel"] if self.tensor_parallel_size > 1 else None
         data = self.device_mesh["data_parallel"]
@@ -225,6 +231,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._ranks_alike = RanksAlike(trainer, self.optimizers)
         self.setup_precision_plugin()
         if self.tensor_parallel_size > 1:
             self._lets_plugin_clip = let_clip_over_meshes(self.precision_plugin)
@@ -233,6 +240,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def _shard(self, module: "pl.LightningModule") -> None:
         assert self._meshes is not None
+        refuse_own_parallelism(module, "FSDP2Strategy")
         names = unit_names(module, self.shard)
         data, tensor = self._meshes
         styles = resolve_plan(module, self.tensor_parallel_plan) if tensor is not None else {}
@@ -280,7 +288,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
         forget_a_step_that_failed(module)
         units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        rounded = [dtype for unit in units if (dtype := seams.sharding_param_dtype(unit)) is not None]
+        rounded = [dtype for unit in units if (dtype := private_sharding_api.sharding_param_dtype(unit)) is not None]
         precision = str(self.precision_plugin.precision)
         if rounded and not precision.startswith("bf16" if rounded[0] == torch.bfloat16 else "16"):
             raise MisconfigurationException(
@@ -290,6 +298,9 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Takes the wrappers of the step methods away; the model stays sharded."""
+        alike, self._ranks_alike = self._ranks_alike, None
+        if alike is not None:
+            alike.detach()
         methods, self._methods = self._methods, None
         if methods is not None:
             methods.detach()
@@ -297,6 +308,14 @@ class FSDP2Strategy(ModelParallelStrategy):
             del self.precision_plugin.clip_grad_by_norm
             self._lets_plugin_clip = False
         super().teardown()
+
+    def on_train_end(self) -> None:
+        """Makes sure that ranks were alike in the last step, too."""
+        self._settle_ranks()
+
+    def _settle_ranks(self) -> None:
+        if self._ranks_alike is not None:
+            self._ranks_alike.settle()
 
     def on_validation_end(self) -> None:
         """Frees the weights that are gathered for the whole of a step; no backward has done it."""
@@ -330,6 +349,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes beside the place where it belongs, and moves it there when all ranks are done."""
+        self._settle_ranks()
         path = self._local(self.broadcast(filepath))
         if self.is_global_zero:
             begin_checkpoint(path)

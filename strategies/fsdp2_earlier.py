@@ -33,8 +33,9 @@ def check_earlier_layout(module: nn.Module, wanted: Mapping[str, int], owner: st
         earlier = sizes.get(name, 1)
         if earlier != size:
             raise MisconfigurationException(
-                f"The model is sharded already with {name}_size={earlier}, and {owner} now has {name}_size={size}. Use"
-                " the sizes that it was sharded with, or make a new model and load its checkpoint."
+                f"The model is sharded already (by configure_model, or an earlier run) with {name}_size={earlier}, and"
+                f" {owner} now has {name}_size={size}. Use the sizes that it was sharded with, or make a new model and"
+                " load its checkpoint."
             )
 
 

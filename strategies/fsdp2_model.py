@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from lightning_mp import seams
-from lightning_mp.listed import listed
-from lightning_mp.policy_rules import named_modules
-from lightning_mp.policy_sharding import ShardingUnit, sharding_units
-from lightning_mp.sharding.gathered_dtypes import gathered_dtypes
-from lightning_mp.sharding.materialise import Materialiser, not_initialisable
+from lightning_mp.core import private_sharding_api
+from lightning_mp.core.messages import listed
+from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
+from lightning_mp.sharding.all_gather_dtypes import gathered_dtypes
+from lightning_mp.sharding.materialize import Materialiser, not_initialisable
+from lightning_mp.sharding.odd_parameters import refuse_odd_parameters, units_of_one_dtype
 from lightning_mp.sharding.rules import refuse_half_of_a_tie
-from lightning_mp.sharding.tensor_parallel_model import TensorParallelCut
+from lightning_mp.tensor_parallel.apply import TensorParallelCut
 
 __all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
 
@@ -59,10 +60,11 @@ def shard_model(
         reshard_after_forward: see ``fully_shard``.
 
     Raises:
-        MisconfigurationException: if a module on the meta device cannot be initialised, or, in manual optimization,
-            parameters are in no module that is called.
+        MisconfigurationException: if a module on the meta device cannot be initialised, parameters are complex or have
+            sparse gradients, or, in manual optimization, parameters are in no module that is called.
         ValueError: in manual optimization, if modules that are called one by one share a parameter.
     """
+    refuse_odd_parameters(module, "FSDP2Strategy")
     lost = not_initialisable(module)
     if lost:
         raise MisconfigurationException(
@@ -74,7 +76,7 @@ def shard_model(
     roots = [""] if module.automatic_optimization else _roots_in_manual_optimization(module, names)
     bring_to_life = Materialiser(device)
     done: set[int] = set()
-    for unit in units_for(module, [*names, *roots], plugin):
+    for unit in units_of_one_dtype(module, units_for(module, [*names, *roots], plugin)):
         owned = []
         for name in unit.modules:
             for part_name, part in named_modules(modules[name]):
@@ -91,6 +93,8 @@ def shard_model(
             mp_policy=unit.mixed_precision,
             reshard_after_forward=reshard_after_forward,
         )
+        for part in parts:
+            private_sharding_api.let_layers_rest(part)
     if cut is not None:
         cut.finish(device)
 
@@ -139,7 +143,7 @@ class ForwardMethods:
 def _with_weights_at_hand(module: FSDPModule, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with seams.without_forward_hooks_of_sharding(module):
+        with private_sharding_api.without_forward_hooks_of_sharding(module):
             return method(*args, **kwargs)
 
     return run

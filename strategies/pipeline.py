@@ -18,22 +18,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_mp.faults.atomic_checkpoint import AtomicCheckpointIO
-from lightning_mp.holds import InstanceMethod
-from lightning_mp.norm_clipping import clip_by_whole_norm_
-from lightning_mp.pipelining.chunks import ScheduleName
-from lightning_mp.pipelining.layers import read_layers
-from lightning_mp.pipelining.other_stage import Cut, cut_of, whole_again
-from lightning_mp.pipelining.pipeline import Pipeline
-from lightning_mp.precision.base import EpiloguePrecision
-from lightning_mp.stepping_ranks import SteppingRanks
-from lightning_mp.strategies.pipeline_checkpoints import (
+from lightning_mp.checkpoints.atomic import AtomicCheckpointIO
+from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.gradients.clipping import clip_by_whole_norm_
+from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.modules.stage_placeholder import Cut, cut_of, full_model
+from lightning_mp.pipelining.checkpoints import (
     OptimizerParts,
     gather_on_rank_zero,
     keep_own_parameters,
     own_state,
 )
-from lightning_mp.strategies.pipeline_gradients import StageGradients
+from lightning_mp.pipelining.gradients import StageGradients
+from lightning_mp.pipelining.layers import read_layers
+from lightning_mp.pipelining.layout import Pipeline
+from lightning_mp.pipelining.microbatches import ScheduleName
+from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.strategies.pipeline_setup import (
     check_earlier_cut,
     cut_into_stages,
@@ -52,7 +53,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _CHUNKS_PER_STAGE = 4
 
 
-class PipelineParallelStrategy(DDPStrategy):
+class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     r"""Cuts a model into stages, one after the other, that work on different parts of a batch at once. Experimental.
 
     .. code-block:: python
@@ -99,7 +100,7 @@ class PipelineParallelStrategy(DDPStrategy):
         stages: how many; None for one on every rank. The number of ranks must be a multiple of it.
         chunks: into how many chunks a batch is split, at most; None for 4 for each stage.
         schedule: "1f1b" or "gpipe".
-        cut_before: names of the layers that begin the second and later stages; None for stages of about equally many
+        split_points: names of the layers that begin the second and later stages; None for stages of about equally many
             parameters.
         process_group_backend: "nccl", "gloo"; None for the device's.
         timeout: of a collective operation.
@@ -121,13 +122,15 @@ class PipelineParallelStrategy(DDPStrategy):
         '1f1b'
     """
 
+    kind = "strategy"
+
     def __init__(
         self,
         stages: int | None = None,
         chunks: int | None = None,
         *,
         schedule: ScheduleName = "1f1b",
-        cut_before: Sequence[str] | None = None,
+        split_points: Sequence[str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = _DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -149,13 +152,13 @@ class PipelineParallelStrategy(DDPStrategy):
         self.stages = stages
         self.chunks = chunks
         self.schedule: ScheduleName = schedule
-        self.cut_before = read_cuts(cut_before)
+        self.split_points = read_cuts(split_points)
         self.pipeline_runner: PipelineRunner | None = None
         self._mesh: DeviceMesh | None = None
         self._cut: Cut | None = None
         self._parts: dict[Optimizer, OptimizerParts] = {}
         self._gradients: StageGradients | None = None
-        self._clipping: InstanceMethod | None = None
+        self._clipping: InstancePatch | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -176,10 +179,10 @@ class PipelineParallelStrategy(DDPStrategy):
         """All stages of one copy see the same data."""
         return {"num_replicas": self.replicas, "rank": self.global_rank % self.replicas}
 
-    def stepping_ranks(self) -> SteppingRanks:
+    def gradient_replication(self) -> GradientReplication:
         """All ranks step or skip together; a stage's parameters are on its ranks."""
         tied = self._gradients.number_of_stages if self._gradients is not None else {}
-        return SteppingRanks(None, self.replicas, self.replicas, tied)
+        return GradientReplication(None, self.replicas, self.replicas, tied)
 
     def whole_optimizer(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None, int]]:
         """Name of every parameter of the whole optimizer, the parameter if it is here, and on how many ranks it is."""
@@ -239,9 +242,9 @@ class PipelineParallelStrategy(DDPStrategy):
         stage, stages = self._mesh.get_local_rank("pipeline"), self._mesh.size(0)
         self._cut = cut = cut_of(module)
         if cut is not None:
-            check_earlier_cut(cut, stage, stages, self.cut_before)
+            check_earlier_cut(cut, stage, stages, self.split_points)
         else:
-            self._cut = cut = cut_into_stages(module, stage, stages, self.cut_before, self.root_device)
+            self._cut = cut = cut_into_stages(module, stage, stages, self.split_points, self.root_device)
             rank_zero_info(description(cut, chunks=chunks, replicas=self.replicas, schedule=self.schedule))
         self.model = module
         self.precision_plugin.convert_module(module)
@@ -263,15 +266,15 @@ class PipelineParallelStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         # Ours clip by the norm of the whole model; Lightning's by that of what a rank holds.
-        self._clipping = InstanceMethod(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
+        self._clipping = InstancePatch(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_whole_norm_(optimizer, float(clip_val), self.stepping_ranks(), self.root_device)
+        clip_by_whole_norm_(optimizer, float(clip_val), self.gradient_replication(), self.root_device)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Lets ``configure_optimizers`` see the whole model, and leaves each optimizer what this stage holds."""
         assert self.lightning_module is not None
-        with whole_again(self.lightning_module):
+        with full_model(self.lightning_module):
             super().setup_optimizers(trainer)
             names = dict(self.lightning_module.named_parameters())
         own = {id(p) for p in self.lightning_module.parameters()}
@@ -286,7 +289,7 @@ class PipelineParallelStrategy(DDPStrategy):
         module = self.lightning_module
         # After a set-up that failed: Lightning moves the module to the CPU, which would end in an error of its own.
         without_memory = module is not None and any(p.is_meta for p in module.parameters())
-        stays = InstanceMethod(module, "cpu", lambda: module) if without_memory else None
+        stays = InstancePatch(module, "cpu", lambda: module) if without_memory else None
         try:
             super().teardown()
         finally:
@@ -296,7 +299,7 @@ class PipelineParallelStrategy(DDPStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _backward_context(self) -> AbstractContextManager[Any]:
-        if isinstance(self.precision_plugin, EpiloguePrecision):
+        if isinstance(self.precision_plugin, GradientStepPrecision):
             return self.precision_plugin.backward_context()
         return torch.autocast(self.root_device.type, enabled=False)
 

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.pipelining.cut_points import named_cuts
-from lightning_mp.pipelining.cutting import cut_model, first_layers
+from lightning_mp.modules.stage_placeholder import Cut
 from lightning_mp.pipelining.layers import read_layers
-from lightning_mp.pipelining.other_stage import Cut
-from lightning_mp.planning.pipeline_bubble import bubble_fraction
-from lightning_mp.sharding.materialise import Materialiser, not_initialisable
+from lightning_mp.pipelining.partition import cut_model, first_layers
+from lightning_mp.pipelining.partition_points import named_cuts
+from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
+from lightning_mp.sharding.materialize import Materialiser, not_initialisable
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,
     refuse_scaler_of_torch,
@@ -47,7 +47,7 @@ def refuse_arguments_about_ddp(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def read_cuts(cut_before: Sequence[str] | None) -> tuple[str, ...] | None:
+def read_cuts(split_points: Sequence[str] | None) -> tuple[str, ...] | None:
     """Checks the argument; a name alone is one cut.
 
     Raises:
@@ -57,12 +57,12 @@ def read_cuts(cut_before: Sequence[str] | None) -> tuple[str, ...] | None:
         >>> read_cuts("blocks.2"), read_cuts(["blocks.1", "blocks.2"])
         (('blocks.2',), ('blocks.1', 'blocks.2'))
     """
-    cuts = (cut_before,) if isinstance(cut_before, str) else cut_before
+    cuts = (split_points,) if isinstance(split_points, str) else split_points
     if cuts is None:
         return None
     if not isinstance(cuts, Sequence) or not all(isinstance(name, str) for name in cuts):
         raise ValueError(
-            f"PipelineParallelStrategy(cut_before={cut_before!r}): it must be names of layers, those that begin the"
+            f"PipelineParallelStrategy(split_points={split_points!r}): it must be names of layers, those that begin the"
             " second and later stages, as in ['blocks.4', 'blocks.8']."
         )
     return tuple(cuts)
@@ -81,7 +81,7 @@ def refuse_what_cannot_be_cut(trainer: "pl.Trainer", strategy: ParallelStrategy)
     refuse_copies_of_the_model(trainer, owner, "it is cut")
 
 
-def check_earlier_cut(earlier: Cut, stage: int, stages: int, cut_before: Sequence[str] | None) -> None:
+def check_earlier_cut(earlier: Cut, stage: int, stages: int, split_points: Sequence[str] | None) -> None:
     """A second run of the same module keeps its stages.
 
     Raises:
@@ -92,16 +92,16 @@ def check_earlier_cut(earlier: Cut, stage: int, stages: int, cut_before: Sequenc
             f"The model was cut into {earlier.stages} stages by an earlier run, and this one wants {stages}. Make a new"
             " model and load its checkpoint."
         )
-    if cut_before is not None and named_cuts(earlier.layer_names, cut_before, stages) != list(earlier.first_layers):
+    if split_points is not None and named_cuts(earlier.layer_names, split_points, stages) != list(earlier.first_layers):
         begins = [earlier.layer_names[first] for first in earlier.first_layers[1:]]
         raise MisconfigurationException(
-            f"The model was cut before {begins} by an earlier run, and this one wants cut_before={list(cut_before)!r}."
-            " Make a new model and load its checkpoint."
+            f"The model was cut before {begins} by an earlier run, and this one wants"
+            f" split_points={list(split_points)!r}. Make a new model and load its checkpoint."
         )
 
 
 def cut_into_stages(
-    module: "pl.LightningModule", stage: int, stages: int, cut_before: Sequence[str] | None, device: torch.device
+    module: "pl.LightningModule", stage: int, stages: int, split_points: Sequence[str] | None, device: torch.device
 ) -> Cut:
     """Gives all weights the values of rank 0 and keeps those of one stage.
 
@@ -111,7 +111,7 @@ def cut_into_stages(
             ``reset_parameters``.
     """
     layers = read_layers(module)
-    cuts = first_layers(module, layers, stages, cut_before)
+    cuts = first_layers(module, layers, stages, split_points)
     lost = not_initialisable(module)
     if lost:
         raise MisconfigurationException(

@@ -7,13 +7,14 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.reduced_precision import ReducedDtype, reduced_precision_hook
+from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.gradients.comm_hook import ReducedDtype, reduced_precision_hook
 
 __all__ = ["ReducedPrecisionDDPStrategy"]
 
 
-class ReducedPrecisionDDPStrategy(DDPStrategy):
-    """``DDPStrategy`` with a :func:`~lightning_mp.reduced_precision.reduced_precision_hook`.
+class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
+    """``DDPStrategy`` with a :func:`~lightning_mp.gradients.comm_hook.reduced_precision_hook`.
 
     Also by name: ``Trainer(strategy="mp_ddp_bf16_reduce")`` and ``"mp_ddp_fp16_reduce"``, once ``lightning_mp`` is
     imported. Unlike ``DDPStrategy(ddp_comm_hook=...)``, which is silently without the hook on everything but CUDA, it
@@ -32,6 +33,8 @@ class ReducedPrecisionDDPStrategy(DDPStrategy):
         >>> from lightning_mp.strategies import ReducedPrecisionDDPStrategy
         >>> strategy = ReducedPrecisionDDPStrategy("bf16", gradient_as_bucket_view=True)
     """
+
+    kind = "strategy"
 
     def __init__(self, dtype: ReducedDtype, **kwargs: Any) -> None:
         self._hook = reduced_precision_hook(dtype)

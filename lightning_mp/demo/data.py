@@ -1,11 +1,335 @@
-"""The corpus as Lightning takes it: a data module that knows its rank."""
+"""Text to train on, the Python standard library's own source or a file, and batches of it. One byte is one token."""
+
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from torch import Tensor
 
-from lightning_mp.demo.batches import HeldOutBatches, TextBatches
-from lightning_mp.demo.text import Corpus
+__all__ = [
+    "Corpus",
+    "HeldOutBatches",
+    "TextBatches",
+    "TextData",
+    "cut_blocks",
+    "from_bytes",
+    "load_file",
+    "load_standard_library",
+    "require_blocks",
+]
 
-__all__ = ["TextData"]
+#: Of 20 files (or of 20 equal parts of one file) one is held out.
+VALIDATION_SHARE = 20
+
+#: Read at most this much of the standard library, so that the start takes well under two seconds.
+MAX_BYTES = 16 * 2**20
+
+# Tests, vendored or generated tables, and what is not part of the library.
+_SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "dist-packages", "encodings", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text in two parts that share nothing.
+
+    Attributes:
+        train: Bytes to train on, uint8 ``[train_bytes]``.
+        validation: Held-out bytes, uint8 ``[validation_bytes]``.
+        source: Where the text comes from, in words.
+    """
+
+    train: Tensor
+    validation: Tensor
+    source: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of both parts, 16 hexadecimal digits: tells whether two runs see the same text."""
+        sha = hashlib.sha256()
+        for part in (self.train, self.validation):
+            sha.update(len(part).to_bytes(8, "little"))
+            sha.update(part.numpy().tobytes())
+        return sha.hexdigest()[:16]
+
+
+def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) -> Corpus:
+    """Reads the source of Python's standard library, in the order of its file names; every 20th file is held out.
+
+    Files with the same content are read once, so none is on both sides.
+
+    Args:
+        root: Folder of ``*.py`` files; None takes ``sysconfig.get_path("stdlib")``.
+        max_bytes: Stop reading after this much.
+
+    Raises:
+        ValueError: If there are not even 20 different files.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    files = list(_distinct_contents(sorted(_source_files(root)), max_bytes))
+    if len(files) < VALIDATION_SHARE:
+        raise ValueError(
+            f"{root} holds {len(files)} Python source files, and at least {VALIDATION_SHARE} are needed: "
+            "this Python comes without its library's source; give a text of your own with --text FILE."
+        )
+    train = [content for index, content in enumerate(files) if index % VALIDATION_SHARE != VALIDATION_SHARE - 1]
+    held_out = files[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
+    source = f"{len(files)} source files of the Python {platform.python_version()} standard library"
+    return Corpus(_as_tokens(b"".join(train)), _as_tokens(b"".join(held_out)), source)
+
+
+def load_file(path: Path) -> Corpus:
+    """Reads one file, of any encoding; its last twentieth is held out.
+
+    Raises:
+        ValueError: If it cannot be read or is empty.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"the text {str(path)!r} cannot be read ({error.strerror or error}): give a readable file with --text FILE."
+        ) from error
+    if not content:
+        raise ValueError(f"the text {str(path)!r} is empty: give a file with some text in it with --text FILE.")
+    return from_bytes(content, path.name)
+
+
+def from_bytes(content: bytes, source: str) -> Corpus:
+    """Splits a text: the last twentieth is held out.
+
+    Example:
+        >>> corpus = from_bytes(bytes(range(100)), "a hundred bytes")
+        >>> len(corpus.train), corpus.validation
+        (95, tensor([95, 96, 97, 98, 99], dtype=torch.uint8))
+    """
+    tokens = _as_tokens(content)
+    cut = len(tokens) - max(1, len(tokens) // VALIDATION_SHARE)
+    return Corpus(tokens[:cut], tokens[cut:], source)
+
+
+def require_blocks(corpus: Corpus, *, block_tokens: int, train_blocks: int, validation_blocks: int) -> None:
+    """Refuses a text that does not fill one training batch and one validation batch.
+
+    Args:
+        corpus: The text.
+        block_tokens: Length of a sequence.
+        train_blocks: Sequences of one training batch over all ranks.
+        validation_blocks: Sequences of one validation batch over all ranks.
+
+    Raises:
+        ValueError: If the text is too small.
+    """
+    train_bytes, validation_bytes = train_blocks * block_tokens + 1, validation_blocks * block_tokens + 1
+    if len(corpus.train) >= train_bytes and len(corpus.validation) >= validation_bytes:
+        return
+    total = len(corpus.train) + len(corpus.validation)
+    needed = max(VALIDATION_SHARE * validation_bytes, train_bytes + (train_bytes - 1) // (VALIDATION_SHARE - 1))
+    raise ValueError(
+        f"the text ({corpus.source}) has {total:,} bytes, too few for one batch of {train_blocks} x {block_tokens} "
+        f"tokens and {validation_blocks} held-out sequences: give a text of at least {needed:,} bytes with --text FILE "
+        "or a smaller --batch-size."
+    )
+
+
+def _source_files(root: Path) -> Iterator[str]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "-" not in name]
+        yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))
+
+
+def _distinct_contents(paths: Sequence[str], max_bytes: int) -> Iterator[bytes]:
+    seen: set[bytes] = set()
+    read_bytes = 0
+    for path in paths:
+        try:
+            content = Path(path).read_bytes()
+        except OSError:
+            continue
+        key = hashlib.sha256(content).digest()
+        if not content or key in seen:
+            continue
+        seen.add(key)
+        read_bytes += len(content)
+        if read_bytes > max_bytes:
+            return
+        yield content
+
+
+def _as_tokens(content: bytes) -> Tensor:
+    # frombuffer shares memory and refuses an empty buffer; a bytearray makes the tensor writable.
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def cut_blocks(text: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
+    """Cuts a text into inputs and the tokens that follow them.
+
+    Args:
+        text: Tokens, ``[num_tokens]``.
+        block_tokens: Length of a block.
+
+    Returns:
+        Inputs and labels, both ``[num_blocks, block_tokens]``, views of ``text``; the tail that fills no block is left
+        out.
+
+    Example:
+        >>> inputs, labels = cut_blocks(torch.arange(8), 3)
+        >>> inputs.tolist(), labels.tolist()
+        ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
+    """
+    num_blocks = max(0, (len(text) - 1) // block_tokens)
+    used = num_blocks * block_tokens
+    return text[:used].view(num_blocks, block_tokens), text[1 : used + 1].view(num_blocks, block_tokens)
+
+
+class TextBatches:
+    """Training batches ``[inputs, labels]``, int64 ``[batch_size, block_tokens]`` each.
+
+    Every pass over the text takes its blocks in an order drawn from ``(seed, pass)``; a global batch is the next
+    ``batch_size * world_size`` of them, and each rank takes its own part. The order does not depend on anything else,
+    so the only state is the number of batches served. Lightning keeps it in the checkpoint through ``state_dict``.
+
+    It is a sized iterable and no ``DataLoader``: Lightning adds no sampler to it. One iteration serves ``num_batches``,
+    over as many passes as that takes; the iteration after it goes on where it ended.
+
+    Args:
+        text: uint8 ``[num_tokens]``.
+        batch_size: Sequences per batch and rank.
+        block_tokens: Tokens per sequence.
+        num_batches: Length of one iteration; None for one pass over the text.
+        seed: Chooses the order.
+        rank: This process.
+        world_size: Number of processes.
+
+    Raises:
+        ValueError: If the text does not fill one global batch.
+
+    Example:
+        >>> batches = TextBatches(torch.arange(17, dtype=torch.uint8), batch_size=2, block_tokens=4)
+        >>> len(batches), [inputs.shape for inputs, labels in batches]
+        (2, [torch.Size([2, 4]), torch.Size([2, 4])])
+    """
+
+    def __init__(
+        self,
+        text: Tensor,
+        *,
+        batch_size: int,
+        block_tokens: int,
+        num_batches: int | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._inputs, self._labels = cut_blocks(text, block_tokens)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self.batches_per_pass = len(self._inputs) // (batch_size * world_size)
+        if self.batches_per_pass == 0:
+            raise ValueError(
+                f"the text has {len(self._inputs)} blocks of {block_tokens} tokens, and one batch over all ranks needs "
+                f"{batch_size * world_size}: give more text or a smaller batch size."
+            )
+        self._num_batches = self.batches_per_pass if num_batches is None else num_batches
+        self._served = 0
+        self._order: tuple[int, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        end = (self._served // self._num_batches + 1) * self._num_batches
+        while self._served < end:
+            batch = self._batch(self._served)
+            # Counted before it is handed out: a checkpoint written after training on it must not serve it again.
+            self._served += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of batches served, and how large a global batch is."""
+        return {"served": self._served, "global_batch_size": self._batch_size * self._world_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after the last batch served.
+
+        Raises:
+            ValueError: If the batches were of another size over all ranks.
+        """
+        global_batch_size = self._batch_size * self._world_size
+        if state_dict["global_batch_size"] != global_batch_size:
+            raise ValueError(
+                f"the checkpoint was written with batches of {state_dict['global_batch_size']} sequences over all "
+                f"ranks, and this run has {global_batch_size}: resume with the same --batch-size and --devices."
+            )
+        self._served = state_dict["served"]
+
+    def _batch(self, index: int) -> list[Tensor]:
+        pass_index, position = divmod(index, self.batches_per_pass)
+        first = (position * self._world_size + self._rank) * self._batch_size
+        blocks = self._order_of(pass_index)[first : first + self._batch_size]
+        return [self._inputs[blocks].long(), self._labels[blocks].long()]
+
+    def _order_of(self, pass_index: int) -> Tensor:
+        if self._order is None or self._order[0] != pass_index:
+            # A prime far above any number of passes keeps (seed, pass) pairs apart.
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + pass_index)
+            self._order = pass_index, torch.randperm(len(self._inputs), generator=generator)
+        return self._order[1]
+
+
+class HeldOutBatches:
+    """The same validation batches every time, spread evenly over the held-out text.
+
+    Args:
+        text: uint8 ``[num_tokens]``.
+        batch_size: Sequences per batch and rank, fewer if the text is short.
+        block_tokens: Tokens per sequence.
+        max_batches: At most this many batches per rank.
+        rank: This process.
+        world_size: Number of processes.
+
+    Raises:
+        ValueError: If there is not one sequence for every rank.
+    """
+
+    def __init__(
+        self,
+        text: Tensor,
+        *,
+        batch_size: int,
+        block_tokens: int,
+        max_batches: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._inputs, self._labels = cut_blocks(text, block_tokens)
+        num_blocks = len(self._inputs)
+        if num_blocks < world_size:
+            raise ValueError(
+                f"the held-out text has {num_blocks} blocks of {block_tokens} tokens, and {world_size} are needed, one "
+                "for every rank: give more text."
+            )
+        batch_size = min(batch_size, num_blocks // world_size)
+        num_batches = min(max_batches, num_blocks // (batch_size * world_size))
+        chosen = torch.linspace(0, num_blocks - 1, num_batches * batch_size * world_size).long()
+        self._batches = chosen.view(world_size, num_batches, batch_size)[rank]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for blocks in self._batches:
+            yield [self._inputs[blocks].long(), self._labels[blocks].long()]
 
 
 class TextData(pl.LightningDataModule):
@@ -41,25 +365,27 @@ class TextData(pl.LightningDataModule):
 
     def train_dataloader(self) -> TextBatches:
         """This rank's part of the training batches."""
-        assert self.trainer is not None
         return TextBatches(
             self._corpus.train,
             batch_size=self._batch_size,
             block_tokens=self._block_tokens,
             num_batches=self._num_batches,
             seed=self._seed,
-            rank=self.trainer.global_rank,
-            world_size=self.trainer.world_size,
+            **self._part(),
         )
 
     def val_dataloader(self) -> HeldOutBatches:
         """This rank's part of the validation batches."""
-        assert self.trainer is not None
         return HeldOutBatches(
             self._corpus.validation,
             batch_size=self._batch_size,
             block_tokens=self._block_tokens,
             max_batches=self._max_validation_batches,
-            rank=self.trainer.global_rank,
-            world_size=self.trainer.world_size,
+            **self._part(),
         )
+
+    def _part(self) -> dict[str, int]:
+        """Which part of every batch this rank takes: ranks that hold parts of one copy of the model take the same."""
+        assert self.trainer is not None
+        sampler = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return {"rank": sampler["rank"], "world_size": sampler["num_replicas"]}

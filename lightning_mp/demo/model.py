@@ -1,12 +1,15 @@
-"""A small GPT: pre-norm blocks, causal attention, tied head, no biases."""
+"""A small GPT (pre-norm blocks, causal attention, tied head, no biases), and text written by it."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+__all__ = ["generate"]
 
 _WIDTH_STEP = 16  # matmul dimensions in multiples of 16 suit every 16-bit and fp8 kernel
 _SIZE_TOLERANCE = 0.05
@@ -205,19 +208,61 @@ class GPT(nn.Module):
         Raises:
             ValueError: If the sequence is longer than ``block_tokens``.
         """
+        x = self.embed(idx)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.final_norm(x))
+        return logits
+
+    def embed(self, idx: Tensor) -> Tensor:
+        """Token ids ``[batch, tokens]`` to ``[batch, tokens, width]``."""
         tokens = idx.shape[-1]
         if tokens > self.config.block_tokens:
             raise ValueError(
                 f"a sequence of {tokens} tokens was given to a model for at most {self.config.block_tokens}: "
                 "cut it, or build the model with a larger block_tokens."
             )
-        x = self.token_embedding(idx) + self.position_embedding.weight[:tokens]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.final_norm(x))
-        return logits
+        embedded: Tensor = self.token_embedding(idx) + self.position_embedding.weight[:tokens]
+        return embedded
 
 
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=_INIT_STD)
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, prompt: bytes, num_tokens: int, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+) -> bytes:
+    """Continues a text byte by byte, on the CPU or wherever the model is.
+
+    Args:
+        model: A model over bytes.
+        prompt: What to continue, at least one byte.
+        num_tokens: How much to write.
+        temperature: Below 1 favours what is likely.
+        top_k: Only this many most likely bytes are drawn from.
+        seed: For the draws.
+
+    Returns:
+        Prompt and continuation.
+
+    Raises:
+        ValueError: If the prompt is empty.
+    """
+    if not prompt:
+        raise ValueError("generate() got an empty prompt: give at least one byte to continue.")
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor(list(prompt), device=device)
+    for _ in range(num_tokens):
+        logits = model(tokens[None, -model.config.block_tokens :])[0, -1]
+        tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator).to(device)])
+    return bytes(tokens.tolist())
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
+    values, indices = logits.float().cpu().topk(min(top_k, logits.numel()))
+    chosen = torch.multinomial((values / temperature).softmax(dim=-1), 1, generator=generator)
+    return indices[chosen]

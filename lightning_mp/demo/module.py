@@ -5,15 +5,20 @@ from functools import partial
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.types import OptimizerConfig, OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mp.demo.learning_rate import warmup_cosine
 from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupCosine
+from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.pipelining.api import pipelined_loss
+from lightning_mp.pipelining.layers import PipelineLayer
 
 __all__ = ["LanguageModel"]
 
@@ -25,8 +30,7 @@ _PLAIN_ATTENTION_MAX_TOKENS = 256
 class LanguageModel(pl.LightningModule):
     """Trains a GPT on batches ``[inputs, labels]``, int64 ``[batch, tokens]``; label -100 is left out of the loss.
 
-    AdamW with weight decay on matrices only, linear warm-up and cosine over ``total_steps`` optimizer steps. Logs
-    ``train/loss`` and ``val/loss`` in nats per token.
+    AdamW with weight decay on matrices only. Logs ``train/loss`` and ``val/loss`` in nats per token.
 
     Args:
         layers: See :class:`~lightning_mp.demo.model.GPTConfig`.
@@ -35,8 +39,9 @@ class LanguageModel(pl.LightningModule):
         block_tokens: See there.
         vocab: See there.
         learning_rate: Peak learning rate.
-        total_steps: Optimizer steps of the run.
-        warmup_steps: Steps until the peak.
+        total_steps: Optimizer steps over which the rate warms up and falls along a cosine; None leaves it to
+            ``TokenLearningRate``.
+        warmup_steps: Of these, until the peak.
         weight_decay: Decoupled weight decay of the matrices.
 
     Example:
@@ -53,7 +58,7 @@ class LanguageModel(pl.LightningModule):
         block_tokens: int = 128,
         vocab: int = 256,
         learning_rate: float = 1e-3,
-        total_steps: int = 1000,
+        total_steps: int | None = 1000,
         warmup_steps: int = 50,
         weight_decay: float = 0.1,
     ) -> None:
@@ -61,7 +66,9 @@ class LanguageModel(pl.LightningModule):
         self.save_hyperparameters()
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
-        self.factor = partial(warmup_cosine, warmup_steps=warmup_steps, total_steps=total_steps)
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
+        self._is_pipelined = False
         self.model = GPT(GPTConfig(layers, heads, width, block_tokens, vocab))
 
     def forward(self, idx: Tensor) -> Tensor:
@@ -72,8 +79,33 @@ class LanguageModel(pl.LightningModule):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         """Mean cross-entropy over the labels other than -100, in nats, in fp32."""
-        inputs, labels = batch
-        return F.cross_entropy(self(inputs).flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        if not self._is_pipelined:
+            return self.pipeline_loss(self(batch[0]), batch)
+        with self._attention_kernel():
+            return pipelined_loss(self, batch)
+
+    def pipeline_loss(self, logits: Tensor, batch: list[Tensor]) -> Tensor:
+        """The loss from logits ``[batch, tokens, vocab]``."""
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten(), ignore_index=-100)
+
+    def pipeline_layers(self) -> list[nn.Module | PipelineLayer]:
+        """What ``PipelineParallelStrategy`` cuts into stages."""
+        model = self.model
+
+        def embed(idx: Tensor, batch: list[Tensor]) -> Tensor:
+            return model.embed(idx)
+
+        first = PipelineLayer(embed, model.token_embedding, model.position_embedding)
+        return [first, *model.blocks, model.final_norm, model.head]
+
+    def configure_model(self) -> None:
+        """Shards the model under Lightning's own ``ModelParallelStrategy``, which leaves that to the module."""
+        self._is_pipelined = is_pipelined(self.trainer)
+        if type(self.trainer.strategy) is not ModelParallelStrategy or isinstance(self.model, FSDPModule):
+            return
+        assert self.device_mesh is not None
+        for part in (*self.model.blocks, self.model):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The loss; besides, for whoever records it, the same undivided and its number of labels."""
@@ -85,22 +117,30 @@ class LanguageModel(pl.LightningModule):
         """Logs the mean over all ranks and batches, which are all of one size."""
         self.log("val/loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW, fused where torch has it, and its schedule by optimizer step."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
+    def configure_optimizers(self) -> OptimizerConfig | OptimizerLRSchedulerConfig:
+        """AdamW, fused where torch has it, and perhaps its schedule by optimizer step."""
+        # by name, since under FSDP1 every parameter is a flat shard
+        matrices = [p for name, p in self.named_parameters() if "norm" not in name]
+        norms = [p for name, p in self.named_parameters() if "norm" in name]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": norms, "weight_decay": 0.0},
         ]
         fused = self.device.type in ("cpu", "cuda")
         optimizer = AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95), fused=fused)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.factor), "interval": "step"},
-        }
+        if self.total_steps is None:
+            return {"optimizer": optimizer}
+        factor = partial(_factor, WarmupCosine(self.warmup_steps / self.total_steps), self.total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def _attention_kernel(self) -> AbstractContextManager[None]:
-        on_cpu_in_16_bit = self.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+        in_16_bit = torch.is_autocast_enabled("cpu") or next(self.parameters()).dtype != torch.float32
+        on_cpu_in_16_bit = self.device.type == "cpu" and in_16_bit
         if on_cpu_in_16_bit and self.model.config.block_tokens <= _PLAIN_ATTENTION_MAX_TOKENS:
             return sdpa_kernel(SDPBackend.MATH)
         return nullcontext()
+
+
+def _factor(schedule: TokenSchedule, total_steps: int, step: int) -> float:
+    """On the learning rate of the step after so many."""
+    return schedule((step + 1) / total_steps)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mp.gradients import accumulation_dtype
+from lightning_mp.gradients.gradient_ops import accumulation_dtype
 
 __all__ = ["TokenPerplexity", "token_perplexity"]
 

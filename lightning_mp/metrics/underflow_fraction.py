@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mp.formats import NumberFormat, number_format
-from lightning_mp.gradients import accumulation_dtype, local_shard
+from lightning_mp.core.number_formats import NumberFormat, number_format
+from lightning_mp.gradients.gradient_ops import accumulation_dtype, local_shard
 
 __all__ = ["UnderflowFraction", "underflow_fraction"]
 
@@ -17,7 +17,7 @@ def underflow_fraction(
 ) -> Tensor:
     """Share of the non-zero values whose product with ``scale`` becomes 0 in a format.
 
-    It is :attr:`FractionLost.zero <lightning_mp.formats.FractionLost>` without waiting for the device.
+    It is :attr:`FractionLost.zero <lightning_mp.core.number_formats.FractionLost>` without waiting for the device.
 
     Args:
         values: floating-point tensor of any shape; of a DTensor the local shard.
@@ -47,7 +47,7 @@ class UnderflowFraction(Metric):
     each rank its own shard or batch. Of copies (gradients under DDP) the ratio is that of one.
 
     Args:
-        target: the format, see :data:`lightning_mp.formats.FORMATS`.
+        target: the format, see :data:`lightning_mp.core.number_formats.FORMATS`.
         kwargs: of every ``torchmetrics.Metric``.
 
     Raises:

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_mp.listed import listed
-from lightning_mp.policy_rules import named_modules, near_misses
+from lightning_mp.core.messages import listed
+from lightning_mp.modules.names import named_modules, near_misses
 
 __all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers", "run_layers"]
 

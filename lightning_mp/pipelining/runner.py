@@ -13,20 +13,20 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from lightning_mp import batch_counts
-from lightning_mp.holds import InstanceMethod
-from lightning_mp.micro_batches.chunked_step import chunk_shares, weighting_of
-from lightning_mp.micro_batches.ready_gradients import factor_of_backward, loss_with_gradients
-from lightning_mp.micro_batches.split import Chunk
-from lightning_mp.module_state import gradients_set_aside
-from lightning_mp.nested_tensors import tensors_in
-from lightning_mp.pipelining.chunks import chunks_of, refuse_other_batches, signature
-from lightning_mp.pipelining.last_stage import LastStage
+from lightning_mp.accumulation.batch_split import Chunk
+from lightning_mp.accumulation.chunked_step import chunk_shares, weighting_of
+from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
+from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.modules.state import gradients_set_aside
+from lightning_mp.pipelining.broadcast import LastStageBroadcast
 from lightning_mp.pipelining.layers import Layer, loss_of
-from lightning_mp.pipelining.own_numbers import OwnNumbers
-from lightning_mp.pipelining.pipeline import Pipeline
+from lightning_mp.pipelining.layout import Pipeline
+from lightning_mp.pipelining.microbatches import chunks_of, refuse_other_batches, signature
+from lightning_mp.pipelining.rng import RankRNG
 from lightning_mp.pipelining.stage import Stage, StageModule
-from lightning_mp.weighting import Weighting
+from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.loss_weighting import Weighting
 
 __all__ = ["PipelineRunner"]
 
@@ -75,7 +75,7 @@ class PipelineRunner:
         self._pipeline = pipeline
         self._backward_context = backward_context
         self._schedules: OrderedDict[Any, _Schedule] = OrderedDict()
-        self._last_stage = LastStage(pipeline, type(module).__name__)
+        self._last_stage = LastStageBroadcast(pipeline, type(module).__name__)
         self._weighting: dict[Any, Weighting] = {}
         self._compared: Any = None
         self._trainable: list[str] = []
@@ -83,7 +83,7 @@ class PipelineRunner:
         self._shares: list[float] = []
         self._factor: Tensor | None = None
         self._values: dict[int, dict[str, Tensor]] = {}
-        self._numbers = OwnNumbers(dist.get_rank(), pipeline.device)
+        self._numbers = RankRNG(dist.get_rank(), pipeline.device)
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class PipelineRunner:
             return nothing
         values = loss_of(self._module, output, chunk)
         # A loss that is a sum over a number that the batch names needs no weight: it adds up.
-        weight = 1.0 if batch_counts.declared_divisor(chunk) is not None else share
+        weight = 1.0 if batch_tokens.declared_divisor(chunk) is not None else share
         with torch.autocast(self._pipeline.device.type, enabled=False):
             loss = values["loss"].float() * weight if weight != 1 else values["loss"].float()
             self._values[number] = {name: value.detach().float() for name, value in values.items()}
@@ -227,7 +227,7 @@ class PipelineRunner:
         loop = self._trainer.state.stage  # each may have batches of its own kind
         if loop not in self._weighting:
             self._weighting[loop] = weighting_of(
-                self._trainer, batch, lambda: batch_counts.shifts_labels_inside(self._module, batch)
+                self._trainer, batch, lambda: batch_tokens.shifts_labels_inside(self._module, batch)
             )
         return self._weighting[loop]
 
@@ -246,7 +246,7 @@ class PipelineRunner:
             for owner in self._module.modules():
                 if isinstance(owner, pl.LightningModule):
                     for name in ("log", "log_dict"):
-                        stack.callback(InstanceMethod(owner, name, refuse).restore)
+                        stack.callback(InstancePatch(owner, name, refuse).restore)
             yield
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_mp.module_state import keep_module
+from lightning_mp.modules.state import keep_module
 from lightning_mp.pipelining.layers import Layer, pipeline_input, run_layers
 
 __all__ = ["Stage", "StageModule"]

@@ -1,22 +1,28 @@
 """Planning: figures about a training run, without a Trainer and without a GPU."""
 
-from lightning_mp.planning.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
-from lightning_mp.planning.communication import communication_per_step
-from lightning_mp.planning.decoder_size import DecoderSize
-from lightning_mp.planning.fit import fit_scaling_law
-from lightning_mp.planning.fit_plot import draw_fit
-from lightning_mp.planning.fit_result import ScalingLawFit
-from lightning_mp.planning.flops import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
-from lightning_mp.planning.hardware import Chip, find_chip, known_chips, peak_flops
-from lightning_mp.planning.interconnects import Machine, find_machine, known_machines
-from lightning_mp.planning.optimum import ComputeOptimal, compute_optimal
-from lightning_mp.planning.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
-from lightning_mp.planning.pipeline_bubble import bubble_fraction, bubble_to_ideal_ratio, kept_micro_batches
-from lightning_mp.planning.presets import LAWS
-from lightning_mp.planning.repetition import ExponentialDecay, RepetitionLaw
-from lightning_mp.planning.runs import Run, read_runs
-from lightning_mp.planning.scaling_law import Frontier, FrontierLaw, ParametricLaw, ScalingLaw, TrainedRange
+from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
+from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
+from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
+from lightning_mp.planning.parallelism.communication import communication_per_step
+from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
+from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
+from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction, bubble_to_ideal_ratio, kept_micro_batches
+from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
+from lightning_mp.planning.scaling_laws.fit_plot import draw_fit
+from lightning_mp.planning.scaling_laws.fit_result import ScalingLawFit
+from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal
+from lightning_mp.planning.scaling_laws.presets import LAWS
+from lightning_mp.planning.scaling_laws.repetition import ExponentialDecay, RepetitionLaw
+from lightning_mp.planning.scaling_laws.runs import Run, read_runs
+from lightning_mp.planning.scaling_laws.scaling_law import (
+    Frontier,
+    FrontierLaw,
+    ParametricLaw,
+    ScalingLaw,
+    TrainedRange,
+)
 
 __all__ = [
     "CONVENTIONS",

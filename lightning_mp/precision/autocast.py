@@ -1,7 +1,7 @@
 """Mixed precision by autocast."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -9,11 +9,12 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_mp.loss_scaler import LossScaler
-from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.precision.applied_policy import fsdp_mixed_precision, read_policy
-from lightning_mp.precision.autocast_run import AutocastRun, warn_of_emulated_bf16, why_no_autocast
-from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
+from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16, why_no_autocast
+from lightning_mp.precision.full_weights import FullWeightsPrecision
+from lightning_mp.scaling.loss_scaler import LossScaler
+from lightning_mp.sharding.fsdp1_models import FSDP1Model
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -25,7 +26,7 @@ _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _EVAL_PRECISIONS = ("32-true", *_DTYPES)
 
 
-class AutocastPrecision(EpiloguePrecision):
+class AutocastPrecision(FullWeightsPrecision):
     """fp32 weights, matrix products in fp16 or bf16 through ``torch.autocast``, fp32 gradients.
 
     A drop-in for Lightning's ``MixedPrecision`` and ``FSDPPrecision``::
@@ -41,6 +42,10 @@ class AutocastPrecision(EpiloguePrecision):
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
             another dtype than autocast's own lists say. What it resolved to is printed at set-up.
         eval_precision: for validation, test and predict steps; None for that of training.
+        cache_weights: True casts a weight once per training step, however often it is used. The gradients of its uses
+            then meet in the one 16-bit cast, where they are summed in 16 bit, as in torch's own autocast (8 uses:
+            error 5e-3, not 3e-3). False casts at every use and sums in fp32, bit for bit as Lightning's
+            ``MixedPrecision``: for a net that runs several times in one step (siamese, a critic, unrolled loops).
 
     Frozen weights of linear and convolutional layers are cast once and kept in 16 bit besides (2 bytes per frozen
     parameter), not at every use.
@@ -49,7 +54,7 @@ class AutocastPrecision(EpiloguePrecision):
         ValueError: if ``precision`` or ``eval_precision`` is unknown; at set-up, if a rule of the policy matches
             nothing.
         MisconfigurationException: if a scaler is given with "bf16-mixed", or fp16 is asked for without one; at set-up,
-            if the device or the strategy cannot do it.
+            if the device or the strategy cannot do it, or trainable weights are fp16.
 
     Example:
         >>> from lightning_mp import AutocastPrecision, LossScaler
@@ -65,11 +70,14 @@ class AutocastPrecision(EpiloguePrecision):
         *,
         policy: PrecisionPolicy | Mapping[str, str] | None = None,
         eval_precision: Literal["32-true", "16-mixed", "bf16-mixed"] | None = None,
+        cache_weights: bool = True,
     ) -> None:
         if precision not in _DTYPES:
+            true = precision in ("bf16-true", "16-true")
             raise ValueError(
                 f"AutocastPrecision(precision={precision!r}) is unknown; it must be one of {tuple(_DTYPES)}."
-                " For fp32 leave the plugin out: Trainer(precision='32-true')."
+                + (f" 16-bit weights are MasterWeightsPrecision({precision!r})'s." if true else "")
+                + " For fp32 leave the plugin out: Trainer(precision='32-true')."
             )
         if scaler is not None and precision == "bf16-mixed":
             raise MisconfigurationException(
@@ -85,6 +93,7 @@ class AutocastPrecision(EpiloguePrecision):
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.policy = read_policy(policy, self.scaler, "AutocastPrecision('16-mixed')")
         self.eval_precision = _checked_eval_precision(eval_precision or precision)
+        self.cache_weights = cache_weights
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +108,7 @@ class AutocastPrecision(EpiloguePrecision):
         """
         module = super().convert_module(module)
         assert self._trainer is not None
+        FSDP1Model.look_before_wrapping(module, self._trainer.strategy)
         root = self._trainer.strategy.root_device.type
         self.device = self._asked_device or root
         if torch.device(self.device).type != root:
@@ -110,13 +120,22 @@ class AutocastPrecision(EpiloguePrecision):
         if self.eval_precision != self.precision:
             self._check_eval_precision(root)
         gathers = isinstance(self._trainer.strategy, FSDPStrategy | ModelParallelStrategy)
-        self._start_run(AutocastRun(module, root, self.dtype, policy=self.policy, keep_frozen=not gathers))
+        self._start_run(
+            AutocastRun(
+                module,
+                root,
+                self.dtype,
+                policy=self.policy,
+                cache_frozen=not gathers,
+                cache_weights=self.cache_weights,
+            )
+        )
         return module
 
     def teardown(self) -> None:
         """Gives every module its own forward back; forgets the Trainer and its device."""
-        super().teardown()
         self.device = self._asked_device
+        super().teardown()
 
     def _check_device(self, device_type: str, precision: str | None = None) -> None:
         precision = precision or self.precision
@@ -142,13 +161,17 @@ class AutocastPrecision(EpiloguePrecision):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Autocast with its weight cache on: a weight is cast once per forward, however often it is used."""
-        return torch.autocast(torch.device(self.device or "cpu").type, self.dtype, cache_enabled=True)
+        """Autocast; with its weight cache on a weight is cast once per forward, however often it is used."""
+        device_type = torch.device(self.device or self._ran_on or "cpu").type
+        return torch.autocast(device_type, self.dtype, cache_enabled=self.cache_weights)
 
     def _steps_in(self, loop: str) -> AbstractContextManager[None]:
         """Autocast, with the policy in force; outside of training in ``eval_precision``."""
-        assert self._run is not None
-        return self._run.forward(loop, _DTYPES.get(self.precision if loop == "train" else self.eval_precision))
+        dtype = _DTYPES.get(self.precision if loop == "train" else self.eval_precision)
+        if self._run is not None:
+            return self._run.forward(loop, dtype)
+        # After a run, where nothing but autocast is left.
+        return nullcontext() if dtype is None else torch.autocast(self._ran_on or "cpu", dtype, cache_enabled=True)
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":

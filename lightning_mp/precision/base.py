@@ -1,7 +1,8 @@
 """The base of our precision plugins: accepted by every stock strategy, it ends each step with the gradient epilogue."""
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,32 +14,31 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_mp import seams
-from lightning_mp.fused_optimizers import (
-    applies_grad_scale,
-    momentum_is_missing,
-    one_mesh_per_group,
-    refuse_fused_without_dtensors,
-)
-from lightning_mp.loss_scaler import LossScaleFloorError
-from lightning_mp.outcome import StepDispatcher, StepReport
-from lightning_mp.policy_table import show
-from lightning_mp.precision.autocast_run import AutocastRun
-from lightning_mp.precision.epilogue import Epilogue
-from lightning_mp.precision.observers import someone_looks_at_gradients
-from lightning_mp.precision.ranks import stepping_ranks
-from lightning_mp.stepping_ranks import SteppingRanks
-from lightning_mp.windows import WindowKeeper
+from lightning_mp.core import private_api
+from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
+from lightning_mp.core.namespace_hint import is_asked_by
+from lightning_mp.gradients.fused_optimizers import refuse_fused_without_dtensors
+from lightning_mp.gradients.replication import GradientReplication, gradient_replication
+from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, found_by_unscaling
+from lightning_mp.optimizer_step.closures import evaluates_its_closure_once, refuse_closures_under_a_scale
+from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.policy.resolved import show
+from lightning_mp.precision.autocast_context import AutocastRun
+from lightning_mp.precision.gradient_step import GradientStep, step_or_skip
+from lightning_mp.precision.optimizer_states import refuse_other_optimizers
+from lightning_mp.sharding.fsdp1_models import FSDP1Model
 
-__all__ = ["EpiloguePrecision"]
+__all__ = ["GradientStepPrecision"]
 
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 
 
-class EpiloguePrecision(MixedPrecision, FSDPPrecision):
+class GradientStepPrecision(MixedPrecision, FSDPPrecision):
     """Base class; users take ``AutocastPrecision``.
 
     It is a subclass of both stock mixed-precision plugins because ``FSDPStrategy`` accepts nothing but an
@@ -53,19 +53,24 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
 
     scaler: torch.amp.GradScaler | None  # type: ignore[assignment]  # FSDPPrecision wants a ShardedGradScaler
 
-    _epilogue: Epilogue | None = None
-    _gradients_are_true: bool = False
-    _dispatcher: StepDispatcher | None = None
+    _step: GradientStep | None = None
+    _dispatcher: StepOutcomeDispatcher | None = None
     _trainer: "pl.Trainer | None" = None
     _run: AutocastRun | None = None
     _shown_table: str = ""
-    _ranks: SteppingRanks | None = None
+    _ranks: GradientReplication | None = None
     _skipped_steps: int = 0
+    _ran_on: str | None = None
+    _step_hooks: Sequence[RemovableHandle] = ()
 
     def __str__(self) -> str:
+        name = f"{type(self).__name__}({self.precision!r})"
+        if not is_asked_by("pytorch_lightning"):
+            return name
+        # Its error about an unknown plugin prints the plugin, and nothing else of ours is asked.
         return (
-            f"{type(self).__name__}({self.precision!r}), a plugin for lightning.pytorch: with it use"
-            " `import lightning.pytorch as pl`, not `import pytorch_lightning as pl`"
+            f"{name}, a plugin for lightning.pytorch: with it use `import lightning.pytorch as pl`, not"
+            " `import pytorch_lightning as pl`"
         )
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
@@ -76,18 +81,12 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         Raises:
             MisconfigurationException: if there is no ``lightning.pytorch`` Trainer, as under Fabric.
         """
-        trainer = _trainer_of(module)
+        trainer = trainer_of(module)
         if trainer is None:
-            raise self._no_trainer("got a module without one")
+            raise no_trainer(self, "got a module without one")
         self._trainer = trainer
+        self._ran_on = trainer.strategy.root_device.type
         return module
-
-    def _no_trainer(self, what: str) -> MisconfigurationException:
-        return MisconfigurationException(
-            f"{type(self).__name__} is a plugin for lightning.pytorch.Trainer and {what}, as under Fabric."
-            " With Fabric use Fabric(precision=...) and, for fp16, MixedPrecision('16-mixed', device,"
-            " scaler=lightning_mp.LossScaler()) from lightning.fabric.plugins."
-        )
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -95,24 +94,37 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """Starts telling outcomes, if this is a fit."""
         assert self._trainer is not None
         if self._trainer.state.fn == TrainerFn.FITTING:
+            FSDP1Model.look_after_wrapping(self._trainer.strategy)
             for optimizer in optimizers:
-                _refuse_lbfgs(self, optimizer)
+                if self.scaler is not None:
+                    refuse_closures_under_a_scale(optimizer, self)
                 refuse_fused_without_dtensors(optimizer)
+            if self.scaler is not None:
+                private_api.forget_optimizers(self.scaler)
             self._ranks = None
-            self._dispatcher = StepDispatcher(self._trainer, self._trainer.lightning_module).attach(optimizers)
+            self._remove_step_hooks()
+            self._step_hooks = [o.register_step_pre_hook(self._notice_step) for o in optimizers]
+            self._dispatcher = StepOutcomeDispatcher(self._trainer, self._trainer.lightning_module).attach(optimizers)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """Takes every wrapper away; Lightning calls this at the end and after exceptions."""
+        """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
         dispatcher, self._dispatcher = self._dispatcher, None
-        self._trainer = None
-        self._end_run()
-        self._ranks = None
-        self._update_scale_of_last_batch()
-        if dispatcher is not None:
-            dispatcher.detach()
-            self._skipped_steps = dispatcher.skipped_steps
-        super().teardown()
+        self._trainer = self._ranks = None
+        with ExitStack() as stack:
+            # The last one first.
+            stack.callback(super().teardown)
+            if dispatcher is not None:
+                stack.callback(lambda: setattr(self, "_skipped_steps", dispatcher.skipped_steps))
+                stack.callback(dispatcher.detach)
+            stack.callback(self._end_run)
+            stack.callback(self._remove_step_hooks)
+            self._update_scale_of_last_batch()
+
+    def _remove_step_hooks(self) -> None:
+        handles, self._step_hooks = self._step_hooks, []
+        for handle in handles:
+            handle.remove()
 
     def _start_run(self, run: AutocastRun) -> None:
         """Forwards run under this autocast from now on. Prints what the policy resolved to, if it has changed."""
@@ -152,23 +164,46 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """What forwards run in; this one is for training steps.
 
         Raises:
-            MisconfigurationException: outside of a Trainer's run, as by ``Fabric.autocast()``.
+            MisconfigurationException: before a Trainer's run, as by ``Fabric.autocast()``; after one, if it needs what
+                the plugin had done to the module.
         """
         if self._trainer is None:
-            raise self._no_trainer("is asked for its context outside of a Trainer's run")
+            self._check_context_after_a_run()
         return self._steps_in("train")
 
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
         """The same for validation steps."""
+        if self._trainer is None:
+            self._check_context_after_a_run()
         return self._steps_in("validate")
 
     def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """The same for test steps."""
+        if self._trainer is None:
+            self._check_context_after_a_run()
         return self._steps_in("test")
 
     def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """The same for predict steps."""
+        if self._trainer is None:
+            self._check_context_after_a_run()
         return self._steps_in("predict")
+
+    def _check_context_after_a_run(self) -> None:
+        if self._ran_on is None:
+            raise no_trainer(self, "is asked for its context outside of a Trainer's run")
+        reason = self._why_not_after_a_run()
+        if reason is not None:
+            raise MisconfigurationException(
+                f"{self} is asked for its context after the run, and {reason}. Use trainer.predict, trainer.validate or"
+                " trainer.test, or a torch.autocast of your own."
+            )
+
+    def _why_not_after_a_run(self) -> str | None:
+        """What the plugin's contexts miss once a run has ended; None if nothing."""
+        if getattr(self, "policy", None) is not None:
+            return "its policy is in force on the module for the time of a run only"
+        return None
 
     def _steps_in(self, loop: str) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -205,30 +240,38 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         A closure that returns None (no loss in the last micro-batch, manual optimization, or a module that called its
         closure itself) changes nothing: the gradients that are there are stepped with, as in fp32.
         """
-        _refuse_lbfgs(self, optimizer)
         closure_result = closure()
-        with self._outside_forward():
-            self._step_after_closure(optimizer, model, **kwargs)
-        return closure_result
-
-    def _step_after_closure(self, optimizer: Optimizer, model: "pl.LightningModule", **kwargs: Any) -> None:
         if self._dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
             self._dispatcher.settle()
-        self._epilogue = epilogue = self._begin_epilogue(optimizer, model)
+        with self._outside_forward():
+            output = self._step_after_closure(optimizer, model, closure, closure_result, kwargs)
+        return closure_result if output is None else output
+
+    def _step_after_closure(
+        self,
+        optimizer: Optimizer,
+        model: "pl.LightningModule",
+        closure: Callable[[], Any],
+        closure_result: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        step = GradientStep(self._open_epilogue(optimizer, model), model, self, self.scaler, self._dispatcher)
+        if not evaluates_its_closure_once(type(optimizer)):
+            # In automatic optimization the closure enters the forward's context itself.
+            context = nullcontext if model.automatic_optimization else self.forward_context
+            begin = partial(self._open_epilogue, optimizer, model)
+            step.hand_out(closure, closure_result, begin, context)
+        outer, self._step = self._step, step
         try:
-            items = self._finish_gradients(epilogue, model)
-            waited = self._step_or_skip(epilogue, **kwargs)
-            # Manual optimization may go on with a forward under the same autocast, which has cached the old weights.
-            torch.clear_autocast_cache()
+            return step_or_skip(step, **kwargs)
         finally:
-            self._epilogue = None
-        if self._dispatcher is not None:
-            report = StepReport(
-                epilogue.found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms
-            )
-            self._dispatcher.record(optimizer, report, settle_now=waited)
-        self._update_scale(epilogue, model)
+            self._step = outer
+
+    def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before any step of an optimizer, also one that is made past the plugin."""
+        if self._trainer is not None and (self._step is None or not self._step.is_stepping):
+            check_step_past_the_plugin(optimizer, self, self.scaler, self._trainer.lightning_module)
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -238,78 +281,28 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
             yield
 
     def _update_scale_of_last_batch(self) -> None:
-        if self.scaler is not None and seams.has_found_inf(self.scaler):
+        if self.scaler is not None and private_api.has_stepped(self.scaler):
             self.scaler.update()
 
-    def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> Epilogue:
-        scale = seams.grad_scaler_scale(self.scaler) if self.scaler is not None else None
-        return Epilogue(optimizer, scale, ranks=self._stepping_ranks(model), device=model.device)
+    def _open_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> GradientEpilogue:
+        if self.scaler is not None and private_api.grad_scaler_scale(self.scaler) is None:
+            # This rank has scaled no loss yet. Others may have: all of them count on the same scale.
+            self.scaler.scale(torch.zeros((), device=model.device))
+        epilogue = self._begin_epilogue(optimizer, model)
+        if self.scaler is not None and private_api.has_unscaled(self.scaler):
+            found_inf = found_by_unscaling(self.scaler, optimizer, model)
+            if found_inf is not None:
+                epilogue.were_unscaled(found_inf)
+        return epilogue
 
-    def _finish_gradients(self, epilogue: Epilogue, model: "pl.LightningModule") -> Tensor | None:
-        """Reads, agrees, plans factor and clipping, and lets the hooks look. Returns the items of the window."""
-        trainer = model.trainer
-        keeper = WindowKeeper.of(trainer)
-        totals = epilogue.reduce(keeper.window_totals(model.device) if keeper is not None else None)
-        normalisation = keeper.close_window(totals) if keeper is not None and totals is not None else None
-        epilogue.plan_factor(normalisation)
-        self._gradients_are_true = someone_looks_at_gradients(trainer, model)
-        if self._gradients_are_true:
-            epilogue.make_true()
-            seams.call_before_optimizer_step_hooks(model, epilogue.optimizer)
-            seams.clip_through_module(self, model, epilogue.optimizer)
-        elif model.automatic_optimization and trainer.gradient_clip_val:
-            self.clip_gradients(
-                epilogue.optimizer,
-                trainer.gradient_clip_val,
-                trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM,
-            )
-        return totals[0] if totals is not None else None
+    def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> GradientEpilogue:
+        scale = private_api.grad_scaler_scale(self.scaler) if self.scaler is not None else None
+        return GradientEpilogue(optimizer, scale, ranks=self._stepping_ranks(model), device=model.device)
 
-    def _step_or_skip(self, epilogue: Epilogue, **kwargs: Any) -> bool:
-        """Returns whether the device was waited for."""
-        optimizer = epilogue.optimizer
-        on_device = applies_grad_scale(optimizer) and not momentum_is_missing(optimizer)
-        if not on_device and epilogue.wait_for_decision():
-            return True
-        if not applies_grad_scale(optimizer):
-            epilogue.apply()
-            with one_mesh_per_group(optimizer):
-                optimizer.step(**kwargs)
-            return True
-        grad_scale = epilogue.fused_grad_scale()
-        try:
-            optimizer.found_inf = epilogue.found_inf  # type: ignore[attr-defined]  # torch's protocol
-            if grad_scale is not None:
-                optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-            with one_mesh_per_group(optimizer):
-                optimizer.step(**kwargs)
-        finally:
-            for name in ("found_inf", "grad_scale"):
-                if hasattr(optimizer, name):
-                    delattr(optimizer, name)
-        return not on_device
-
-    def _update_scale(self, epilogue: Epilogue, model: "pl.LightningModule") -> None:
-        """One update per batch. In manual optimization the batch may hold more steps, so it waits for the next one."""
-        if self.scaler is None or seams.grad_scaler_scale(self.scaler) is None or not epilogue.parameters:
-            return
-        seams.record_found_inf(self.scaler, epilogue.optimizer, epilogue.found_inf)
-        if not model.automatic_optimization:
-            return
-        try:
-            self.scaler.update()
-        except LossScaleFloorError as error:
-            names = {id(p): name for name, p in model.named_parameters()}
-            shards = zip(epilogue.parameters, epilogue.shards, strict=True)
-            bad = [names.get(id(p), "?") for p, shard in shards if not torch.isfinite(shard).all()]
-            raise LossScaleFloorError(
-                f"Step {model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or 'none'}."
-            ) from None
-
-    def _stepping_ranks(self, model: "pl.LightningModule") -> SteppingRanks:
+    def _stepping_ranks(self, model: "pl.LightningModule") -> GradientReplication:
         """The same for a whole fit."""
         if self._ranks is None:
-            self._ranks = stepping_ranks(model.trainer)
+            self._ranks = gradient_replication(model.trainer)
         return self._ranks
 
     # -- clipping ------------------------------------------------------------------------------------------------------
@@ -325,23 +318,33 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
             return
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        epilogue = self._epilogue
-        if epilogue is None or epilogue.optimizer is not optimizer:
-            # `self.clip_gradients` in manual optimization: the gradients stay scaled until the step.
-            assert self._trainer is not None
-            epilogue = self._begin_epilogue(optimizer, self._trainer.lightning_module)
-            epilogue.reduce(None)
-            epilogue.plan_factor(None)
-            epilogue.clip_scaled(float(clip_val), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
-        elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            epilogue.clip_by_value(float(clip_val))
+        if self._step is not None and self._step.epilogue.optimizer is optimizer:
+            self._step.clip(float(clip_val), gradient_clip_algorithm)
+            return
+        if self._trainer is None:
+            # After a run nobody has scaled them.
+            epilogue = GradientEpilogue(
+                optimizer, None, ranks=GradientReplication.every_rank(), device=torch.device("cpu")
+            )
         else:
-            epilogue.clip_by_norm(float(clip_val), fresh=self._gradients_are_true)
+            # `self.clip_gradients` in manual optimization: the gradients stay scaled until the step.
+            epilogue = self._open_epilogue(optimizer, self._trainer.lightning_module)
+        epilogue.reduce(None)
+        epilogue.plan_factor(None)
+        epilogue.clip_scaled(float(clip_val), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reads the scaler's state from where the stock plugins keep it, if there is none of ours."""
+        """Reads the scaler's state from where the stock plugins keep it, if there is none of ours.
+
+        Raises:
+            ValueError: if the checkpoint was written with another optimizer.
+        """
+        if self._trainer is not None and "optimizer_states" in checkpoint and self._trainer.optimizers:
+            # Strategies that restore after their set-up have cut parameters, and so optimizers, into parts.
+            whole = not self._trainer.strategy.restore_checkpoint_after_setup
+            refuse_other_optimizers(checkpoint["optimizer_states"], self._trainer.optimizers, counts_parameters=whole)
         if self._dispatcher is not None:
             self._dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
@@ -376,22 +379,3 @@ class EpiloguePrecision(MixedPrecision, FSDPPrecision):
         """Goes on from a scaler's state."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
-
-
-def _trainer_of(module: nn.Module) -> "pl.Trainer | None":
-    """The module's Trainer; None if it has none, or only Fabric's stand-in."""
-    if not isinstance(module, pl.LightningModule):
-        return None
-    try:
-        trainer = module.trainer
-    except RuntimeError:
-        return None
-    return trainer if isinstance(trainer, pl.Trainer) else None
-
-
-def _refuse_lbfgs(plugin: EpiloguePrecision, optimizer: Optimizer) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise MisconfigurationException(
-            f"{type(plugin).__name__}({plugin.precision!r}) cannot be used with LBFGS, which evaluates the loss several"
-            " times in one step. Use another optimizer, or precision='32-true' without this plugin."
-        )

@@ -1,7 +1,7 @@
 """Matrix products of linear layers in fp8, the rest in bf16."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,14 +12,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp.float8_conversion import Float8Conversion, convert_to_float8, float8_config
-from lightning_mp.float8_device import try_float8, why_no_float8_on
-from lightning_mp.float8_layers import Float8Layer, Float8Skip, choose_float8_layers, summarise_float8_layers
-from lightning_mp.pipelining.other_stage import whole_again
-from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.precision.applied_policy import fsdp_mixed_precision, read_policy
-from lightning_mp.precision.autocast_run import AutocastRun
-from lightning_mp.precision.base import EpiloguePrecision
+from lightning_mp.modules.stage_placeholder import full_model
+from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
+from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.precision.autocast_context import AutocastRun
+from lightning_mp.precision.fp8.conversion import Float8Conversion, convert_to_float8, float8_config
+from lightning_mp.precision.fp8.device import try_float8, why_no_float8_on
+from lightning_mp.precision.fp8.layer_filter import (
+    Float8Layer,
+    Float8Skip,
+    choose_float8_layers,
+    summarise_float8_layers,
+)
+from lightning_mp.precision.full_weights import FullWeightsPrecision
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Float8Precision"]
 
 
-class Float8Precision(EpiloguePrecision):
+class Float8Precision(FullWeightsPrecision):
     """fp32 weights; linear layers multiply in fp8, all else runs under bf16 autocast; fp32 gradients, no loss scale.
 
     ::
@@ -35,8 +40,8 @@ class Float8Precision(EpiloguePrecision):
         trainer = L.Trainer(plugins=[Float8Precision("rowwise", skip=["*.router"])])
 
     At set-up the chosen ``nn.Linear`` layers become torchao's fp8 layers, in place: parameters, names, tying, hooks and
-    ``requires_grad`` stay (:func:`~lightning_mp.float8_conversion.convert_to_float8`). When the Trainer is done, also
-    by an exception, they are ordinary layers again. Validation, test and predict multiply in fp8 too.
+    ``requires_grad`` stay (:func:`~lightning_mp.precision.fp8.conversion.convert_to_float8`). When the Trainer is done,
+    also by an exception, they are ordinary layers again. Validation, test and predict multiply in fp8 too.
 
     Speed needs large layers and ``torch.compile``, which joins the rounding with what comes before it.
 
@@ -59,7 +64,7 @@ class Float8Precision(EpiloguePrecision):
 
     Attributes:
         layers: What was decided about each Linear, after set-up; see
-            :func:`~lightning_mp.float8_layers.choose_float8_layers`.
+            :func:`~lightning_mp.precision.fp8.layer_filter.choose_float8_layers`.
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.
@@ -124,7 +129,7 @@ class Float8Precision(EpiloguePrecision):
                     torch.bfloat16,
                     policy=self.policy,
                     opaque=self._conversion.linears,
-                    keep_frozen=not gathers,
+                    cache_frozen=not gathers,
                 )
             )
         return module
@@ -135,7 +140,7 @@ class Float8Precision(EpiloguePrecision):
             raise MisconfigurationException(f"Float8Precision({self.recipe!r}) cannot run on {device}: {refusal}")
         resolved = self.policy.resolve(module) if self.policy is not None else None
         # Names, and the first and the last layer, are those of the whole model on every stage of a pipeline.
-        with whole_again(module):
+        with full_model(module):
             self.layers = choose_float8_layers(
                 module, self.skip, skip_first_and_last=self.skip_first_and_last, policy=resolved
             )
@@ -168,26 +173,31 @@ class Float8Precision(EpiloguePrecision):
 
     def teardown(self) -> None:
         """Makes the layers ordinary again; those that FSDP2 gathers in fp8 stay as they are."""
-        self._end_run()
-        if self._conversion is not None and not self._conversion.is_final:
-            self._conversion.undo()
-            self._conversion = self._converted_module = None
-        super().teardown()
+        with ExitStack() as stack:
+            stack.callback(super().teardown)
+            if self._conversion is not None and not self._conversion.is_final:
+                stack.callback(self._conversion.undo)
+                self._conversion = self._converted_module = None
+            self._end_run()
 
     def autocast_context_manager(self) -> torch.autocast:
         """bf16 autocast for everything besides the fp8 products, with its weight cache on."""
         return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=True)
 
+    def _why_not_after_a_run(self) -> str | None:
+        if self._conversion is None:
+            return "its layers are ordinary ones again"
+        return super()._why_not_after_a_run()
+
     def _steps_in(self, loop: str) -> AbstractContextManager[None]:
         """Autocast, with the policy in force."""
-        assert self._run is not None
-        return self._run.forward(loop, torch.bfloat16)
+        return self._run.forward(loop, torch.bfloat16) if self._run is not None else self.autocast_context_manager()
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
         """For ``FSDPStrategy``: bf16 parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 
         A policy with rules about modules gets fp32 parameters, see
-        :func:`~lightning_mp.precision.applied_policy.fsdp_mixed_precision`.
+        :func:`~lightning_mp.policy.applied.fsdp_mixed_precision`.
         """
         return fsdp_mixed_precision(torch.bfloat16, self.policy)

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -15,36 +16,42 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp import seams
-from lightning_mp.gradients import local_shard
-from lightning_mp.loss_scaler import LossScaler
-from lightning_mp.master_store import MasterStore, Storage, distribute_like, make_store, refine
-from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy_rules import named_modules
-from lightning_mp.precision.applied_policy import fsdp_mixed_precision, read_policy
-from lightning_mp.precision.autocast_run import AutocastRun, warn_of_emulated_bf16
-from lightning_mp.precision.base import EpiloguePrecision
-from lightning_mp.precision.epilogue import Epilogue
-from lightning_mp.precision.full_state import FullWeightsInState
-from lightning_mp.precision.main_gradients import HALF_DTYPES, MainGradientEpilogue, MainGradients
-from lightning_mp.precision.master_checks import (
+from lightning_mp.core import private_api
+from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.gradients.replication import all_hold_the_same
+from lightning_mp.modules.names import named_modules
+from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
+from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16
+from lightning_mp.precision.base import GradientStepPrecision
+from lightning_mp.precision.masters.casting import cast_weights_
+from lightning_mp.precision.masters.checks import (
     DTYPES,
     check_arguments,
     check_autocast,
     check_sharding_units,
     check_strategy,
+    hint_at_dtypes,
 )
-from lightning_mp.precision.master_hooks import MasterHooks
-from lightning_mp.working_weights import cast_weights_
+from lightning_mp.precision.masters.float32_load import Float32Load, Recast
+from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32Gradients, MainGradientEpilogue
+from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
+from lightning_mp.precision.masters.loaded_masters import MASTERS_KEY, MastersIntoWeights, leave_out_stale_masters
+from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
+from lightning_mp.precision.masters.state_dict import FullWeightsInState
+from lightning_mp.precision.masters.store import MasterStore, Storage, distribute_like, make_store, refine
+from lightning_mp.scaling.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
     from torch.utils.hooks import RemovableHandle
+from lightning_mp.sharding.fsdp1_models import FSDP1Model
 
 __all__ = ["MasterWeightsPrecision"]
 
 
-class MasterWeightsPrecision(EpiloguePrecision):
+class MasterWeightsPrecision(GradientStepPrecision):
     """fp16 or bf16 weights, activations and gradients; the optimizer works on fp32 masters of the weights.
 
     Lightning's "bf16-true" and "16-true", without what they lose: an update smaller than half the last bit of a 16-bit
@@ -66,7 +73,8 @@ class MasterWeightsPrecision(EpiloguePrecision):
     =========================================== ====== ======== ====== ======= ===
 
     During a step come an fp32 copy of the gradients (4 bytes) and, with "remainder", the fp32 masters (4 bytes). A
-    frozen parameter takes 2 bytes and has no master. One that is unfrozen later gets its master from its 16-bit weight.
+    parameter that is frozen, or that no optimizer has, takes 2 bytes and has no master. When it is unfrozen or added
+    (``add_param_group``) later, its master starts from its 16-bit weight, and is saved and loaded from then on.
 
     As in Lightning's "bf16-true", floating-point tensors in a batch are cast to 16 bit, and tensors made in ``forward``
     are 16 bit by default. Unlike there, modules are made in fp32, so that masters start from the true initial weights,
@@ -78,18 +86,22 @@ class MasterWeightsPrecision(EpiloguePrecision):
     cast. Weights of modules that the policy wants in another dtype are held, trained and saved in fp32, without a
     master (4 bytes for the weight, 4 for its gradient), and so is a weight that such a module shares with others.
 
+    fp16 ends at 65,504. Initial weights beyond it are refused; a weight that a step would take beyond it is held at
+    ±65,504 together with its master, the step counts as made, and a warning names the weight.
+
     Works with any ``torch.optim.Optimizer`` that finds its parameters in its ``param_groups``. Under ``FSDPStrategy``
     the fp32 shards are the masters: weights are cast when they are gathered, and gradients are reduced in fp32.
 
     Args:
         precision: "bf16-true" or "16-true".
         storage: "fp32" keeps whole masters; "remainder" only the 16 bits that a bf16 weight lacks, which gives the same
-            masters to the last bit (:mod:`lightning_mp.remainder`) in 2 bytes less and a little more work per step.
+            masters to the last bit (:mod:`lightning_mp.precision.masters.bf16_remainder`) in 2 bytes less and a little
+            more work per step.
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None makes a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; on a single device.
         fp32_checkpoints: ``state_dict`` of the module holds the fp32 masters in the place of 16-bit weights, so that
-            anybody can load a checkpoint in full precision. Resuming is exact without it, too: the optimizer's state
-            has the masters.
+            anybody can load a checkpoint in full precision, Lightning's own precisions as well. This package's plugins,
+            also those without masters, resume exactly without it: the optimizer's state has the masters.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
             another dtype. What it resolved to is printed at set-up.
 
@@ -130,8 +142,12 @@ class MasterWeightsPrecision(EpiloguePrecision):
         self._widened: dict[nn.Parameter, torch.dtype] = {}
         self._masters: MasterStore | None = None
         self._hooks: list[MasterHooks] = []
-        self._main_gradients = MainGradients()
+        self._main_gradients = Fp32Gradients()
         self._full_state: RemovableHandle | None = None
+        self._told_of_rounding = False
+        self._recast: Recast | None = None
+        self._range: HalfRange | None = None
+        self._held: list[RemovableHandle | MastersIntoWeights | Float32Load] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,6 +168,7 @@ class MasterWeightsPrecision(EpiloguePrecision):
         strategy = self._trainer.strategy
         device_type = strategy.root_device.type
         check_strategy(strategy, module, storage=self.storage, fp32_gradients=self.fp32_gradients)
+        FSDP1Model.look_before_wrapping(module, strategy)
         if self.policy is not None:
             check_autocast(self.precision, device_type)
         if self.precision == "bf16-true":
@@ -160,6 +177,7 @@ class MasterWeightsPrecision(EpiloguePrecision):
         check_sharding_units(module, in_float32)
         if self.policy is not None:
             self._start_run(AutocastRun(module, device_type, self.dtype, policy=self.policy))
+        check_half_range(module, self.dtype, in_float32)
         if isinstance(strategy, FSDPStrategy):
             return module
         if self._masters is not None:
@@ -168,6 +186,7 @@ class MasterWeightsPrecision(EpiloguePrecision):
             p: p.dtype for kept in in_float32 for p in kept.parameters(recurse=False) if p.dtype in HALF_DTYPES
         }
         before = cast_weights_(module, self.dtype, in_float32)
+        self._recast = Recast(module, self.dtype, in_float32, list(before))
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._before = {p: self._full_value(p, data) for p, data in before.items() if p.requires_grad}
             self._were_16_bit = {p for p in self._before if before[p].dtype != torch.float32}
@@ -193,8 +212,19 @@ class MasterWeightsPrecision(EpiloguePrecision):
         """Makes the masters and hooks the optimizers, if this is a fit."""
         result = super().connect(model, optimizers, lr_schedulers)
         assert self._trainer is not None
-        if self._trainer.state.fn == TrainerFn.FITTING and not isinstance(self._trainer.strategy, FSDPStrategy):
-            self._make_masters(self._trainer, optimizers)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            module, strategy = self._trainer.lightning_module, self._trainer.strategy
+            if self.dtype == torch.float16:
+                self._range = HalfRange(
+                    lambda: {p: name for name, p in module.named_parameters()},
+                    copied=all_hold_the_same(strategy),
+                )
+            if not isinstance(strategy, FSDPStrategy):
+                self._make_masters(self._trainer, optimizers)
+                return result
+            self._held = [MastersIntoWeights(optimizer) for optimizer in optimizers]
+            if self._range is not None and self.mixed_precision_config.param_dtype == torch.float16:
+                self._held += [optimizer.register_step_post_hook(self._range.hold) for optimizer in optimizers]
         return result
 
     def _make_masters(self, trainer: "pl.Trainer", optimizers: list[Optimizer]) -> None:
@@ -209,19 +239,26 @@ class MasterWeightsPrecision(EpiloguePrecision):
             if parameter not in before or parameter in masters:
                 continue
             value = before[parameter].detach().to(device=parameter.device, dtype=torch.float32)
-            if isinstance(trainer.strategy, DDPStrategy) and not hasattr(trainer.strategy, "stepping_ranks"):
+            if isinstance(trainer.strategy, DDPStrategy) and all_hold_the_same(trainer.strategy):
                 # DDP has given every rank the 16-bit weights of rank 0; below them ranks may still differ.
                 dist.broadcast(value, src=0)
-            masters.set(parameter, value)
-            if self.fp32_gradients:
-                parameter.grad_dtype = torch.float32
+            masters.set(parameter, value, given=parameter not in self._were_16_bit)
         self._hooks = [MasterHooks(optimizer, masters) for optimizer in optimizers]
+        module: nn.Module = trainer.lightning_module
+        if trainer.strategy.restore_checkpoint_after_setup:
+            assert self._recast is not None
+            self._held = [Float32Load(trainer.strategy, self._recast, masters, optimizers, self._hooks)]
         if self.fp32_checkpoints:
-            module: nn.Module = trainer.lightning_module
             self._full_state = module.register_state_dict_post_hook(FullWeightsInState(masters))
 
     def teardown(self) -> None:
         """Leaves 16-bit weights. Masters stay with the optimizers, for a checkpoint that is written after the fit."""
+        if self._range is not None:
+            self._range.tell()
+            self._range = None
+        for handle in self._held:
+            handle.remove()
+        self._held, self._recast = [], None
         before, self._before = self._before, {}
         for parameter, data in before.items():
             # The set-up failed before there were masters: the next one starts from the same weights.
@@ -252,21 +289,8 @@ class MasterWeightsPrecision(EpiloguePrecision):
                 yield
             except RuntimeError as error:
                 if "dtype" in str(error) or "scalar type" in str(error):
-                    error.add_note(self._hint())
+                    error.add_note(hint_at_dtypes(self.precision, with_policy=self.policy is not None))
                 raise
-
-    def _hint(self) -> str:
-        if self.policy is None:
-            return (
-                f"HINT: under MasterWeightsPrecision({self.precision!r}) weights and inputs are {self.dtype},"
-                " buffers are fp32, and what is computed with a buffer becomes fp32. Cast it where it is used:"
-                " `x + self.table.to(x.dtype)`; or use AutocastPrecision."
-            )
-        return (
-            f"HINT: under MasterWeightsPrecision({self.precision!r}, policy=...) weights are {self.dtype}, and an"
-            " operation that autocast leaves alone has met fp32 values beside them. Give its module a rule in fp32, or"
-            " cast where it is called; or use AutocastPrecision."
-        )
 
     def _outside_forward(self) -> AbstractContextManager[Any]:
         """Optimizers would count steps in bf16, too."""
@@ -279,7 +303,7 @@ class MasterWeightsPrecision(EpiloguePrecision):
         """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 
         A policy with rules about modules gets fp32 parameters, see
-        :func:`~lightning_mp.precision.applied_policy.fsdp_mixed_precision`.
+        :func:`~lightning_mp.policy.applied.fsdp_mixed_precision`.
         """
         return fsdp_mixed_precision(self.dtype, self.policy)
 
@@ -288,6 +312,8 @@ class MasterWeightsPrecision(EpiloguePrecision):
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scales the loss; then calls ``on_before_backward``."""
         self._main_gradients.settle()
+        for hooks in self._hooks if self.fp32_gradients else ():
+            hooks.accumulate_in_float32()
         return super().pre_backward(tensor, module)
 
     def optimizer_step(  # type: ignore[override]
@@ -295,20 +321,23 @@ class MasterWeightsPrecision(EpiloguePrecision):
     ) -> Any:
         """Runs the closure on 16-bit weights, then the epilogue, then the step on the masters."""
         try:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
         finally:
             self._give_back()
             self._main_gradients.put_back(p for group in optimizer.param_groups for p in group["params"])
+        if self._range is not None and self._masters is not None:
+            self._range.look([p for g in optimizer.param_groups for p in g["params"] if p in self._masters])
+        return result
 
     def _give_back(self) -> None:
         """After an exception inside of a step; does nothing otherwise."""
         for hooks in self._hooks:
-            hooks.give_back()
+            hooks.swap_out()
 
-    def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> Epilogue:
+    def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> GradientEpilogue:
         return MainGradientEpilogue(
             optimizer,
-            seams.grad_scaler_scale(self.scaler) if self.scaler is not None else None,
+            private_api.grad_scaler_scale(self.scaler) if self.scaler is not None else None,
             self._main_gradients,
             ranks=self._stepping_ranks(model),
             device=model.device,
@@ -332,18 +361,33 @@ class MasterWeightsPrecision(EpiloguePrecision):
         Lightning loads the optimizer's state after this; if it holds masters, those count.
         """
         super().on_load_checkpoint(checkpoint)
+        leave_out_stale_masters(checkpoint)
         if self._masters is None or self._trainer is None:
             return
         weights = checkpoint.get("state_dict", {})
         for name, parameter in self._trainer.lightning_module.named_parameters():
             value = weights.get(name)
-            if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
             if parameter in self._were_16_bit:
-                self._masters.refine_from(parameter, value)
+                self._masters.refine_from(parameter, value, given=True)
             elif parameter in self._widened and not isinstance(parameter, DTensor):
                 refined = refine(parameter.detach().to(self._widened[parameter]), value.to(parameter.device))
                 parameter.data.copy_(refined)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Writes the scaler's state, and that the masters in the optimizers' states belong to the weights."""
+        super().on_save_checkpoint(checkpoint)
+        if not self._hooks:
+            return
+        checkpoint[MASTERS_KEY] = "32-true" if self.fp32_checkpoints else self.precision
+        if not self.fp32_checkpoints and not self._told_of_rounding:
+            self._told_of_rounding = True
+            rank_zero_info(
+                f"Checkpoints hold {self.dtype} weights, and the fp32 masters in the optimizers' states. This package's"
+                " plugins resume from the masters; Lightning's own precisions would go on from the rounded weights."
+                " For those give fp32_checkpoints=True."
+            )
 
 
 @contextmanager

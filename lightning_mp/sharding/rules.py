@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_mp.module_selection import ModulePattern, as_patterns, select_modules
-from lightning_mp.policy_rules import named_modules
+from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
 __all__ = [
     "Shard",

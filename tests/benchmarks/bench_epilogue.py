@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_mp import LossScaler
 from lightning_mp.demo.model import GPT, GPTConfig
-from lightning_mp.precision.epilogue import Epilogue
-from lightning_mp.stepping_ranks import SteppingRanks
+from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 
 # Every call is to find the same gradients: a scale of 1 and a limit that nothing reaches cost what others cost.
 SCALE, MAX_NORM = 1.0, 1e9
@@ -91,19 +91,20 @@ def measure(config: GPTConfig, device: torch.device, *, repeats: int, calls: int
 
 def _ways(parameters: list[nn.Parameter], device: torch.device) -> dict[str, tuple[int, Callable[[], None]]]:
     scale = torch.full((), SCALE, device=device)
-    ranks = SteppingRanks.every_rank()
+    ranks = GradientReplication.every_rank()
     fused = torch.optim.AdamW(parameters, fused=True)
     unfused = torch.optim.AdamW(parameters, foreach=True)
 
     def ours_fused() -> None:
-        epilogue = Epilogue(fused, scale, ranks=ranks, device=device)
+        epilogue = GradientEpilogue(fused, scale, ranks=ranks, device=device)
         epilogue.reduce(None)
         epilogue.plan_factor(None)
         epilogue.clip_by_norm(MAX_NORM, fresh=False)
-        epilogue.fused_grad_scale()
+        epilogue.tell_optimizer()
+        epilogue.release()
 
     def ours_unfused() -> None:
-        epilogue = Epilogue(unfused, scale, ranks=ranks, device=device)
+        epilogue = GradientEpilogue(unfused, scale, ranks=ranks, device=device)
         epilogue.reduce(None)
         epilogue.plan_factor(None)
         epilogue.clip_by_norm(MAX_NORM, fresh=False)

@@ -1,0 +1,106 @@
+"""One accumulation window as Lightning sees it: the value of ``trainer.accumulate_grad_batches``."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+__all__ = ["ScheduledWindows", "AccumulateGradBatches"]
+
+
+class _StepsPerEpoch(int):
+    """Answers ``steps_per_epoch * epochs``, of which the true number is no multiple."""
+
+    _total: Callable[[], int | None]
+
+    def __mul__(self, epochs: int) -> int:
+        total = self._total()
+        return int(self) * epochs if total is None else total
+
+
+class _MeanStepsPerEpoch(float):
+    _total: Callable[[], int | None]
+
+    def __ceil__(self) -> int:
+        steps = _StepsPerEpoch(math.ceil(float(self)))
+        steps._total = self._total
+        return steps
+
+
+class ScheduledWindows(int):
+    """A number of micro-batches by which ``trainer.estimated_stepping_batches`` finds the steps of a whole schedule.
+
+    Lightning computes ``ceil(batches / N) * epochs`` with the ``N`` that holds when it is asked. Python lets the right
+    operand answer the division if its class is a subclass of the left one's.
+
+    Args:
+        micro_batches: the number.
+        total: optimizer steps of the whole run; None where they are not known, for Lightning's own number.
+
+    Example:
+        >>> windows = ScheduledWindows.of(1, lambda: 18)
+        >>> math.ceil(20 / windows) * 2, 20 / windows, windows + 1
+        (18, 20.0, 2)
+    """
+
+    _total: Callable[[], int | None] | None = None
+
+    @classmethod
+    def of(cls, micro_batches: int, total: Callable[[], int | None]) -> Self:
+        """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
+        number = cls(micro_batches)
+        number._total = total
+        return number
+
+    def __rtruediv__(self, value: Any) -> Any:
+        quotient = super().__rtruediv__(value)
+        if self._total is None or not isinstance(value, int):
+            return quotient
+        mean = _MeanStepsPerEpoch(quotient)
+        mean._total = self._total
+        return mean
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class AccumulateGradBatches(ScheduledWindows):
+    """The value of ``trainer.accumulate_grad_batches`` for one micro-batch.
+
+    Lightning asks it two questions by modulo: ``batch_idx % N == 0`` (set the gradients to zero?) and
+    ``(batch_idx + 1) % N == 0`` (make the optimizer step?). Python lets the right operand answer if its class is a
+    subclass of the left one's, so the answers come from the controller. For everything else it is the plain number
+    ``N``, by which Lightning divides the loss.
+
+    Example:
+        >>> window = AccumulateGradBatches(4, batch_idx=6, opens=True, closes=False)
+        >>> 6 % window, 7 % window, 12 / window
+        (0, 1, 3.0)
+    """
+
+    _batch_idx: int
+    _opens: bool
+    _closes: bool
+
+    def __new__(
+        cls,
+        micro_batches: int,
+        *,
+        batch_idx: int,
+        opens: bool,
+        closes: bool,
+        total: Callable[[], int | None] | None = None,
+    ) -> Self:
+        """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
+        window = super().__new__(cls, micro_batches)
+        window._batch_idx = batch_idx
+        window._opens = opens
+        window._closes = closes
+        window._total = total
+        return window
+
+    def __rmod__(self, value: int) -> int:
+        if value == self._batch_idx:
+            return int(not self._opens)
+        if value == self._batch_idx + 1:
+            return int(not self._closes)
+        return value % int(self)

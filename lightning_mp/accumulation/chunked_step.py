@@ -1,0 +1,142 @@
+"""One micro-batch as several forwards and backwards, one chunk after the other, with the gradient of the whole."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_mp.accumulation.batch_split import Chunk, merge_outputs
+from lightning_mp.accumulation.chunk_logs import ChunkLogs
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
+from lightning_mp.modules.state import gradients_set_aside
+from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.loss_weighting import Weighting
+
+__all__ = ["ChunkedStep", "chunk_shares", "weighting_of"]
+
+
+def chunk_shares(chunks: Sequence[Chunk], weighting: Weighting) -> list[float]:
+    """The share of each chunk in the mean of its micro-batch, by tokens or by samples; they add up to 1.
+
+    Tokens that lie on a device are waited for. A micro-batch without a loss-bearing token is shared by samples.
+    """
+    counts: list[Any] = [chunk.samples for chunk in chunks]
+    if weighting.weight_by == "token" and len(chunks) > 1:
+        tokens = [torch.as_tensor(weighting.measure(chunk.batch).tokens) for chunk in chunks]
+        on_host = torch.stack(tokens).tolist()
+        counts = on_host if sum(on_host) else counts
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], bool]) -> Weighting:
+    """How chunks are weighed: as the run's micro-batches are, else by tokens if the batch has them, or by samples.
+
+    Args:
+        trainer: in the middle of a loop.
+        first_batch: whole.
+        shifts: whether the model shifts labels itself; asked only if nobody else has settled it.
+    """
+    controller = AccumulationController.of(trainer)
+    if controller is not None and controller.requests.weighting is not None:
+        return controller.requests.weighting
+    weighting = Weighting("auto")
+    weighting.resolve(first_batch, shifted=shifts(), budgeted=False)
+    return weighting
+
+
+class ChunkedStep:
+    r"""Runs the chunks of a micro-batch.
+
+    .. math:: L = \sum_j \frac{n_j}{n} L_j, \qquad G = \sum_j \nabla \Big( \frac{n_j}{n} L_j \Big)
+
+    where :math:`L_j` is the mean loss of chunk :math:`j` over its :math:`n_j` items. Backwards run at once, scaled as
+    Lightning's own will be, into empty gradients; what the window has gathered before is not touched.
+
+    Args:
+        trainer: in the middle of a fit.
+        pl_module: its module.
+        training_step: the module's own.
+    """
+
+    def __init__(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", training_step: Callable[..., Any]
+    ) -> None:
+        self._trainer = trainer
+        self._pl_module = pl_module
+        self._training_step = training_step
+
+    def run(self, chunks: Sequence[Chunk], shares: Sequence[float], logs: ChunkLogs, *args: Any, **kwargs: Any) -> Any:
+        """What the training step would have returned for the whole, its loss with the gradients ready.
+
+        Args:
+            chunks: in order.
+            shares: see :func:`chunk_shares`. A chunk whose share is 0 is left out: its mean loss would be 0 / 0.
+            logs: what is logged goes there.
+            args: what the training step gets after the batch.
+            kwargs: the same by name.
+        """
+        parameters = [p for p in self._pl_module.parameters() if p.requires_grad]
+        ran: list[int] = []
+        outputs: list[Any] = []
+        losses: list[Tensor] = []
+        factor: Tensor | None = None
+        with gradients_set_aside(parameters):
+            for index, (chunk, share) in enumerate(zip(chunks, shares, strict=True)):
+                if share == 0:
+                    continue
+                logs.begin_chunk(index)
+                output = self._training_step(chunk.batch, *args, **kwargs)
+                if output is None:
+                    continue
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if not isinstance(loss, Tensor):
+                    return output  # Lightning says what is wrong with it
+                # A loss that is a sum over a number that the batch names needs no weight: it adds up.
+                weight = 1.0 if batch_tokens.declared_divisor(chunk.batch) is not None else share
+                if factor is None:
+                    factor = factor_of_backward(self._trainer, loss)
+                losses.append(self._backward(loss, weight, factor))
+                ran.append(index)
+                outputs.append(_without_loss(output))
+                del output, loss
+            with_gradient = [p for p in parameters if p.grad is not None]
+            computed = [p.grad for p in with_gradient if p.grad is not None]
+        if factor is None:
+            return None
+        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
+        loss = loss_with_gradients(total, with_gradient, computed, factor)
+        ran_share = sum(shares[index] for index in ran)
+        output = merge_outputs(outputs, [chunks[i].samples for i in ran], [shares[i] / ran_share for i in ran])
+        return loss if output is None else {**output, "loss": loss}
+
+    def _backward(self, loss: Tensor, weight: float, factor: Tensor) -> Tensor:
+        """Runs one chunk's backward as the precision plugin does; returns the weighted loss without its graph."""
+        whole = weight == 1
+        device_type = self._pl_module.device.type
+        # The training step runs under autocast, a backward does not, and keeps no cast weight alive that it has used.
+        torch.clear_autocast_cache()
+        with torch.autocast(device_type, enabled=False):
+            seed = loss * factor if whole else loss * (factor * weight)
+            self._trainer.precision_plugin.backward(seed, self._pl_module, self._trainer.optimizers[0])
+        return loss.detach() if whole else loss.detach() * weight
+
+
+def _without_loss(output: Any) -> dict[str, Any] | None:
+    """The other entries of a training step's output, without graph; None if it was nothing but a loss."""
+    if not isinstance(output, Mapping):
+        return None
+    return {key: _detached(value) for key, value in output.items() if key != "loss"}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_detached(part) for part in value)
+    return value

@@ -1,0 +1,184 @@
+"""A window that is not over, in a checkpoint."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Self
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+
+from lightning_mp.core.saved_state import COUNT, POSITIVE, SECONDS, Kind, checked_state, listed_of, tensor_like
+from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
+from lightning_mp.gradients.gradient_ops import sum_over_ranks_
+from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.tokens.counter import NUM_TOTALS, AccumulationTotals
+
+__all__ = ["PartialAccumulation", "mean_over_ranks", "warn_of_a_lost_gradient", "why_gradients_are_elsewhere"]
+
+
+@dataclass(frozen=True)
+class PartialAccumulation:
+    """The first micro-batches of a window.
+
+    Attributes:
+        planned: micro-batches that the window was to have.
+        position: those that are done.
+        num_ranks: ranks that have made the gradients.
+        loss_scale: by which they are multiplied.
+        totals: what they add up to over all ranks, as :meth:`lightning_mp.tokens.counter.AccumulationTotals.tensor` has
+            it.
+        gradients: by parameter name, as they are (scaled, not yet normalised), their mean over all ranks.
+    """
+
+    key: ClassVar[str] = "lightning_mp_partial_window"
+
+    planned: int
+    position: int
+    num_ranks: int
+    loss_scale: float
+    totals: list[float]
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer", module: nn.Module, planned: int, position: int, totals: Tensor) -> Self:
+        """Gathers it; to be called on all ranks.
+
+        On one process gradients are saved to the bit. On several the window's gradient is the mean over ranks anyway,
+        so that every rank may go on from the mean; the sum is then the same up to rounding. A rank that has not used a
+        parameter yet adds nothing to it.
+        """
+        gradients = mean_over_ranks(module)
+        return cls(planned, position, _num_ranks(), _loss_scale(trainer), sum_over_ranks_(totals).tolist(), gradients)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Writes it into a checkpoint."""
+        checkpoint[self.key] = asdict(self)
+
+    @classmethod
+    def load(cls, checkpoint: dict[str, Any], trainer: "pl.Trainer", module: nn.Module) -> Self | None:
+        """Reads it from a checkpoint; None if that was written at the end of a window.
+
+        Raises:
+            ValueError: if an entry is missing or cannot be, if the module's parameters are not those of the checkpoint,
+                or if this strategy or plugin keeps gradients where they cannot be put.
+        """
+        saved = checkpoint.get(cls.key)
+        if saved is None:
+            return None
+        kinds = {
+            "planned": POSITIVE,
+            "position": COUNT,
+            "num_ranks": POSITIVE,
+            "loss_scale": POSITIVE,
+            "totals": listed_of(SECONDS, NUM_TOTALS),
+            "gradients": Kind("a mapping", lambda value: isinstance(value, dict)),
+        }
+        partial = cls(**checked_state(saved, kinds, "an open accumulation window"))
+        reason = why_gradients_are_elsewhere(trainer)
+        if reason:
+            raise ValueError(
+                f"This checkpoint was written inside an accumulation window and holds the gradient of its first"
+                f" {partial.position} of {partial.planned} micro-batches, which cannot be put back here: {reason}"
+                " Resume with the strategy and plugin that wrote it, or from a checkpoint at the end of a window."
+            )
+        partial._check_gradients(module)
+        return partial
+
+    def _check_gradients(self, module: nn.Module) -> None:
+        parameters = dict(module.named_parameters())
+        unknown = sorted(self.gradients.keys() - parameters.keys())
+        if unknown:
+            raise ValueError(
+                f"The checkpoint holds partial gradients of parameters that the model does not have:"
+                f" {', '.join(unknown)}. Resume with the same model, or from a checkpoint that was written at the end"
+                " of a window."
+            )
+        shapes = {name: tensor_like(parameters[name].shape) for name in self.gradients}
+        checked_state(self.gradients, shapes, "partial gradients")
+
+    def resized(self, micro_batches: float) -> "PartialAccumulation":
+        """The same window, if the micro-batches to come are that many times as large as those before it.
+
+        Example:
+            >>> half = PartialAccumulation(planned=4, position=2, num_ranks=1, loss_scale=1.0, totals=[], gradients={})
+            >>> half.resized(2.0).planned, half.resized(0.5).planned
+            (3, 6)
+        """
+        left = max(1, round((self.planned - self.position) / micro_batches))
+        planned = self.position + left
+        # Lightning divides each loss by the planned length; those that are over were divided by another one.
+        share = self.planned / planned
+        return replace(self, planned=planned, gradients={n: g * share for n, g in self.gradients.items()})
+
+    def restore_gradients(self, trainer: "pl.Trainer", module: nn.Module) -> None:
+        """Puts the gradients back: on other ranks, or at another loss scale, as much as they are worth there."""
+        share = self.num_ranks / _num_ranks() * _loss_scale(trainer) / self.loss_scale
+        parameters = dict(module.named_parameters())
+        for name, gradient in self.gradients.items():
+            parameter = parameters[name]
+            parameter.grad = torch.empty_like(parameter).copy_(gradient if share == 1 else gradient * share)
+
+    def totals_of_rank(self, *, is_global_zero: bool, same_layout: bool) -> AccumulationTotals:
+        """The totals that a rank goes on from: rank 0 from all of them, so that their sum stays the same.
+
+        Args:
+            is_global_zero: whether this is rank 0.
+            same_layout: whether the largest micro-batch so far says something about those to come.
+        """
+        totals = [*self.totals[:-1], self.totals[-1] * same_layout]
+        return AccumulationTotals.of(self.position, totals if is_global_zero else [0.0] * len(totals))
+
+
+def mean_over_ranks(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a module, by name: copies, their mean over all ranks. To be called on all of them.
+
+    Ranks agree first which parameters have a gradient on any of them; where a rank has none, it adds zeros.
+    """
+    parameters = dict(module.named_parameters())
+    if _num_ranks() == 1:
+        return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+    device = next(iter(parameters.values())).device
+    used = torch.tensor([float(p.grad is not None) for p in parameters.values()], device=device)
+    somewhere = (sum_over_ranks_(used) > 0).tolist()
+    means = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense().clone()
+        for (name, p), is_used in zip(parameters.items(), somewhere, strict=True)
+        if is_used
+    }
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    reduce_gradients_(list(means.values()), everybody, mean=True)
+    return means
+
+
+def why_gradients_are_elsewhere(trainer: "pl.Trainer") -> str:
+    """Why the gradients of an open window are not whole in ``parameter.grad``; empty if they are."""
+    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        return f"{type(trainer.strategy).__name__} keeps the unsharded gradients of an open window inside of it."
+    if is_pipelined(trainer):
+        return f"{type(trainer.strategy).__name__} has only those of its own stage on each rank."
+    if getattr(trainer.precision_plugin, "fp32_gradients", False):
+        plugin = type(trainer.precision_plugin).__name__
+        return f"{plugin}(fp32_gradients=True) keeps the gradients of an open window in buffers of its own."
+    return ""
+
+
+def warn_of_a_lost_gradient(planned: int, position: int) -> None:
+    """A checkpoint is written inside a window and holds nothing of it."""
+    rank_zero_warn(
+        f"This checkpoint is written inside an accumulation window: the gradient of its first {position} of {planned}"
+        " micro-batches is not saved, and a run that resumes from it loses them. Save at the end of a window, as"
+        " ModelCheckpoint does by itself, or use AccumulationScheduler(save_partial_gradients=True)."
+    )
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _loss_scale(trainer: "pl.Trainer") -> float:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0

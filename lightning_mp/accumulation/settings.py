@@ -1,0 +1,109 @@
+"""What callbacks want of the accumulation controller, gathered and checked against each other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_mp.accumulation.accumulate_grad_batches import ScheduledWindows
+from lightning_mp.accumulation.schedule import WindowSchedule
+from lightning_mp.gradients.sync import Sync
+from lightning_mp.tokens.budget import TokenBudget
+from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
+
+__all__ = ["AccumulationSettings"]
+
+
+@dataclass
+class AccumulationSettings:
+    """The wishes for one ``fit``.
+
+    Attributes:
+        constant: micro-batches per window where nobody gives a schedule: ``Trainer(accumulate_grad_batches=...)``.
+        schedule: how long windows are.
+        sync: when sharded gradients are reduced.
+        saves_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
+        straddles_epochs: a window may go on in the next epoch.
+        weighting: what micro-batches weigh; None while nobody has asked for anything.
+        budget: where the run ends.
+        total_steps: optimizer steps of the whole schedule, for ``trainer.estimated_stepping_batches``.
+    """
+
+    constant: int = 1
+    schedule: WindowSchedule | None = None
+    sync: Sync = "window"
+    saves_partial_gradients: bool = False
+    straddles_epochs: bool = False
+    weighting: Weighting | None = None
+    budget: TokenBudget | None = None
+    total_steps: Callable[[], int | None] | None = None
+
+    def follow(
+        self,
+        schedule: WindowSchedule,
+        *,
+        sync: Sync = "window",
+        save_partial_gradients: bool = False,
+        carry_over: bool = False,
+        total_steps: Callable[[], int | None] | None = None,
+    ) -> None:
+        """AccumulateGradBatches lengths come from ``schedule``, asked once when a window opens.
+
+        Args:
+            schedule: says how long they are.
+            sync: when sharded gradients are reduced, see :func:`lightning_mp.gradients.sync.gradient_sync`.
+            save_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
+            carry_over: a window may go on in the next epoch.
+            total_steps: optimizer steps of the whole schedule; None where they are not known.
+
+        Raises:
+            MisconfigurationException: if the Trainer or another callback sets them already.
+        """
+        if self.constant != 1:
+            raise MisconfigurationException(
+                f"Trainer(accumulate_grad_batches={self.constant}) and an AccumulationScheduler both set the number of"
+                " micro-batches per optimizer step. Leave accumulate_grad_batches out, or remove the callback."
+            )
+        if self.schedule is not None:
+            raise MisconfigurationException("There are two AccumulationSchedulers; merge them into one schedule.")
+        self.schedule = schedule
+        self.sync = sync
+        self.saves_partial_gradients = save_partial_gradients
+        self.straddles_epochs = carry_over
+        self.total_steps = total_steps
+
+    def at_rest(self) -> int:
+        """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
+        return self.constant if self.total_steps is None else ScheduledWindows.of(self.constant, self.total_steps)
+
+    def weigh(self, weight_by: WeightBy, count: CountFunction | None) -> None:
+        """Micro-batches weigh what ``weight_by`` says; ``count`` overrides the labels.
+
+        Raises:
+            MisconfigurationException: if two callbacks count tokens in two ways.
+        """
+        known = self.weighting
+        if known is None:
+            self.weighting = Weighting(weight_by, count)
+            return
+        if count is not None and known.count is not None and known.count is not count:
+            raise MisconfigurationException("Two callbacks count tokens with different count= functions; use one.")
+        chosen = known.weight_by if known.weight_by != "auto" else weight_by
+        self.weighting = Weighting(chosen, known.count if known.count is not None else count)
+
+    def spend(self, budget: TokenBudget) -> None:
+        """The run ends on ``budget``.
+
+        Raises:
+            MisconfigurationException: if there is a budget already.
+        """
+        if self.budget is not None:
+            raise MisconfigurationException(
+                "There are two ChinchillaBudgets; a run has one budget. Remove one of them."
+            )
+        self.budget = budget
+
+    def end_at(self, tokens: int) -> TokenBudget:
+        """The run ends on so many tokens: its budget is another now, or it has one now and reaches it ("ceil")."""
+        self.budget = TokenBudget(tokens, "ceil") if self.budget is None else replace(self.budget, tokens=tokens)
+        return self.budget

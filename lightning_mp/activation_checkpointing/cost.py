@@ -1,0 +1,252 @@
+"""What activation checkpoints save and cost in one training step, counted: bytes of saved tensors, and FLOPs.
+
+Bytes are those of the storages that tensors saved for backward keep alive, each storage once; weights and
+the batch, which live on anyway, are left out. They are seen by saved-tensor hooks when they are saved, so allocators,
+caching and speed do not matter.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.core import private_api
+from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.flops.operation_flops import operation_flops
+from lightning_mp.gradients.gradient_ops import local_shard
+
+__all__ = ["RecomputeReport", "StepCost", "StorageBytes"]
+
+
+@dataclass(frozen=True)
+class RecomputeReport:
+    """What checkpoints saved and cost in one micro-batch on one rank.
+
+    Attributes:
+        saved_bytes: saved for backward at the end of the forward, with the checkpoints.
+        saved_bytes_without: the same had there been none.
+        largest_recompute_bytes: saved while the largest checkpointed call runs again; the peak of a backward is at most
+            this and ``saved_bytes`` together.
+        calls: checkpointed calls.
+        step_flops: FLOPs of forward and backward, second runs included.
+        recompute_flops: FLOPs of the second runs alone. They end as soon as the last tensor is there that backward
+            asks for, so a matrix product at the end of a block is not run again.
+    """
+
+    saved_bytes: int
+    saved_bytes_without: int
+    largest_recompute_bytes: int
+    calls: int
+    step_flops: int
+    recompute_flops: int
+
+    def __str__(self) -> str:
+        less = 1 - self.saved_bytes / self.saved_bytes_without if self.saved_bytes_without else 0.0
+        plain_flops = self.step_flops - self.recompute_flops
+        more = self.recompute_flops / plain_flops if plain_flops else 0.0
+        saved, without, again = map(
+            _readable, (self.saved_bytes, self.saved_bytes_without, self.largest_recompute_bytes)
+        )
+        return (
+            f"{self.calls} calls keep their inputs only. Saved for backward: {saved} instead of {without}"
+            f" ({-less:+.0%}); up to {again} more while one of them runs again."
+            f" That adds {self.recompute_flops:.3g} FLOPs to {plain_flops:.3g} ({more:+.0%})."
+        )
+
+
+def _readable(size_bytes: int) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size_bytes >= 1024**power:
+            return f"{size_bytes / 1024**power:.1f} {unit}"
+    return f"{size_bytes} bytes"
+
+
+class StorageBytes:
+    """Bytes of the storages of tensors, each storage once.
+
+    A storage is known by a weak reference: the next tensor at the same address is another one.
+
+    Example:
+        >>> import torch
+        >>> seen, x = StorageBytes(), torch.zeros(8)
+        >>> seen.add(x), seen.add(x[:4]), seen.total_bytes
+        (None, None, 32)
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[StorageWeakRef, int] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Counts the storage of a tensor; of a DTensor that of its local shard."""
+        storage = local_shard(tensor.detach()).untyped_storage()
+        self._bytes.setdefault(StorageWeakRef(storage), storage.nbytes())
+
+    @property
+    def total_bytes(self) -> int:
+        """Their sum."""
+        return sum(self._bytes.values())
+
+    def __or__(self, other: "StorageBytes") -> "StorageBytes":
+        both = StorageBytes()
+        both._bytes = self._bytes | other._bytes
+        return both
+
+    def __sub__(self, other: "StorageBytes") -> "StorageBytes":
+        rest = StorageBytes()
+        rest._bytes = {key: size for key, size in self._bytes.items() if key not in other._bytes}
+        return rest
+
+
+class StepCost:
+    """Counts one micro-batch: :meth:`begin`, forward, :meth:`end_forward`, backward, :meth:`end`.
+
+    Values do not change by it. FLOPs are those of :mod:`lightning_mp.flops.operation_flops`: matrix products,
+    convolutions and attention, two per multiply-add. What runs compiled is not seen.
+
+    Args:
+        model: its weights and buffers are left out of the bytes.
+        batch: its tensors are left out, too.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self._dispatch = private_api.observe_dispatch(self._after_operation)
+        self._hooks = saved_tensors_hooks(self._saved_outside, lambda tensor: tensor)
+        self._handle: RemovableHandle | None = None
+        self._counts_flops = False
+        self._known = StorageBytes()
+        for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch)):
+            self._known.add(tensor)
+        self._outside, self._inputs = StorageBytes(), StorageBytes()
+        self._inside: list[StorageBytes] = []
+        self._saving_inputs = False
+        self._flops = 0
+        self._flops_before = 0
+        self._recompute_flops = 0
+
+    # -- a micro-batch -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Starts counting, before the forward."""
+        # Sharded weights are gathered for the time of a module's forward; its own hooks come later than this one.
+        self._handle = register_module_forward_hook(self._after_forward)
+        self._hooks.__enter__()
+        self._dispatch.__enter__()
+        self._counts_flops = True
+
+    def end_forward(self) -> None:
+        """Counts no more saved tensors."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            self._hooks.__exit__()
+
+    def end(self) -> None:
+        """Counts no more at all."""
+        self.end_forward()
+        if self._counts_flops:
+            self._counts_flops = False
+            self._dispatch.__exit__(None, None, None)
+
+    def report(self) -> RecomputeReport:
+        """What was counted."""
+        inside = StorageBytes()
+        for call in self._inside:
+            inside |= call
+        largest = max(((call - self._known - self._inputs).total_bytes for call in self._inside), default=0)
+        return RecomputeReport(
+            saved_bytes=((self._outside | self._inputs) - self._known).total_bytes,
+            saved_bytes_without=((self._outside | inside) - self._known).total_bytes,
+            largest_recompute_bytes=largest,
+            calls=len(self._inside),
+            step_flops=self._flops,
+            recompute_flops=self._recompute_flops,
+        )
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            self._known.add(parameter)
+
+    def _after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self._flops += operation_flops(operation.overloadpacket, args, kwargs, result) or 0
+
+    def _saved_outside(self, tensor: Tensor) -> Tensor:
+        (self._inputs if self._saving_inputs else self._outside).add(tensor)
+        return tensor.detach()
+
+    # -- a checkpointed call -------------------------------------------------------------------------------------------
+
+    def begin_call(self, keywords: dict[str, Any]) -> None:
+        """A checkpoint begins: what is saved until its forward runs is what it keeps.
+
+        Args:
+            keywords: it keeps these without telling hooks.
+        """
+        self._saving_inputs = True
+        for tensor in tensors_in(keywords):
+            self._inputs.add(tensor)
+
+    def first_run(self) -> "_CountedSaves":
+        """Around the first run of a call."""
+        return _CountedSaves(self)
+
+    def enter_first_run(self) -> StorageBytes:
+        """The inputs are kept; returns where to count what the call saves."""
+        self._saving_inputs = False
+        self._inside.append(StorageBytes())
+        return self._inside[-1]
+
+    def begin_second_run(self) -> None:
+        """A call runs again."""
+        self._flops_before = self._flops
+
+    def end_second_run(self) -> None:
+        """The call has run again, as far as needed."""
+        self._recompute_flops += self._flops - self._flops_before
+
+
+class _Saved(torch.autograd.Function):
+    """A node that saves one tensor, by the hooks that are there when it is made."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.new_empty(0)
+
+
+class _CountedSaves(saved_tensors_hooks):
+    """Counts what a checkpointed call saves, and leaves the saving to the checkpoint's own hooks.
+
+    Only the innermost hooks are asked. So they step aside for a moment and save through a node of their own.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._cost = cost
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._storages = StorageBytes()
+
+    def __enter__(self) -> None:
+        self._storages = self._cost.enter_first_run()
+        super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        self._storages.add(tensor)
+        super().__exit__()
+        try:
+            with torch.enable_grad():
+                save: Any = _Saved.apply
+                return save(self._anchor, tensor.detach())  # torch 2.11 frees a node whose output is gone
+        finally:
+            super().__enter__()
+
+    def _unpack(self, saved: Any) -> Tensor:
+        tensor: Tensor = saved.grad_fn.saved_tensors[0]
+        return tensor

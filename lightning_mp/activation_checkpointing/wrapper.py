@@ -1,0 +1,156 @@
+"""Activation checkpoints on any module: its forward keeps its inputs only, and runs again when backward comes to it.
+
+``module.forward`` becomes ``functools.partial(run_checkpointed, module.forward, switch, norms)``. Names of parameters
+and buffers stay as they are, torch.compile traces through it, and a deep copy of the module gets a method of its own.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp.activation_checkpointing.cost import StepCost
+from lightning_mp.modules.forward_wrapper import unwrap_forward
+
+__all__ = ["CheckpointedModules", "CheckpointSwitch", "run_checkpointed"]
+
+
+class CheckpointSwitch:
+    """Whether checkpoints are made, and who counts what they cost. Copies of a module share it.
+
+    Attributes:
+        on: outside of a fit it is off, and forwards run as if nobody had wrapped them.
+        cost: counts while it is there.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.cost: StepCost | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointSwitch":
+        return self
+
+    def __reduce__(self) -> tuple[type["CheckpointSwitch"], tuple[()]]:
+        return CheckpointSwitch, ()  # loaded from a file it is off
+
+
+def run_checkpointed(
+    forward: Callable[..., Any], switch: CheckpointSwitch, norms: tuple[nn.Module, ...], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a module's forward under a non-reentrant checkpoint; without gradients, as in evaluation, as it is.
+
+    The random state, the autocast and the kernels allowed for attention (``torch.nn.attention.sdpa_kernel``) of the
+    first run are those of the second. What ``norms`` learn about the data is learned once.
+    """
+    if not switch.on or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if torch.compiler.is_compiling():
+        if _is_attention_restricted():
+            # Where the compiler gives up inside of the module, as at hooks of FSDP2, the checkpoint runs uncompiled.
+            forward = partial(_with_attention, forward, _attention_backends())
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    cost, attention = switch.cost, _attention_backends()
+    if cost is None and not norms and len(attention) == len(_ATTENTION_SWITCHES):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if cost is not None:
+        cost.begin_call(kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first = cost.first_run() if cost is not None else nullcontext()
+        return first, _SecondRun(norms, cost, attention)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+# No dict: torch.compile cannot guard on keys of this kind.
+_ATTENTION_SWITCHES: tuple[tuple[SDPBackend, Callable[[], bool]], ...] = (
+    (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
+    (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
+    (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
+    (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
+)
+
+
+def _attention_backends() -> list[SDPBackend]:
+    """Those that are allowed now, on any device: another kernel in the second run would save other tensors."""
+    return [backend for backend, is_enabled in _ATTENTION_SWITCHES if is_enabled()]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_attention_restricted() -> bool:
+    """Asked when code is compiled, where the switches themselves would break its graph."""
+    return len(_attention_backends()) < len(_ATTENTION_SWITCHES)
+
+
+def _with_attention(forward: Callable[..., Any], attention: list[SDPBackend], *args: Any, **kwargs: Any) -> Any:
+    with sdpa_kernel(attention):
+        return forward(*args, **kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    """A Hugging Face key-value cache: a second run would find its own keys in there, so training goes without."""
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
+
+
+class _SecondRun:
+    """Around the second run: running statistics are copies for that time. It may be entered again and again."""
+
+    def __init__(self, norms: Iterable[nn.Module], cost: StepCost | None, attention: list[SDPBackend]) -> None:
+        self._norms = tuple(norms)
+        self._cost = cost
+        self._attention = attention
+        self._stack = ExitStack()
+        self._own: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(sdpa_kernel(self._attention))
+        if self._cost is not None:
+            self._cost.begin_second_run()
+        for norm in self._norms:
+            for name, buffer in norm.named_buffers(recurse=False):
+                self._own.append((norm, name, buffer))
+                setattr(norm, name, buffer.clone())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._own:
+            norm, name, buffer = self._own.pop()
+            setattr(norm, name, buffer)
+        if self._cost is not None:
+            self._cost.end_second_run()
+        self._stack.close()
+
+
+class CheckpointedModules:
+    """Modules whose forwards are wrapped until :meth:`detach`.
+
+    Args:
+        modules: none inside of another.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.switch = CheckpointSwitch()
+        self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
+        for module in modules:
+            norms = tuple(inner for inner in module.modules() if getattr(inner, "track_running_stats", False))
+            wrapper = partial(run_checkpointed, module.forward, self.switch, norms)
+            module.forward = wrapper
+            self._wrapped.append((module, wrapper))
+        self.switch.on = True
+
+    def detach(self) -> None:
+        """Gives every module its own forward back. Where somebody has wrapped ours meanwhile, ours sleeps from now."""
+        self.switch.on = False
+        self.switch.cost = None
+        for module, wrapper in reversed(self._wrapped):
+            unwrap_forward(module, wrapper)
+        self._wrapped.clear()

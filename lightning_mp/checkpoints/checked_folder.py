@@ -1,0 +1,148 @@
+"""Reads a folder of torch.distributed.checkpoint without running code that somebody has put into it.
+
+torch unpickles its file ``.metadata``, and every value that is no tensor, without restriction, also where
+``weights_only=True`` was asked for. Not to be imported before it is needed: it brings seventy modules of torch along.
+"""
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+__all__ = ["CheckedReader", "load_shards"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+#: All that torch 2.11 to 2.15 write into ``.metadata``, besides dtypes: classes that hold numbers and names.
+_ALLOWED = {
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+#: The folder's name when it was written, perhaps on another system; nothing is opened by it.
+_PATHS = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
+
+
+class CheckedReader(FileSystemReader):
+    """torch's reader, with a ``.metadata`` that may hold what torch writes and nothing else.
+
+    Args:
+        folder: the checkpoint, on a mounted file system.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__(folder)
+        self._folder = Path(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The folder's table of contents.
+
+        Raises:
+            ValueError: if it refers to anything that torch does not write there, or is none.
+        """
+        rank = kwargs.get("rank")
+        file = self._folder / (".metadata" if rank is None else f"__{rank}.metadata")
+        with file.open("rb") as opened:
+            metadata = _MetadataUnpickler(opened, file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(
+                f"{file} holds a {type(metadata).__name__}, and no table of contents as torch.distributed.checkpoint"
+                " writes it. Use another checkpoint."
+            )
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, opened: io.BufferedReader, file: Path) -> None:
+        super().__init__(opened)
+        self._file = file
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            return _PATHS[name]
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if (module, name) == ("builtins", "getattr"):  # how some releases of Python 3.11 write members of an Enum
+            return self._member
+        raise ValueError(
+            f"{self._file} refers to {module}.{name}, which torch.distributed.checkpoint does not write there: reading"
+            " it could run code, so nothing was read. Do not use this checkpoint, unless a torch newer than 2.15 wrote"
+            " it and you know what this name stands for."
+        )
+
+    def _member(self, owner: Any, name: str) -> Any:
+        if owner is not super().find_class(_METADATA, "_MEM_FORMAT_ENCODING"):
+            return self.find_class("builtins", f"getattr({owner!r}, {name!r})")
+        return owner[name]
+
+
+class _CheckedPlanner(DefaultLoadPlanner):
+    """torch's plan of what to read, with values that are no tensors restricted as ``torch.load`` would."""
+
+    def __init__(self, folder: Path, weights_only: bool | None) -> None:
+        super().__init__()
+        self._folder = folder
+        self._weights_only = weights_only
+        self.refusal: str | None = None
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or str(error)
+            self.refusal = (
+                f"The value {read_item.storage_index.fqn!r} in the folder {self._folder} is not read, because it could"
+                f" run code: {reason}"
+            )
+            raise
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def load_shards(state: dict[str, Any], folder: Path, *, weights_only: bool | None, no_dist: bool = False) -> None:
+    """``torch.distributed.checkpoint.load`` of a folder that is not trusted.
+
+    Args:
+        state: is filled in place.
+        folder: the checkpoint.
+        weights_only: as for ``torch.load``, for values that are no tensors. Lightning 2.6 hands no ``weights_only`` of
+            ``trainer.fit`` on to strategies that spread a model; None is then torch's own choice, which is True.
+        no_dist: this process reads everything alone.
+
+    Raises:
+        ValueError: if the folder holds what could run code; the text says what, and where.
+    """
+    planner = DefaultLoadPlanner() if weights_only is False else _CheckedPlanner(folder, weights_only)
+    read: Callable[..., None] = load
+    try:
+        read(state, storage_reader=CheckedReader(folder), planner=planner, no_dist=no_dist)
+    except CheckpointException:
+        refusal = getattr(planner, "refusal", None)
+        if refusal is None:
+            raise
+        raise ValueError(refusal) from None

@@ -1,0 +1,122 @@
+"""A folder with the shards of a run becomes a single file that any strategy reads."""
+
+import itertools
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, is_complete, marker_path
+from lightning_mp.checkpoints.sharded import REST, is_sharded_checkpoint
+
+__all__ = ["consolidate_checkpoint"]
+
+# Under which the weights stand: Lightning's FSDPStrategy, and all others.
+_FSDP1_WEIGHTS, _WEIGHTS = "model", "state_dict"
+
+
+def consolidate_checkpoint(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> Path:
+    """Makes a single file of a sharded checkpoint, for a run on one device, under DDP or under any other strategy.
+
+    It runs in one process, without a Trainer, and holds the whole checkpoint in host memory once: weights, the state of
+    the optimizers and everything else, so that a run resumes from it. ``FSDP2Strategy``, ``ModelParallelStrategy`` and
+    ``FSDPStrategy`` write such folders; Lightning's own ``consolidate_checkpoint`` reads those of the last one only.
+    It unpickles what is neither weight nor table of contents, so use it on folders that you trust.
+
+    Args:
+        folder: the checkpoint, with ``meta.pt`` and shards in it.
+        file: the new file; it must not be there yet.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: if ``folder`` is no such folder or only a part of one, its ``.metadata`` refers to anything that
+            torch does not write there, or ``file`` exists.
+
+    Example:
+        >>> consolidate_checkpoint("step=10.ckpt", "whole.ckpt")
+        Traceback (most recent call last):
+        ...
+        ValueError: consolidate_checkpoint('step=10.ckpt', ...): no folder with a meta.pt and shards is there.
+    """
+    source, target = Path(folder), Path(file)
+    if not is_sharded_checkpoint(source):
+        what = "it is a single file already" if source.is_file() else f"no folder with a {REST} and shards is there"
+        raise ValueError(f"consolidate_checkpoint({str(source)!r}, ...): {what}.")
+    if marker_path(source).exists() and not is_complete(source):
+        raise ValueError(
+            f"consolidate_checkpoint({str(source)!r}, ...): files are missing or too short by what"
+            f" {marker_path(source).name} says of them. Use another checkpoint; latest_checkpoint finds the last"
+            " complete one."
+        )
+    if target.exists():
+        raise ValueError(
+            f"consolidate_checkpoint(..., {str(target)!r}): this exists already. Give another name, or delete it."
+        )
+    shards = _read(source)
+    checkpoint = torch.load(source / REST, map_location="cpu", weights_only=False)
+    checkpoint["state_dict"] = shards.pop(_FSDP1_WEIGHTS if _WEIGHTS not in shards else _WEIGHTS)
+    states = [by_number(shards[key]) for key in sorted(shards, key=lambda key: int(key.removeprefix("optimizer_")))]
+    if states:
+        checkpoint["optimizer_states"] = states
+    AtomicCheckpointIO().save_checkpoint(checkpoint, target)
+    return target
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by names of parameters, as its ``state_dict()`` on one device has it: by their places.
+
+    Example:
+        >>> by_number({"state": {"b": {"step": 3}}, "param_groups": [{"params": ["a"]}, {"params": ["b"]}]})
+        {'state': {1: {'step': 3}}, 'param_groups': [{'params': [0]}, {'params': [1]}]}
+    """
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    places = {name: place for place, name in enumerate(names)}
+    groups = [{**group, "params": [places[name] for name in group["params"]]} for group in state["param_groups"]]
+    values = {places[name]: values for name, values in state.get("state", {}).items()}
+    return {"state": dict(sorted(values.items())), "param_groups": groups}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """All that the shards hold, as it was nested when it was saved."""
+    # Bring seventy modules of torch along, so not at the top.
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from lightning_mp.checkpoints.checked_folder import CheckedReader, load_shards
+
+    metadata = CheckedReader(folder).read_metadata()
+    flat: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        load_shards(flat, folder, weights_only=False, no_dist=True)
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        _put(nested, metadata.planner_data[name], value)
+    return nested
+
+
+def _put(nested: Any, path: Sequence[str | int], value: Any) -> None:
+    """Steps are keys of dictionaries, or places in lists."""
+    for step, following in itertools.pairwise(path):
+        nested = _at(nested, step, [] if isinstance(following, int) else {})
+    last = path[-1]
+    _at(nested, last, None)
+    nested[last] = value
+
+
+def _at(container: Any, step: str | int, missing: Any) -> Any:
+    if isinstance(container, list):
+        assert isinstance(step, int)
+        container.extend(None for _ in range(step + 1 - len(container)))
+        if container[step] is None:
+            container[step] = missing
+    else:
+        container.setdefault(step, missing)
+    return container[step]

@@ -1,0 +1,70 @@
+"""Which checkpoint to go on from after a run that was killed."""
+
+import os
+from pathlib import Path
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+from lightning_mp.checkpoints.atomic import INCOMPLETE, PREVIOUS, is_complete, is_local, marker_path
+
+__all__ = ["latest_checkpoint"]
+
+SUFFIX = ".ckpt"
+
+
+def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint in a folder that was written last; None if there is none, so that a run starts anew.
+
+    Its result is for ``trainer.fit(..., ckpt_path=latest_checkpoint(folder))``, the same line for the first start and
+    for every restart. Nothing is changed in the folder. Files and directories named ``*.ckpt`` are looked at. Of a file
+    the end of its archive is checked, of a directory the marker that :class:`~lightning_mp.AtomicCheckpoints` writes,
+    with the size of each file; what is not complete is passed over with a warning. A directory without the marker may
+    be of two saves at once, so it has to be named by hand. Keep checkpoints with ``save_weights_only=True``, which
+    cannot be resumed from, in another folder.
+
+    Args:
+        dirpath: the folder, as ``ModelCheckpoint(dirpath=...)``; it need not exist yet.
+
+    Raises:
+        ValueError: if it is a URL or a file.
+
+    Example:
+        >>> latest_checkpoint("no/such/folder") is None
+        True
+    """
+    if not is_local(dirpath):
+        raise ValueError(
+            f"latest_checkpoint({os.fspath(dirpath)!r}): only folders of a mounted file system can be read. Mount it,"
+            " or give ckpt_path itself."
+        )
+    folder = Path(dirpath)
+    if folder.is_file():
+        raise ValueError(
+            f"latest_checkpoint({str(folder)!r}) is a file; give its folder, or give the file itself as ckpt_path."
+        )
+    complete = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        # Of hidden names, a marked directory counts whose process was killed before it could rename it.
+        hidden = path.name.startswith(".")
+        looked_at = path.is_dir() and path.name.endswith((INCOMPLETE, PREVIOUS)) if hidden else path.suffix == SUFFIX
+        if not looked_at or not path.exists():
+            continue
+        if is_complete(path):
+            complete.append(path)
+        elif not hidden:
+            rank_zero_warn(
+                f"latest_checkpoint passes over {path}: "
+                + (
+                    f"it has no valid {marker_path(path).name}, so it may be half of a checkpoint. Use"
+                    " AtomicCheckpoints in the run that writes it, or give this path as ckpt_path."
+                    if path.is_dir()
+                    else "the file ends too early. Its process was probably killed while it wrote; delete it."
+                )
+            )
+    return max(complete, key=_order, default=None)
+
+
+def _order(path: Path) -> tuple[int, bool, str]:
+    """By time; a file goes before a link to it."""
+    written = marker_path(path) if path.is_dir() else path
+    return written.stat().st_mtime_ns, not path.is_symlink(), path.name

@@ -1,0 +1,186 @@
+"""Folders with the shards of a run, readable by a run with any number of ranks, also before its first step."""
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mp.checkpoints.single_file import load_full_checkpoint, refuse_other_names
+
+__all__ = [
+    "has_optimizer_state",
+    "is_sharded_checkpoint",
+    "load_checkpoint",
+    "load_sharded_checkpoint",
+    "saved_names",
+    "without_a_made_up_step",
+]
+
+#: What a sharded checkpoint has besides the shards, as Lightning writes it.
+REST = "meta.pt"
+
+_WEIGHTS = "state_dict."
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether it is a folder with shards."""
+    return path.is_dir() and (path / REST).is_file()
+
+
+def has_optimizer_state(path: Path) -> bool:
+    """Whether a folder holds anything of what the optimizers have gathered; not before the first step, nor of SGD."""
+    return any(name.startswith("optimizer_") and ".state." in name for name in saved_names(path))
+
+
+@contextmanager
+def without_a_made_up_step(optimizer: Optimizer) -> Iterator[None]:
+    """Asks for the state of an optimizer and gets it as it is, also when it has made no step yet.
+
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` makes a step with zero gradients of an
+    optimizer that has neither state nor gradients. Adam would count it, in the checkpoint and in the run that goes on.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if optimizer.state or not parameters or any(p.grad is not None for p in parameters):
+        yield
+        return
+    smallest = min(parameters, key=lambda p: p.numel())
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[Optimizer], *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Reads a folder or a single file into a sharded model and its optimizers. Returns everything else.
+
+    Raises:
+        ValueError: if it is neither, or was written by another optimizer.
+    """
+    if is_sharded_checkpoint(path):
+        return load_sharded_checkpoint(path, model, optimizers, strict=strict, weights_only=weights_only)
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a folder without {REST}, so it is no checkpoint, or one whose run was killed while it wrote it."
+            " Give the path of another; latest_checkpoint(folder) finds the last complete one."
+        )
+    return load_full_checkpoint(path, model, optimizers, strict=strict, weights_only=weights_only)
+
+
+def load_sharded_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[Optimizer], *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Reads this rank's part of the weights and of the optimizers' state. Returns everything that is neither.
+
+    A parameter that no step was made of when it was written has no state there (all steps were skipped, or it took no
+    part in the forward yet). It has none afterwards either, so that its first step is its first.
+
+    Raises:
+        ValueError: if it was written by FSDP1, without optimizers, or by optimizers of other parameters; or if it
+            holds what could run code when it is read.
+        RuntimeError: if it was written by another model, and ``strict``.
+    """
+    # Bring seventy modules of torch along, so not at the top.
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    from lightning_mp.checkpoints.checked_folder import load_shards
+
+    saved = saved_names(path)
+    if not any(name.startswith(_WEIGHTS) for name in saved):
+        raise ValueError(
+            f"The folder {path} holds no 'state_dict' as FSDP2Strategy and ModelParallelStrategy write it."
+            " If FSDPStrategy wrote it, make a single file of it, which can be loaded:"
+            f" python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+        )
+    weights = get_model_state_dict(model)
+    missing, unexpected = _other_weights(weights, saved)
+    if strict:
+        refuse_other_names(type(model).__name__, missing=missing, unexpected=unexpected)
+    weights = {name: value for name, value in weights.items() if name not in missing}
+    load_shards({"state_dict": weights}, path, weights_only=weights_only)
+    model.load_state_dict(weights, strict=strict)
+    for number, optimizer in enumerate(optimizers):
+        _load_optimizer(path, f"optimizer_{number}", model, optimizer, saved, weights_only)
+    rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=weights_only)
+    return rest
+
+
+def _other_weights(weights: Collection[str], saved: Collection[str]) -> tuple[list[str], list[str]]:
+    """What of a model the folder has not, and the other way round; what is nested in a weight's name is its own."""
+    stems = {name: {*_stems(name)} for name in (n.removeprefix(_WEIGHTS) for n in saved if n.startswith(_WEIGHTS))}
+    found = set().union(*stems.values())
+    known = set(weights)
+    missing = [name for name in weights if name not in found]
+    return missing, sorted(name for name, its_stems in stems.items() if not its_stems & known)
+
+
+def _stems(name: str) -> Iterator[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    return itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}")
+
+
+def saved_names(path: Path) -> set[str]:
+    """What a folder with shards holds."""
+    from lightning_mp.checkpoints.checked_folder import CheckedReader
+
+    return set(CheckedReader(path).read_metadata().state_dict_metadata)
+
+
+def _load_optimizer(
+    path: Path, key: str, model: nn.Module, optimizer: Optimizer, saved: Collection[str], weights_only: bool | None
+) -> None:
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    from lightning_mp.checkpoints.checked_folder import load_shards
+
+    if not any(name.startswith(f"{key}.") for name in saved):
+        raise ValueError(
+            f"The checkpoint {path} holds no state of {key}, which configure_optimizers made. It was written with"
+            " save_weights_only=True or by a model with fewer optimizers. Use the model that it was written by, or load"
+            " its weights only."
+        )
+    # Here the step that torch makes up is wanted: by it the optimizer says how its tensors are sharded. torch leaves it
+    # out where there are gradients, also of a run before.
+    optimizer.zero_grad()
+    whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    state: dict[str, Any] = {
+        "param_groups": whole["param_groups"],
+        "state": _those_saved(whole["state"], f"{key}.state", saved),
+    }
+    names = _names(state["param_groups"])
+    load_shards({key: state}, path, weights_only=weights_only)
+    unknown = sorted(names - _names(state["param_groups"]))
+    if unknown:
+        raise ValueError(
+            f"The checkpoint {path} was written by a run whose {key} was not over {', '.join(unknown[:3])}"
+            f"{' and others' if len(unknown) > 3 else ''}. Use the configure_optimizers that it was written by, or load"
+            " its weights only."
+        )
+    options = StateDictOptions(cpu_offload=True, strict=False)
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=options)
+
+
+def _those_saved(state: Mapping[str, Any], prefix: str, saved: Collection[str]) -> dict[str, Any]:
+    """What of the state by parameter is in the checkpoint; parameters of which nothing is there are left out."""
+    stems = {stem for name in saved for stem in _stems(name)}
+    found = {}
+    for parameter, values in state.items():
+        kept = {name: value for name, value in values.items() if f"{prefix}.{parameter}.{name}" in stems}
+        if kept:
+            found[parameter] = kept
+    return found
+
+
+def _names(groups: list[dict[str, Any]]) -> set[str]:
+    return {name for group in groups for name in group["params"]}

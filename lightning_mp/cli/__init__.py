@@ -1,0 +1,1 @@
+"""The command line: ``lightning-mp`` and ``python -m lightning_mp``."""

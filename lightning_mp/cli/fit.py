@@ -1,0 +1,177 @@
+"""``lightning-mp fit``: a scaling law from a CSV of finished runs."""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
+from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
+from lightning_mp.planning.scaling_laws.fit_result import Interval, ScalingLawFit
+from lightning_mp.planning.scaling_laws.optimum import warn_far_outside
+
+_DESCRIPTION = """\
+Fit L(N, D) = E + A / N^alpha + B / D^beta to finished runs. The file is a CSV with a header: parameters, loss, and
+tokens or flops; numbers may be written 1.3B or 1e21."""
+
+_OPTIONS = {"bootstrap_samples": "--samples", "confidence": "--confidence", "flops": "--flops"}
+_PICTURES = (".png", ".pdf", ".svg")
+
+
+def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds ``fit`` to the command line."""
+    parser = commands.add_parser("fit", help="fit a scaling law to your own runs", description=_DESCRIPTION)
+    parser.add_argument("runs", type=Path, metavar="RUNS.CSV", help="one line per finished run")
+    parser.add_argument("--flops", metavar="C", help="budget to plan for; default ten times the largest run")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs and the frontier: png, pdf or svg")
+    parser.add_argument("--samples", type=int, default=4000, metavar="S", help="bootstrap samples; default 4000")
+    parser.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of the intervals; default 0.95")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the bootstrap; default 0")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    (fit, budget), said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _fit(arguments))
+    if arguments.json:
+        print_json({**_as_json(fit, budget), "warnings": said})
+    else:
+        _print_fit(fit, budget)
+        if arguments.plot is not None:
+            print(f"\nThe picture is in {arguments.plot}.")
+        print_warnings(said)
+    return 0
+
+
+def _fit(arguments: argparse.Namespace) -> tuple[ScalingLawFit, float]:
+    plot: Path | None = arguments.plot
+    budget = None if arguments.flops is None else parse_quantity(arguments.flops, "flops")
+    if plot is not None:
+        _check_plot(plot)
+    fit = fit_scaling_law(
+        arguments.runs, bootstrap_samples=arguments.samples, confidence=arguments.confidence, seed=arguments.seed
+    )
+    budget = budget or 10 * max(run.flops for run in fit.runs)
+    warn_far_outside(fit.law, *fit.law.frontier.optimum(budget))
+    if plot is not None:
+        from lightning_mp.planning.scaling_laws.fit_plot import draw_fit
+
+        draw_fit(fit, plot, budget)
+    return fit, budget
+
+
+def _check_plot(plot: Path) -> None:
+    """Before the fit: a picture that cannot be drawn should not cost one."""
+    if plot.suffix.lower() not in _PICTURES:
+        raise ValueError(f"--plot {plot} is no picture that can be drawn. End its name with {', '.join(_PICTURES)}")
+    if not plot.parent.is_dir():
+        raise ValueError(f"--plot {plot}: there is no folder {plot.parent}. Make it first")
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'lightning-mp[plots]'")
+
+
+def _as_json(fit: ScalingLawFit, budget: float) -> dict[str, Any]:
+    law, certificate = fit.law, fit.certificate
+    parameters, tokens = law.frontier.optimum(budget)
+    return {
+        "runs": len(fit.runs),
+        "constants": {name: getattr(law, name) for name in ("E", "A", "B", "alpha", "beta")},
+        "exponent_a": law.frontier.exponent,
+        "confidence": fit.confidence,
+        "intervals": {name: [interval.low, interval.high] for name, interval in fit.intervals.items()},
+        "certificate": {
+            "converged": certificate.converged,
+            "starts": certificate.starts,
+            "agreeing": certificate.agreeing,
+            "gradient": certificate.gradient,
+            "on_bound": certificate.on_bound,
+            "unconverged_bootstrap_samples": fit.unconverged_samples,
+        },
+        "noise": fit.noise,
+        "outliers": [
+            {
+                "run": outlier.number,
+                "parameters": outlier.run.parameters,
+                "tokens": outlier.run.tokens,
+                "loss": outlier.run.loss,
+                "predicted_loss": outlier.predicted_loss,
+                "deviations": outlier.deviations,
+            }
+            for outlier in fit.outliers
+        ],
+        "held_out": None
+        if fit.held_out is None
+        else {
+            "runs": fit.held_out.runs,
+            "largest_error": fit.held_out.largest_error,
+            "mean_error": fit.held_out.mean_error,
+        },
+        "plan": {
+            "flops": budget,
+            "parameters": parameters,
+            "tokens": tokens,
+            "loss": law.loss(parameters, tokens),
+            "times_outside_range": law.trained.times_outside(parameters, tokens),
+            "intervals": {
+                name: [interval.low, interval.high] for name, interval in fit.optimum_intervals(budget).items()
+            },
+        },
+    }
+
+
+def _print_fit(fit: ScalingLawFit, budget: float) -> None:
+    law, percent = fit.law, f"{100 * fit.confidence:g}%"
+    (small, large), (short, long) = law.trained.parameters, law.trained.tokens
+    print(
+        f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {len(fit.runs)} runs: {format_quantity(small)} to "
+        f"{format_quantity(large)} parameters, {format_quantity(short)} to {format_quantity(long)} tokens\n"
+    )
+    values = {name: getattr(law, name) for name in ("E", "A", "B", "alpha", "beta")} | {"a": law.frontier.exponent}
+    rows = [(name, f"{values[name]:.4g}", *_ends(interval)) for name, interval in fit.intervals.items()]
+    print_table(("constant", "value", f"{percent} from", "to"), rows)
+    print("\n  a is the exponent of the best model size: N grows as C^a\n")
+    certificate = fit.certificate
+    trust = "a minimum" if certificate.converged else "NOT CERTIFIED"
+    gradient = f"gradient {certificate.gradient:.0e} of its terms"
+    print(f"Certificate    {trust}: {certificate.agreeing} of {certificate.starts} starts agree, {gradient}")
+    print(f"Bootstrap      {len(fit.samples):,} samples, {fit.unconverged_samples} of them not converged")
+    print(f"Noise          {100 * fit.noise:.2g}% of the loss")
+    if fit.held_out is not None:
+        held = fit.held_out
+        print(
+            f"Forecast test  the {held.runs} runs of most compute, left out and predicted: largest error "
+            f"{100 * held.largest_error:.2g}% of the loss, mean {100 * held.mean_error:+.2g}%"
+        )
+    print(f"Outliers       {len(fit.outliers) or 'none'}")
+    if fit.outliers:
+        outliers = [
+            (
+                str(outlier.number),
+                format_quantity(outlier.run.parameters),
+                format_quantity(outlier.run.tokens),
+                f"{outlier.run.loss:.4g}",
+                f"{outlier.predicted_loss:.4g}",
+                f"{outlier.deviations:+.1f}",
+            )
+            for outlier in fit.outliers
+        ]
+        print_table(("run", "parameters", "tokens", "loss", "predicted", "deviations"), outliers)
+    _print_optimum(fit, budget, percent)
+
+
+def _print_optimum(fit: ScalingLawFit, budget: float, percent: str) -> None:
+    parameters, tokens = fit.law.frontier.optimum(budget)
+    values = {"parameters": parameters, "tokens": tokens, "loss": fit.law.loss(parameters, tokens)}
+    times = fit.law.trained.times_outside(parameters, tokens)
+    where = "inside the range of the runs" if times == 1 else f"{times:.2g} times outside the range of the runs"
+    print(f"\nBest model for {format_quantity(budget)} FLOPs, {where}:\n")
+    rows = []
+    for name, interval in fit.optimum_intervals(budget).items():
+        write = (lambda value: f"{value:.4g}") if name == "loss" else format_quantity
+        rows.append((name, write(values[name]), write(interval.low), write(interval.high)))
+    print_table(("", "value", f"{percent} from", "to"), rows)
+
+
+def _ends(interval: Interval) -> tuple[str, str]:
+    return f"{interval.low:.4g}", f"{interval.high:.4g}"

@@ -1,0 +1,162 @@
+"""``lightning-mp layouts``: what a training step sends and takes at least, on so many GPUs, under usual layouts."""
+
+import argparse
+from typing import Any, get_args
+
+from lightning_mp.cli.text import print_json, print_table, run_with_one_line_errors
+from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.planning.parallelism.communication import Precision
+from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
+from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
+
+__all__ = ["add_layouts_command", "print_layouts"]
+
+_DESCRIPTION = """\
+Bytes on the wire, pipeline bubble and shortest possible time of one optimizer step of a decoder, for the usual ways to
+share it out to GPUs. A calculation from published peaks: nothing is measured, and memory is not looked at. Numbers may
+be written 1.3B, 1e21 or 300_000_000."""
+
+_CONVENTIONS = """\
+M: micro-batches per data rank and step. Operations: collectives and sends of one GPU per step. GB: sent by one GPU per
+step, to its node and to other nodes, by two-level rings: (n - 1) / n of the whole for an all-gather or reduce-scatter,
+twice that for an all-reduce. Bubble: idle share of the step, (s - 1) / (M + s - 1) under GPipe and 1F1B. Compute:
+"palm" FLOPs at the chip's dense peak. Wire/compute: time on the slower link over time of computing, both at their
+peaks; above 1 it cannot be hidden. Step: not shorter than this; "waiting" is for activations and in the bubble.
+TP with PP is calculated only: no strategy of this package runs it."""
+
+_OPTIONS = {
+    "parameters": "--params",
+    "layers": "--layers",
+    "width": "--width",
+    "vocabulary": "--vocab",
+    "gpus": "--gpus",
+    "machine": "--machine",
+    "tokens_per_step": "--tokens-per-step",
+    "context_tokens": "--context",
+    "sequences_per_gpu": "--sequences",
+    "precision": "--precision",
+}
+
+
+def add_layouts_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds ``layouts`` to the command line."""
+    parser = commands.add_parser("layouts", help="what parallel layouts send per step", description=_DESCRIPTION)
+    model = parser.add_argument_group("model (a decoder)")
+    model.add_argument("--params", required=True, metavar="N", dest="parameters", help="all parameters")
+    model.add_argument("--layers", required=True, metavar="L", help="blocks")
+    model.add_argument("--width", required=True, metavar="W", help="size of the residual stream")
+    model.add_argument("--vocab", required=True, metavar="V", dest="vocabulary", help="token ids")
+    model.add_argument("--tied-head", action="store_true", help="the output layer is the token table")
+    step = parser.add_argument_group("step")
+    step.add_argument("--tokens-per-step", default="4194304", metavar="T", help="over all GPUs (default 2^22)")
+    step.add_argument("--context", default="4096", metavar="T", dest="context_tokens", help="default 4096")
+    step.add_argument(
+        "--sequences", default="1", metavar="S", dest="sequences_per_gpu", help="per GPU in a micro-batch (default 1)"
+    )
+    step.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed", help="default bf16-mixed")
+    machine = parser.add_argument_group("machine")
+    names = ", ".join(machine.name for machine in known_machines())
+    machine.add_argument("--gpus", default="8,64,256,1024", metavar="N,N", help="default 8,64,256,1024")
+    machine.add_argument("--machine", default="DGX H100", metavar="NAME", help=f"{names}; default DGX H100")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    def work() -> tuple[DecoderSize, Machine, list[ParallelPlan], list[str]]:
+        numbers = {
+            name: _count(getattr(arguments, name), name)
+            for name in ("parameters", "layers", "width", "vocabulary", "tokens_per_step", "context_tokens")
+        }
+        step = {name: numbers.pop(name) for name in ("tokens_per_step", "context_tokens")}
+        step["sequences_per_gpu"] = _count(arguments.sequences_per_gpu, "sequences_per_gpu")
+        size = DecoderSize.of(numbers.pop("parameters"), **numbers, tied_head=arguments.tied_head)
+        machine = find_machine(arguments.machine)
+        plans, left_out = [], []
+        for gpus in (_count(text, "gpus") for text in arguments.gpus.split(",")):
+            for layout in usual_layouts(gpus, machine.gpus_per_node, layers=size.layers):
+                try:
+                    plans.append(plan_parallelism(size, layout, machine, precision=arguments.precision, **step))
+                except ValueError as error:
+                    left_out.append(f"{gpus} GPUs, {layout.name}: {error}")
+        if not plans:
+            raise ValueError(f"No layout fits. {left_out[0] if left_out else ''}")
+        return size, machine, plans, left_out
+
+    (size, machine, plans, left_out), _ = run_with_one_line_errors(arguments.parser, _OPTIONS, work)
+    if arguments.json:
+        print_json({"machine": machine.name, "source": machine.source, "layouts": [_as_json(plan) for plan in plans]})
+        return 0
+    print(
+        f"One optimizer step of {arguments.tokens_per_step} tokens, a decoder of {format_quantity(size.parameters)}"
+        f" parameters in {arguments.precision}.\n{machine.name}: {machine.gpus_per_node} GPUs in a node; each sends"
+        f" {machine.inside_bytes_per_second / 1e9:g} GB/s inside it and {machine.between_bytes_per_second / 1e9:g} GB/s"
+        " to other nodes.\n"
+    )
+    print_layouts(plans)
+    for text in left_out:
+        print(f"\nleft out: {text}")
+    print(f"\n{_CONVENTIONS}")
+    return 0
+
+
+def print_layouts(plans: list[ParallelPlan]) -> None:
+    """One line per plan."""
+    print_table(
+        (
+            "layout",
+            "GPUs",
+            "M",
+            "operations",
+            "GB inside",
+            "GB between",
+            "bubble",
+            "compute s",
+            "wire/compute",
+            "step s >=",
+            "bound by",
+        ),
+        [
+            (
+                plan.layout.name,
+                str(plan.layout.gpus),
+                str(plan.micro_batches),
+                str(plan.operations),
+                f"{plan.inside_bytes / 1e9:.1f}",
+                f"{plan.between_bytes / 1e9:.1f}",
+                f"{plan.bubble:.0%}" if plan.bubble else "-",
+                f"{plan.compute_seconds:.2f}",
+                f"{plan.wire_to_compute_ratio:.2f}",
+                f"{plan.seconds_at_least:.2f}",
+                plan.bound_by,
+            )
+            for plan in plans
+        ],
+    )
+
+
+def _as_json(plan: ParallelPlan) -> dict[str, Any]:
+    layout = {name: getattr(plan.layout, name) for name in ("copies", "shards", "tensor", "stages")}
+    figures = (
+        "micro_batches",
+        "operations",
+        "inside_bytes",
+        "between_bytes",
+        "inside_seconds",
+        "between_seconds",
+        "awaited_seconds",
+        "compute_seconds",
+        "bubble",
+        "wire_to_compute_ratio",
+        "seconds_at_least",
+        "bound_by",
+    )
+    return {"name": plan.layout.name, "gpus": plan.layout.gpus, **layout} | {k: getattr(plan, k) for k in figures}
+
+
+def _count(text: str, name: str) -> int:
+    value = parse_quantity(text, name)
+    if value != int(value):
+        raise ValueError(f"`{name}` must be a whole number, got {text!r}.")
+    return int(value)

@@ -1,0 +1,1 @@
+"""What every room stands on: number formats, messages, nested tensors, random state, and private upstream names."""

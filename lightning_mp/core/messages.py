@@ -1,0 +1,25 @@
+"""Messages: names in them, the first few and how many more there are; and where Lightning's go."""
+
+import logging
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.rank_zero import rank_zero_module
+
+__all__ = ["lightning_logger", "listed"]
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Names with commas between them, at most ``most``.
+
+    Example:
+        >>> listed(["a", "b", "c"], 2), listed(["a"], 2), listed([], 2)
+        ('a, b and 1 more', 'a', '')
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def lightning_logger() -> logging.Logger:
+    """Where Lightning's messages go: to whichever of ``lightning`` and ``pytorch_lightning`` was imported last."""
+    logger: logging.Logger = rank_zero_module.log
+    return logger

@@ -1,0 +1,397 @@
+"""The one file that touches what is not public in Lightning or torch.
+
+Each entry of :data:`PRIVATE_NAMES` says which private name the pack relies on and why; a guard test fails when an
+upgrade takes one away.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import lightning.pytorch.trainer.call
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.optimization import automatic
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch.amp.grad_scaler import OptState
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_mp.core.instance_method import InstancePatch
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "amp_unscale_",
+    "amp_update_scale_",
+    "autocast_knows",
+    "backward_outside_autocast",
+    "call_before_optimizer_step_hooks",
+    "callbacks_of",
+    "clip_through_module",
+    "has_gradient_hooks",
+    "is_compiled",
+    "has_stepped",
+    "has_unscaled",
+    "forget_optimizers",
+    "forward_position",
+    "foreach_clamp_",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "grad_scaler_scale",
+    "holds_compiled_code",
+    "observe_dispatch",
+    "overwrite_logged_number",
+    "profiler_of",
+    "record_found_inf",
+    "replace_clipping",
+    "running_backward",
+    "scaled_clamp_",
+    "set_callbacks",
+    "set_unscaled",
+    "step_without_a_batch",
+    "take_back_a_logged_step",
+    "unscaled_found_inf",
+    "version_of",
+    "without_function_modes",
+    "without_function_subclasses",
+    "wrapper_tensor",
+]
+
+#: (owner, private name, why it is needed)
+PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
+    (torch, "_amp_update_scale_", "torch's own scale update, so that ours is bit-identical"),
+    (torch, "_amp_foreach_non_finite_check_and_unscale_", "torch's own unscaling with its check, in one kernel"),
+    (torch, "_foreach_norm", "the norm of all gradients in one kernel"),
+    (torch, "_foreach_mul_", "all gradients multiplied in one kernel"),
+    (torch, "_foreach_clamp_min_", "all masters held within the range of fp16 in one kernel"),
+    (torch, "_foreach_clamp_max_", "the same from above"),
+    (torch, "_foreach_copy_", "all weights or gradients cast in one kernel"),
+    (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every chunk"),
+    (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
+    (torch.Tensor, "_version", "tells that a weight was changed in place by somebody else"),
+    (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
+    (torch.amp.GradScaler, "_unscale_grads_", "both GradScaler paths, fused and not, check gradients here"),
+    (torch.amp.GradScaler, "_check_scale_growth_tracker", "the scale tensor with torch's error if there is none"),
+    (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "where the scale tensor is made"),
+    (torch.amp.GradScaler, "_get_scale_async", "the scale without waiting for the device"),
+    (functorch_config, "backward_pass_autocast", "a compiled backward runs outside of autocast, as an eager one does"),
+    (torch.utils, "_python_dispatch", "every operation as it really runs, after autocast and in backward"),
+    (torch, "_C", "where the next name is kept"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key", "whether this torch's autocast knows an operation"),
+    (torch._C, "_current_autograd_node", "tells whether an operation runs in backward, and for which part of forward"),
+    (torch.autograd, "_get_sequence_nr", "marks the parts of a forward, to recognise them in its backward"),
+    (torch.autograd.graph.Node, "_sequence_nr", "the same mark of a node of the graph"),
+    (torch._C, "DisableTorchFunction", "what a layer does inside is no business of rules about operations"),
+    (torch._C, "DisableTorchFunctionSubclass", "calls torch for a subclass of Tensor, while modes go on"),
+    (torch.Tensor, "_make_wrapper_subclass", "a tensor of which this rank has a part only"),
+    (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
+    (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
+    (torch.nn.Module, "_compiled_call_impl", "tells that a module was compiled in place"),
+    (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
+    (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
+    (automatic, "_AutomaticOptimization", "the loop of the next name"),
+    (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
+    (pl.Trainer, "_results", "where a number that was logged before is overwritten"),
+    (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
+)
+
+
+def amp_update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """torch's own update of the loss scale, in place, on the device."""
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+
+
+def amp_unscale_(shards: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """torch's own unscaling of plain tensors of one device and dtype, in place; sets ``found_inf`` to 1.0."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(shards), found_inf, inverse_scale)
+
+
+def foreach_norm(shards: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """The norm of each tensor, in one kernel where torch can."""
+    return torch._foreach_norm(list(shards), order, dtype=dtype)
+
+
+def foreach_mul_(shards: Sequence[Tensor], factor: Tensor) -> None:
+    """All tensors times one scalar tensor in place, in one kernel where torch can."""
+    torch._foreach_mul_(list(shards), factor)
+
+
+def scaled_clamp_(shard: Tensor, factor: float, bound: float) -> None:
+    """``factor * clamp(shard, -bound, bound)`` in place, in one kernel: it is the derivative of Huber's loss."""
+    scalar = torch.full((), factor, dtype=shard.dtype, device=shard.device)
+    zero = torch.zeros((), dtype=shard.dtype, device=shard.device)
+    torch.ops.aten.huber_loss_backward.out(scalar, shard, zero, 0, bound, grad_input=shard)
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, casting, in one kernel where torch can."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def autocast_knows(operation: str) -> bool:
+    """Whether an operation is on any list of autocast on CUDA, in the torch that runs."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "AutocastCUDA"))
+
+
+def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:
+    """Limits all elements to ``[-limit, limit]`` in place, in two kernels where torch can; nan stays."""
+    torch._foreach_clamp_min_(list(tensors), -limit)
+    torch._foreach_clamp_max_(list(tensors), limit)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, views of it included and ``tensor.data`` left out."""
+    return tensor._version
+
+
+def backward_outside_autocast() -> AbstractContextManager[None]:
+    """While this is entered, torch.compile traces backwards without autocast.
+
+    Otherwise it traces them under the autocast that is on around the compiled function, and what ran in fp32 inside
+    (``torch.autocast(enabled=False)``) gets 16-bit gradients.
+    """
+    patched: AbstractContextManager[None] = functorch_config.patch(backward_pass_autocast="off")
+    return patched
+
+
+_Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+class _Observing(TorchDispatchMode):
+    """Runs every operation as it is and shows it; autograd and autocast are above it, compiled code stays compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observers: list[_Observer] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Without this torch.compile gives up, for the rest of the run, on functions it first meets inside the mode.
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for observer in tuple(self.observers):
+            observer(func, args, kwargs or {}, result)
+        return result
+
+
+class _ObservingThread(threading.local):
+    """A thread's only mode: torch leaves the last mode that was entered, and observers go in any order."""
+
+    def __init__(self) -> None:
+        self.mode = _Observing()
+
+
+_observing = _ObservingThread()
+
+
+def holds_compiled_code(module: torch.nn.Module) -> bool:
+    """Whether torch.compile was called on a module, or on a method or function that it holds."""
+    if module._compiled_call_impl is not None:
+        return True
+    own = [*vars(module).values(), *vars(type(module)).values()]
+    return any(
+        # how dynamo marks a function that it has wrapped; torch.compiler.disable does so, too
+        hasattr(value, "_torchdynamo_orig_callable") and not getattr(value, "_torchdynamo_disable", False)
+        for value in own
+        if callable(value) and not isinstance(value, torch.nn.Module)
+    )
+
+
+@contextmanager
+def observe_dispatch(observer: _Observer) -> Iterator[None]:
+    """While this is entered, ``observer(operation, args, kwargs, result)`` is called after each operation of torch.
+
+    Several may be entered in one thread, and left in any order.
+    """
+    mode = _observing.mode
+    if not mode.observers:
+        mode.__enter__()  # type: ignore[no-untyped-call]
+    mode.observers.append(observer)
+    try:
+        yield
+    finally:
+        mode.observers.remove(observer)
+        if not mode.observers:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def forward_position() -> int:
+    """A number that grows with each node of the autograd graph that this thread makes."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def running_backward() -> tuple[str, int] | None:
+    """Name of the autograd node that runs in this thread, and its :func:`forward_position`; None outside backward."""
+    node = torch._C._current_autograd_node()
+    return (node.name(), node._sequence_nr()) if node is not None else None
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """While this is entered, no ``TorchFunctionMode`` sees calls of torch; torch.compile traces through it."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return disabled
+
+
+def without_function_subclasses() -> AbstractContextManager[None]:
+    """While this is entered, no ``__torch_function__`` of a subclass of ``Tensor`` is called; those of modes are."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return disabled
+
+
+def wrapper_tensor(
+    kind: type[Tensor], size: Sequence[int], strides: Sequence[int], like: Tensor, requires_grad: bool
+) -> Any:
+    """A tensor of a subclass that has a size and no memory; ``like`` gives dtype and device."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, size, strides=strides, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+    )
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether Python hooks run on the gradient of a parameter, or after it was accumulated."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
+    """The scale as a device tensor; None before the first loss was scaled."""
+    return scaler._get_scale_async()
+
+
+def record_found_inf(scaler: "GradScaler", optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Hands a scaler the decision of a step that was made outside of it; ``scaler.update()`` reads and clears it.
+
+    Two steps of one optimizer before an update count as one that overflowed if either did.
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    recorded = state["found_inf_per_device"]
+    before = recorded.get(found_inf.device)
+    recorded[found_inf.device] = found_inf if before is None else torch.maximum(before, found_inf)
+    state["stage"] = OptState.STEPPED
+
+
+def set_unscaled(scaler: "GradScaler", optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Tells a scaler that an optimizer's gradients are true by now, so that ``scaler.unscale_`` refuses."""
+    record_found_inf(scaler, optimizer, found_inf)
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+
+
+def unscaled_found_inf(scaler: "GradScaler", optimizers: Iterable[object]) -> list[Tensor] | None:
+    """What ``scaler.unscale_`` has found in the gradients of one of these; None if it was not called."""
+    for optimizer in optimizers:
+        state = scaler._per_optimizer_states.get(id(optimizer))
+        if state is not None and state["stage"] is OptState.UNSCALED:
+            return list(state["found_inf_per_device"].values())
+    return None
+
+
+def has_unscaled(scaler: "GradScaler") -> bool:
+    """Whether ``scaler.unscale_`` was called for any optimizer that has not stepped since."""
+    states = scaler._per_optimizer_states
+    return bool(states) and any(state["stage"] is OptState.UNSCALED for state in states.values())
+
+
+def has_stepped(scaler: "GradScaler", optimizer: Optimizer | None = None) -> bool:
+    """Whether a step was made since the last ``scaler.update()``; None asks for any optimizer's."""
+    states = scaler._per_optimizer_states
+    if not states:
+        return False
+    asked = states.values() if optimizer is None else [states[id(optimizer)]] if id(optimizer) in states else []
+    return any(state["stage"] is OptState.STEPPED for state in asked)
+
+
+def forget_optimizers(scaler: "GradScaler", optimizers: Iterable[Optimizer] | None = None) -> None:
+    """Takes back what a scaler knows of optimizers; None for all."""
+    for key in [id(o) for o in optimizers] if optimizers is not None else list(scaler._per_optimizer_states):
+        scaler._per_optimizer_states.pop(key, None)
+
+
+def call_before_optimizer_step_hooks(model: "pl.LightningModule", optimizer: Optimizer) -> None:
+    """Calls ``on_before_optimizer_step`` of all callbacks and of the module, as Lightning's plugins do."""
+    _call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
+    _call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
+
+
+def take_back_a_logged_step(trainer: "pl.Trainer") -> None:
+    """The x axis of loggers counts steps; Lightning is about to count one at an epoch's end that was not made."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+
+
+def step_without_a_batch(trainer: "pl.Trainer", batch_idx: int, closure: Callable[[], Tensor]) -> None:
+    """An optimizer step as automatic optimization makes it, with the gradients that are there."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.automatic_optimization._optimizer_step(batch_idx, closure)
+    epoch_loop._batches_that_stepped += 1
+
+
+def overwrite_logged_number(pl_module: "pl.LightningModule", name: str, value: Tensor) -> bool:
+    """Does what ``log`` does with a value of this step that the same hook has logged before; False where it had not.
+
+    ``log`` copies its metadata in depth at every call, some 800 Python calls.
+    """
+    trainer, hook = pl_module.trainer, pl_module._current_fx_name
+    results = trainer._results
+    if results is None or hook is None or trainer._logger_connector.should_reset_tensors(hook):
+        return False
+    key = f"{hook}.{name}"
+    if results.dataloader_idx is not None or key not in results or results[key].meta.on_epoch:
+        return False
+    results.update_metrics(key, value, 1)
+    return True
+
+
+def callbacks_of(trainer: "pl.Trainer") -> list[Callback]:
+    """The Trainer's callbacks, a public attribute that a connector sets and type checkers cannot see."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return callbacks
+
+
+def set_callbacks(trainer: "pl.Trainer", callbacks: list[Callback]) -> None:
+    """Gives the Trainer a new list of callbacks."""
+    vars(trainer)["callbacks"] = callbacks
+
+
+def profiler_of(trainer: "pl.Trainer") -> Profiler:
+    """The Trainer's profiler, a public attribute that a connector sets and type checkers cannot see."""
+    profiler: Profiler = vars(trainer)["profiler"]
+    return profiler
+
+
+def clip_through_module(plugin: Precision, model: "pl.LightningModule", optimizer: Any) -> None:
+    """Calls the module's ``configure_gradient_clipping`` with the Trainer's settings."""
+    trainer = model.trainer
+    plugin._clip_gradients(
+        model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm
+    )
+
+
+def replace_clipping(plugin: Precision, replacement: Callable[..., None]) -> InstancePatch:
+    """Puts ``replacement`` where a plugin, after the hooks that look at gradients, has the module clip them."""
+    return InstancePatch(plugin, "_clip_gradients", replacement)
+
+
+def is_compiled(module: "pl.LightningModule") -> bool:
+    """Whether torch.compile was asked for the module or anything inside of it: whole, in place or as a wrapper."""
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
+        for name, inner in module.named_modules()
+    )

@@ -1,0 +1,149 @@
+"""The part of the seams that is about sharding: what is not public of how DDP, FSDP1 and FSDP2 hold and reduce."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+__all__ = [
+    "FlatPart",
+    "before_each_gather",
+    "flat_parts",
+    "is_flat_shard",
+    "let_layers_rest",
+    "number_reduced_by_ddp",
+    "set_data_parallel_size",
+    "sharding_groups",
+    "sharding_param_dtype",
+    "wants_sync_batchnorm",
+    "without_forward_hooks_of_sharding",
+]
+
+
+def sharding_groups(unit: object) -> list[Any]:
+    """What FSDP2 gathers and reduces together of a unit; none without parameters. A list since torch 2.12."""
+    assert isinstance(unit, FSDPModule)
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def before_each_gather(group: Any, note: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``note`` whenever FSDP2 gathers one of :func:`sharding_groups`; returns what ends it."""
+    own = group._all_gather_comm
+
+    class Noted:
+        allocate = own.allocate
+
+        def __call__(self, *arguments: Any, **named: Any) -> Any:
+            note()
+            return own(*arguments, **named)
+
+    group._all_gather_comm = noted = Noted()
+
+    def end() -> None:
+        if group._all_gather_comm is noted:
+            group._all_gather_comm = own
+
+    return end
+
+
+def let_layers_rest(unit: object) -> None:
+    """Lets FSDP2 reduce the gradients of layers that are not used, or not trained, in every micro-batch.
+
+    Before 2.15 torch stops at a unit that was never used before a backward without reduction (AttributeError), at
+    gradients of the last micro-batch in 16 bit beside sums in fp32 (AssertionError, pytorch#196996), and at a unit that
+    was frozen in the first forward, whose dtypes it has not looked at (RuntimeError about ``grad_dtype``).
+    """
+
+    def after_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        used = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+        if not used:
+            return
+        if group._orig_dtype is None and any(parameter.sharded_param.requires_grad for parameter in used):
+            group._init_mp_dtypes()
+        if group.reduce_grads and any(parameter.unsharded_accumulated_grad is not None for parameter in used):
+            for parameter in used:
+                if parameter.unsharded_accumulated_grad is None:
+                    parameter.to_accumulated_grad_if_needed()
+        post_backward(*unused)
+
+    outside_of_dynamo: Callable[..., None] = torch.compiler.disable(after_backward)
+    for group in sharding_groups(unit):
+        if "post_backward" not in vars(group) and hasattr(group.fsdp_params[0], "to_accumulated_grad_if_needed"):
+            group.post_backward = partial(outside_of_dynamo, group, group.post_backward)
+
+
+def sharding_param_dtype(unit: FSDPModule) -> torch.dtype | None:
+    """The dtype in which FSDP2 gathers the parameters of a unit; None for the dtype that they have."""
+    return unit._get_fsdp_state()._mp_policy.param_dtype
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """One parameter inside of a flat parameter of FSDP1: its whole shape, and as what the modules hold its shard."""
+
+    shape: torch.Size
+    element_bytes: int
+    learns: bool
+    owners: tuple[torch.nn.Module, ...]
+    held_as: tuple[Tensor, ...]
+
+
+def flat_parts(unit: FullyShardedDataParallel) -> Iterator[FlatPart]:
+    """What the flat parameter of a unit of FSDP1 was made of, padding left out; tied parameters once."""
+    if unit._handle is None:
+        return
+    flat: Any = unit._handle.flat_param
+    originals = flat._params if flat._params is not None else [flat] * len(flat._shapes)
+    for info, shape, original in zip(flat._param_infos, flat._shapes, originals, strict=True):
+        name, module = info.param_name, info.module
+        tied = [s.module for s in flat._shared_param_infos if s.prim_module is module and s.prim_param_name == name]
+        yield FlatPart(shape, flat.element_size(), original.requires_grad, (module, *tied), (flat, original))
+
+
+def is_flat_shard(parameter: Tensor) -> bool:
+    """Whether a parameter is a flat one of FSDP1, or the shard of one that was made a part of it."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+@contextmanager
+def without_forward_hooks_of_sharding(unit: FSDPModule) -> Iterator[None]:
+    """While this is entered, calling a unit of FSDP2 neither gathers nor frees its weights; its units inside do."""
+    state = unit._get_fsdp_state()
+    assert isinstance(unit, torch.nn.Module)
+    aside = [
+        (hooks, key, hook)
+        for hooks in (unit._forward_pre_hooks, unit._forward_hooks)
+        for key, hook in hooks.items()
+        if getattr(hook, "__self__", None) is state
+    ]
+    # In their places, so that the order of hooks stays.
+    for hooks, key, _ in aside:
+        hooks[key] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for hooks, key, hook in aside:
+            hooks[key] = hook
+
+
+def set_data_parallel_size(strategy: ModelParallelStrategy, size: int) -> None:
+    """Over how many ranks the data are spread, once their number is known; the constructor wants it before."""
+    strategy._data_parallel_size = size
+
+
+def number_reduced_by_ddp(model: torch.nn.parallel.DistributedDataParallel) -> int:
+    """How many parameters DDP reduces: those that required a gradient when it was made."""
+    return int(model._get_ddp_logging_data()["num_parameter_tensors"])
+
+
+def wants_sync_batchnorm(strategy: ParallelStrategy) -> bool:
+    """Whether the Trainer was given ``sync_batchnorm=True`` or a plugin for it; it tells only the strategy."""
+    return strategy._layer_sync is not None

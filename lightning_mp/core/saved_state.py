@@ -1,0 +1,111 @@
+"""State from a checkpoint is checked like arguments, before anything is changed by it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "COUNT",
+    "FLAG",
+    "NUMBER",
+    "POSITIVE",
+    "SECONDS",
+    "Kind",
+    "checked_state",
+    "listed_of",
+    "or_none",
+    "tensor_like",
+]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an entry must be: in words, and as a test."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+COUNT = Kind("a whole number from 0", _is_count)
+POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
+NUMBER = Kind("a finite number", _is_number)
+SECONDS = Kind("a finite number from 0", lambda value: _is_number(value) and value >= 0)
+FLAG = Kind("True or False", lambda value: isinstance(value, bool))
+
+
+def or_none(kind: Kind) -> Kind:
+    """The same, or None."""
+    return Kind(f"{kind.words} or None", lambda value: value is None or kind.fits(value))
+
+
+def listed_of(kind: Kind, length: int | None = None) -> Kind:
+    """A list of such; of that length if one is given."""
+    number = "" if length is None else f"{length} times "
+    return Kind(
+        f"a list of {number}{kind.words}",
+        lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value)),
+    )
+
+
+def checked_state(state: Any, kinds: Mapping[str, Kind], whose: str) -> dict[str, Any]:
+    """The state, if it holds these entries and each is what it must be.
+
+    Args:
+        state: from a checkpoint.
+        kinds: of each entry.
+        whose: state it is, for the message.
+
+    Raises:
+        ValueError: names the entry, what it is and what it must be.
+
+    Example:
+        >>> checked_state({"tokens": 3}, {"tokens": COUNT}, "the counter")
+        {'tokens': 3}
+        >>> checked_state({"tokens": -3}, {"tokens": COUNT}, "the counter")
+        Traceback (most recent call last):
+        ValueError: The checkpoint's state of the counter cannot be loaded: 'tokens' is -3; it must be a whole number
+        from 0. Nothing was changed. Resume from another checkpoint.
+    """
+    wrong = ""
+    if not isinstance(state, Mapping):
+        wrong = f"it is of type {type(state).__name__}; it must be a mapping"
+    elif missing := [name for name in kinds if name not in state]:
+        wrong = f"it has no {', '.join(map(repr, missing))}"
+    else:
+        for name, kind in kinds.items():
+            if not kind.fits(state[name]):
+                wrong = f"{name!r} is {_shown(state[name])}; it must be {kind.words}"
+                break
+    if wrong:
+        raise ValueError(
+            f"The checkpoint's state of {whose} cannot be loaded: {wrong}. Nothing was changed. Resume from another"
+            " checkpoint."
+        )
+    return dict(state)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def tensor_like(shape: torch.Size) -> Kind:
+    """A floating-point tensor of that shape."""
+    return Kind(
+        f"a floating-point tensor of shape {list(shape)}",
+        lambda value: isinstance(value, Tensor) and value.shape == shape and value.is_floating_point(),
+    )

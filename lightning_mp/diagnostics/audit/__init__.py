@@ -1,0 +1,1 @@
+"""The dtype that each module and operation of a step really used."""

@@ -1,0 +1,75 @@
+"""What a run was asked to compute in, to compare it with what it did."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_mp.diagnostics.audit.operations import candidates
+from lightning_mp.diagnostics.audit.records import OperationRecord, dtype_label
+from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
+from lightning_mp.policy.rules import LOW, Dtype
+
+__all__ = ["AskedPrecision"]
+
+_FORMAT_OF = {"16": "fp16", "bf16": "bf16", "fp8": "bf16", "32": "fp32", "64": "fp64"}
+
+
+@dataclass(frozen=True)
+class AskedPrecision:
+    """What was asked for.
+
+    Args:
+        precision: as Lightning writes it: "16-mixed", "bf16-mixed", "fp8-mixed", "16-true", "bf16-true", "32-true",
+            "64-true". Another name, or "", asks for nothing that could be checked.
+        policy: resolved for the model.
+        fp8_modules: names of the modules that were to multiply in fp8.
+
+    Example:
+        >>> asked = AskedPrecision("bf16-mixed")
+        >>> asked.is_mixed, asked.base
+        (True, 'bf16')
+    """
+
+    precision: str
+    policy: ResolvedPolicy | None = None
+    fp8_modules: Sequence[str] = ()
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether products were to run in a narrower format than the weights have."""
+        return self.precision.endswith("-mixed") and self.base in ("fp16", "bf16")
+
+    @property
+    def base(self) -> str:
+        """The format of products where nothing else is said; "" if that is not known."""
+        return _FORMAT_OF.get(self.precision.partition("-")[0], "")
+
+    def by_policy(self, record: OperationRecord) -> str:
+        """The format that the policy asks for in a forward operation, which decides; "" if it says nothing."""
+        if self.policy is None:
+            return ""
+        module = next((row for row in self.policy.modules if row.name == record.module), None)
+        if module is not None and dtype_of(module.dtype, self.base) == "fp32":
+            return "fp32"
+        asked = {self._by_operation(name) for name in _narrowed(candidates(record.operation), module)}
+        if len(asked) == 1 and "" not in asked:
+            return asked.pop()
+        if asked - {""} and record.compute in asked:
+            return record.compute
+        return dtype_of(module.dtype, self.base) if module is not None and record.kind == "matmul" else ""
+
+    def _by_operation(self, name: str) -> str:
+        assert self.policy is not None
+        return dtype_of(self.policy.operation_dtype(name), self.base)
+
+
+def dtype_of(dtype: Dtype | None, low: str) -> str:
+    """A rule's dtype by its short name; "" for none."""
+    if dtype is None:
+        return ""
+    return low if dtype == LOW else dtype_label(dtype)
+
+
+def _narrowed(names: Sequence[str], module: PolicyModule | None) -> Sequence[str]:
+    """In a module of torch.nn it is that module's operation."""
+    operation = module.operation if module is not None else None
+    return (operation,) if operation is not None and operation in names else names

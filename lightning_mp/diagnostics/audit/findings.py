@@ -1,0 +1,235 @@
+"""What in an audit is not as it should be, and what to do about it."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from lightning_mp.core.messages import listed
+from lightning_mp.diagnostics.audit.asked import AskedPrecision
+from lightning_mp.diagnostics.audit.records import AuditReport, OperationRecord
+
+__all__ = ["Finding", "FindingKind", "find_problems"]
+
+FindingKind = Literal[
+    "not_active", "fp32_matmul", "other_format", "not_fp8", "low_precision", "policy", "tensor_cores", "fp64"
+]
+"""What is wrong.
+
+"not_active": mixed precision was asked for, and every product ran in fp32. "fp32_matmul": some did, and nobody asked
+for it. "other_format": a product ran in a 16 bit that nobody asked for. "not_fp8": a layer chosen for fp8 did not
+multiply in it. "low_precision": a softmax, norm or loss ran in 16 bit in a mixed run, and the policy does not say so.
+"policy": something ran in another format than the policy says. "tensor_cores": a dimension of a product is no multiple
+of 8, or of 16 in fp8. "fp64": 64-bit numbers, which GPUs compute 2 to 64 times slower than fp32.
+"""
+
+_LOW = ("bf16", "fp16")
+_MOST_NAMES = 4
+_K = TypeVar("_K")
+# What overflows or loses digits in a norm that is written by hand.
+_PARTS_OF_NORMS = ("pow", "mean", "sum", "var", "var_mean", "std", "linalg_vector_norm")
+_TRANSLATED = {"inner": "in_features", "columns": "out_features"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Attributes:
+        kind: which kind of thing.
+        modules: names of the modules it is about; "" is the step around the model.
+        what: what was seen.
+        advice: what to do.
+    """
+
+    kind: FindingKind
+    modules: tuple[str, ...]
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.advice}"
+
+
+def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[Finding, ...]:
+    """Compares what ran with what was asked for.
+
+    Args:
+        report: what was seen.
+        asked: what was asked for.
+
+    Returns:
+        The findings, the gravest first; none if all is well.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> from lightning_mp.diagnostics.audit.watch import audit_step
+        >>> model = nn.Linear(8, 8)
+        >>> report = audit_step(model, lambda: model(ones(8, 8)).sum().backward())  # the autocast is missing
+        >>> [finding.kind for finding in find_problems(report, AskedPrecision("bf16-mixed"))]
+        ['not_active']
+    """
+    forward = [record for record in report.operations if record.phase != "backward"]
+    found = [*_not_active(report, asked)]
+    if not found:
+        found += [*_wrong_products(forward, asked), *_against_policy(forward, asked)]
+    found += _not_fp8(report, asked)
+    if asked.is_mixed and not any(finding.kind == "not_active" for finding in found):
+        by_hand = {row.name for row in report.modules if "norm" in row.class_name.lower()}
+        found += _low_precision(forward, asked, by_hand)
+    if asked.base != "fp64":
+        found += _fp64(report)
+    return (*found, *_missed_tensor_cores(forward, {row.name for row in report.modules if "Linear" in row.class_name}))
+
+
+def _not_active(report: AuditReport, asked: AskedPrecision) -> Iterator[Finding]:
+    products = [record for record in report.operations if record.kind == "matmul" and record.phase == "forward"]
+    if not asked.is_mixed or not products or any(record.compute != "fp32" for record in products):
+        return
+    if all(asked.by_policy(record) == "fp32" for record in products):
+        return
+    names = _modules(products)
+    yield Finding(
+        "not_active",
+        names,
+        f"Mixed precision is not active at all: {asked.precision} was asked for, and every product ran in fp32"
+        f" ({_places(names)}).",
+        "Look for torch.autocast(enabled=False) around the model, and for a training_step that calls the model in"
+        " another thread or process, or on another device type than the Trainer's.",
+    )
+
+
+def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -> Iterator[Finding]:
+    """Products in a format that neither the plugin nor the policy asks for."""
+    products = [row for row in forward if row.kind == "matmul" and not asked.by_policy(row)]
+    if asked.base in _LOW:
+        for operation, rows in _grouped(products, lambda row: row.operation if row.compute == "fp32" else None).items():
+            names = _modules(rows)
+            inside = "attention" in operation or any(_is_attention_in_parts(row, forward) for row in rows)
+            yield Finding(
+                "fp32_matmul",
+                names,
+                f"{operation} ran in fp32 in a {asked.precision} run: {_places(names)}.",
+                "Its inputs were fp32 where autocast is off: look for torch.autocast(enabled=False), a custom autograd"
+                " function, or a buffer that is fp32. If it is meant so, say so in a PrecisionPolicy."
+                + (" Attention in parts means that no fused kernel took these shapes." if inside else ""),
+            )
+    others = [row for row in products if row.compute in _LOW and asked.base in ("fp16", "bf16", "fp32")]
+    for compute, rows in _grouped(others, lambda row: row.compute if row.compute != asked.base else None).items():
+        names = _modules(rows)
+        yield Finding(
+            "other_format",
+            names,
+            f"Products ran in {compute} in a {asked.precision} run: {_places(names)}.",
+            "Look for a torch.autocast of the model's own, and for weights that were cast with .half() or .bfloat16().",
+        )
+
+
+def _is_attention_in_parts(row: OperationRecord, forward: Sequence[OperationRecord]) -> bool:
+    """Whether it belongs to ``scaled_dot_product_attention`` without a fused kernel, which computes in fp32."""
+    return any(other.module == row.module and other.operation == "safe_softmax" for other in forward)
+
+
+def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[Finding]:
+    called = {record.name for record in report.modules if record.calls}
+    in_fp8 = {record.module for record in report.operations if "fp8" in record.compute}
+    missing = tuple(name for name in asked.fp8_modules if name in called and name not in in_fp8)
+    if missing:
+        yield Finding(
+            "not_fp8",
+            missing,
+            f"Chosen for fp8, and not multiplied in fp8: {_places(missing)}.",
+            "Look for a forward that uses the layer's weight itself, or a forward that was replaced.",
+        )
+
+
+def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -> Iterator[Finding]:
+    def contradiction(row: OperationRecord) -> tuple[str, str, str] | None:
+        wanted = asked.by_policy(row)
+        in_scope = row.kind in ("matmul", "softmax", "norm", "loss") and row.compute in (*_LOW, "fp32")
+        return (row.operation, row.compute, wanted) if in_scope and wanted and wanted != row.compute else None
+
+    for (operation, compute, wanted), rows in _grouped(forward, contradiction).items():
+        names = _modules(rows)
+        yield Finding(
+            "policy",
+            names,
+            f"{operation} ran in {compute} though the policy says {wanted}: {_places(names)}.",
+            "Rules about modules act on forward, those about operations where autocast is on: look for another method"
+            " that is called directly, torch.autocast(enabled=False), or a scripted function.",
+        )
+
+
+def _low_precision(
+    forward: Sequence[OperationRecord], asked: AskedPrecision, norms: Collection[str]
+) -> Iterator[Finding]:
+    def what(row: OperationRecord) -> tuple[str, str] | None:
+        by_hand = row.module in norms and row.operation in _PARTS_OF_NORMS
+        if row.compute not in _LOW or not (by_hand or row.kind in ("softmax", "norm", "loss")) or asked.by_policy(row):
+            return None
+        return ("the sums of a norm" if by_hand else row.operation), row.compute
+
+    for (operation, compute), group in _grouped(forward, what).items():
+        names = _modules(group)
+        yield Finding(
+            "low_precision",
+            names,
+            f"{operation} ran in {compute}: {_places(names)}.",
+            "Give the precision plugin policy=PrecisionPolicy.default() (AutocastPrecision takes one), which keeps"
+            " norms, softmax and losses of torch in fp32 on every device, or say in the policy that 16 bit is meant. A"
+            " norm that is written by hand needs a rule about its module.",
+        )
+
+
+def _fp64(report: AuditReport) -> Iterator[Finding]:
+    modules = [row.name for row in report.modules if "fp64" in (*row.weights, *row.inputs)]
+    # torchao computes the scales of fp8 tensors in fp64, on purpose.
+    in_fp8 = {row.module for row in report.operations if "fp8" in row.compute}
+    operations = [row.module for row in report.operations if row.compute == "fp64" and row.module not in in_fp8]
+    names = tuple(dict.fromkeys([*modules, *operations]))
+    if names:
+        yield Finding(
+            "fp64",
+            names,
+            f"64-bit floating-point numbers: {_places(names)}.",
+            "NumPy makes them by default: cast the batch with .float() in the data set, weights with module.float().",
+        )
+
+
+def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection[str]) -> Iterator[Finding]:
+    missed: dict[tuple[str, int, int], list[OperationRecord]] = {}
+    for row in forward:
+        multiple = 16 if "fp8" in row.compute else 8
+        if row.kind == "matmul" and ("fp8" in row.compute or row.compute in _LOW):
+            for dimension, size in row.sizes:
+                # One row or column is a product with a vector, which tensor cores do not speed up anyway.
+                if size % multiple and size > 1:
+                    shown = _TRANSLATED.get(dimension, dimension) if row.module in linears else dimension
+                    missed.setdefault((shown, size, multiple), []).append(row)
+    for (dimension, size, multiple), rows in missed.items():
+        names = _modules(rows)
+        more = -(-size // multiple) * multiple
+        yield Finding(
+            "tensor_cores",
+            names,
+            f"{dimension} is {size}, no multiple of {multiple}: {_places(names)}.",
+            f"GPUs multiply such sizes partly or wholly without tensor cores: make it {more}"
+            + (", by padding the batch or its sequences." if dimension == "rows" else "."),
+        )
+
+
+def _grouped(
+    rows: Sequence[OperationRecord], key: Callable[[OperationRecord], "_K | None"]
+) -> "dict[_K, list[OperationRecord]]":
+    groups: dict[_K, list[OperationRecord]] = {}
+    for row in rows:
+        if (group := key(row)) is not None:
+            groups.setdefault(group, []).append(row)
+    return groups
+
+
+def _modules(rows: Sequence[OperationRecord]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.module for row in rows))
+
+
+def _places(names: Sequence[str]) -> str:
+    return listed([name or "the step around the model" for name in names], _MOST_NAMES)

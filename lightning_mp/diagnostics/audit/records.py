@@ -1,0 +1,133 @@
+"""What a precision audit saw: one record per module and per kind of operation, ready for JSON."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from lightning_mp.core.number_formats import FORMATS
+
+__all__ = ["AuditReport", "Kind", "ModuleRecord", "OperationRecord", "Phase", "dtype_label"]
+
+Kind = Literal["matmul", "softmax", "norm", "loss", "cast", "other"]
+"""What an operation is. "norm" leaves batch norm out, whose kernels compute in fp32 whatever their input."""
+
+Phase = Literal["forward", "backward", "recompute"]
+"""When it ran. "recompute" is what an activation checkpoint computes again inside of backward."""
+
+_LABELS = {row.torch_dtype: row.name for row in FORMATS.values() if row.torch_dtype is not None}
+
+
+@dataclass(frozen=True)
+class OperationRecord:
+    """Like calls of one operation in one module.
+
+    Attributes:
+        module: name of the module that called it; "" for the step around the model, as the loss often is.
+        operation: as torch's dispatcher has it, without "_" and "native_" in front: ``F.linear`` is "addmm".
+        kind: what it is.
+        phase: when it ran.
+        compute: the dtype it computed in, after every cast: of the factors of a product, the wider one of input and
+            output of other operations.
+        inputs: dtypes of its tensors, in order.
+        outputs: dtypes of its results.
+        autocast: "cpu bf16", "off", or "?" where that cannot be told, and in backward, which follows its forward.
+        sizes: of a product in the forward, by name: rows, inner, columns; in_channels, out_channels; head_dim.
+        device_type: where it ran.
+        calls: how often.
+    """
+
+    module: str
+    operation: str
+    kind: Kind
+    phase: Phase
+    compute: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    autocast: str
+    sizes: tuple[tuple[str, int], ...]
+    device_type: str
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class ModuleRecord:
+    """One module; dtypes in the order in which they were first seen.
+
+    Attributes:
+        name: its first name in the model, without what wrappers add; "" is the model.
+        class_name: of its class.
+        weights: dtypes of its own parameters while it ran.
+        inputs: dtypes of the tensors it was called with.
+        outputs: dtypes of the tensors it returned.
+        output_gradients: dtypes of the gradients that arrived at those.
+        weight_gradients: dtypes of its parameters' gradients after backward.
+        autocast: what it ran under, as in :class:`OperationRecord`.
+        calls: how often it was called, recomputing included; 0 inside of compiled code and where another module uses
+            its weights.
+    """
+
+    name: str
+    class_name: str
+    weights: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_gradients: tuple[str, ...]
+    weight_gradients: tuple[str, ...]
+    autocast: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """One forward and backward.
+
+    Attributes:
+        modules: every module, parents first.
+        operations: every operation that computes, in the order of its first call; views and sizes are left out.
+        compiled: whether compiled code ran: what the compiler fused into kernels of its own is not in ``operations``.
+        unseen: modules whose weights got gradients though nobody called them where it could be seen.
+
+    Example:
+        >>> report = AuditReport((), (), compiled=False, unseen=())
+        >>> report.to_json(indent=None)
+        '{"modules": [], "operations": [], "compiled": false, "unseen": []}'
+    """
+
+    modules: tuple[ModuleRecord, ...]
+    operations: tuple[OperationRecord, ...]
+    compiled: bool
+    unseen: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        report = asdict(self)
+        for operation in report["operations"]:
+            operation["sizes"] = dict(operation["sizes"])
+        listed: dict[str, Any] = _with_lists(report)
+        return listed
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def of_module(self, name: str) -> tuple[OperationRecord, ...]:
+        """The operations that a module called itself."""
+        return tuple(record for record in self.operations if record.module == name)
+
+
+def dtype_label(dtype: torch.dtype) -> str:
+    """The short name of a format, else torch's.
+
+    Example:
+        >>> dtype_label(torch.bfloat16), dtype_label(torch.int64)
+        ('bf16', 'int64')
+    """
+    return _LABELS.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value

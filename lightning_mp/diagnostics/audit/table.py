@@ -1,0 +1,113 @@
+"""An audit as a table in the manner of Lightning's ModelSummary: plain text, or with rich where that is installed."""
+
+import io
+import re
+import shutil
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from lightning_mp.core.messages import listed
+from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
+
+__all__ = ["HEAD", "audit_table", "plain_audit_table", "table_rows"]
+
+HEAD = ("Name", "Type", "Weights", "In", "Runs", "Out", "Grad of out", "Grad of weights", "Autocast")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_SHOWN_KINDS = ("matmul", "softmax", "norm", "loss")
+_COMPILED = (
+    "Part of the step was compiled: what the compiler fused is not seen here, and modules inside have no row of their"
+    " own calls. Audit once without torch.compile to see all of it."
+)
+_UNSEEN = "Not called where it could be seen (compiled, or another module uses their weights): "
+_MOST_UNSEEN = 6
+_LEAST_WIDTH = 80
+
+
+def table_rows(report: AuditReport) -> list[tuple[str, ...]]:
+    """One row per module with weights or with a product, softmax, norm or loss of its own; like rows share one.
+
+    "Runs" has these operations with the dtype they computed in, and products of backward that ran in another one; where
+    there are none, the dtypes of whatever else the module computed.
+    """
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for module in report.modules:
+        own = report.of_module(module.name)
+        if module.weights or any(row.kind in _SHOWN_KINDS for row in own):
+            cells = (_NUMBER.sub("*", module.name), *_cells(module, own))
+            grouped.setdefault(cells, []).append(module.name)
+    rows = []
+    for cells, names in grouped.items():
+        name = (names[0] or "(the step)") if len(names) == 1 else f"{cells[0]} ({len(names)})"
+        rows.append((name, *cells[1:]))
+    return rows
+
+
+def plain_audit_table(report: AuditReport) -> str:
+    """The table as text, with what could not be seen below."""
+    rows = [HEAD, *table_rows(report)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "-" * (sum(widths) + 2 * (len(HEAD) - 1)))
+    return "\n".join([*lines, *_notes(report)])
+
+
+def audit_table(report: AuditReport) -> str:
+    """The same, drawn by rich if that is installed."""
+    if find_spec("rich") is None:
+        return plain_audit_table(report)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*HEAD, title="Precision audit", title_justify="left")
+    for row in table_rows(report):
+        table.add_row(*row)
+    # As wide as it needs to be where it goes to a file; in a terminal no wider than that.
+    needed = _width(report)
+    width = min(needed, max(_LEAST_WIDTH, shutil.get_terminal_size((needed, 24)).columns))
+    console = Console(file=io.StringIO(), markup=False, width=width)
+    console.print(table)
+    drawn = console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
+    return "\n".join([drawn.rstrip(), *_notes(report)])
+
+
+def _cells(module: ModuleRecord, own: Sequence[OperationRecord]) -> tuple[str, ...]:
+    return (
+        module.class_name,
+        _joined(module.weights),
+        _joined(module.inputs),
+        _runs(own),
+        _joined(module.outputs),
+        _joined(module.output_gradients),
+        _joined(module.weight_gradients),
+        module.autocast,
+    )
+
+
+def _runs(own: Sequence[OperationRecord]) -> str:
+    shown = [row for row in own if row.kind in _SHOWN_KINDS]
+    there = dict.fromkeys(f"{row.operation} {row.compute}" for row in shown if row.phase != "backward")
+    if not there:
+        return _joined(list(dict.fromkeys(row.compute for row in own if row.phase != "backward")))
+    dtypes = {row.compute for row in shown if row.phase != "backward"}
+    back = dict.fromkeys(
+        f"{row.operation} {row.compute} in backward"
+        for row in shown
+        if row.phase == "backward" and row.kind == "matmul" and row.compute not in dtypes
+    )
+    return ", ".join([*there, *back])
+
+
+def _joined(dtypes: Sequence[str]) -> str:
+    return ", ".join(dtypes) or "-"
+
+
+def _notes(report: AuditReport) -> list[str]:
+    notes = [_COMPILED] if report.compiled else []
+    if report.unseen:
+        notes.append(f"{_UNSEEN}{listed(report.unseen, _MOST_UNSEEN)}.")
+    return notes
+
+
+def _width(report: AuditReport) -> int:
+    rows = [HEAD, *table_rows(report)]
+    return sum(max(len(row[column]) for row in rows) + 3 for column in range(len(HEAD))) + 1

@@ -1,0 +1,1 @@
+"""The gradient noise scale, estimated from gradients of two batch sizes."""

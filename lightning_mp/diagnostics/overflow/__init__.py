@@ -1,0 +1,1 @@
+"""Which micro-batch, rank, module and tensor overflowed, and why."""

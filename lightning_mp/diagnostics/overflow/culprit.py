@@ -1,0 +1,130 @@
+"""The first tensor that was not finite, out of everything that was seen in one forward and backward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_mp.diagnostics.overflow.sightings import Sighting
+
+__all__ = ["Culprit", "find_culprit"]
+
+Phase = Literal["data", "weights", "forward", "loss", "backward"]
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where a run first went wrong.
+
+    Attributes:
+        phase: "data" (the batch), "weights" (a parameter or buffer), "forward", "loss" (the training step after its
+            last module, or a module that returns the loss) or "backward".
+        module: full name of the module; "" is the training step itself.
+        module_class: its class name; "" where only the name is known.
+        tensor: which tensor, in words.
+        kind: what it held: "nan", "inf", "-inf", or several of them.
+        dtype: its dtype, as "float16".
+        shape: its shape on this rank.
+        largest_input: largest finite absolute value among the module's inputs, in backward among the gradients it was
+            given; None if none was seen.
+    """
+
+    phase: Phase
+    module: str
+    module_class: str
+    tensor: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    largest_input: float | None
+
+
+def find_culprit(sightings: Sequence[Sighting]) -> Culprit | None:
+    """The first non-finite tensor that matters, or None.
+
+    Forward counts only if the loss is not finite: an inf that a mask or a ``torch.where`` takes away again does no
+    harm. In the same way -inf by itself is taken for a mask as long as a module that got it returned finite values.
+    Backward counts in the order in which gradients were made, last layer first.
+
+    Args:
+        sightings: in the order in which the tensors were met.
+
+    Example:
+        >>> import torch
+        >>> from lightning_mp.diagnostics.overflow.culprit import find_culprit
+        >>> from lightning_mp.diagnostics.overflow.sightings import Place, Sighting
+        >>> def seen(role, tensor, posinf):
+        ...     place = Place(role, "net.0", "Linear", tensor, call=1)
+        ...     return Sighting(place, (4, 8), torch.float16, False, posinf, False, 6e4)
+        >>> culprit = find_culprit([seen("input", "argument 'input'", False), seen("output", "output", True),
+        ...                         seen("loss", "loss", True)])
+        >>> culprit.phase, culprit.module, culprit.tensor, culprit.largest_input
+        ('forward', 'net.0', 'output', 60000.0)
+    """
+    backward = [s for s in sightings if s.place.role.endswith("_gradient")]
+    forward = [s for s in sightings if not s.place.role.endswith("_gradient")]
+    if any(s.place.role == "loss" and not s.finite for s in forward):
+        return _forward_culprit(_first_that_matters(forward), forward)
+    first = next((s for s in backward if not s.finite), None)
+    return _backward_culprit(first, backward) if first is not None else None
+
+
+def _first_that_matters(forward: Sequence[Sighting]) -> Sighting:
+    absorbing = {s.place.call for s in forward if s.place.role == "input" and s.only_neginf}
+    absorbed = any(s.place.role == "output" and s.place.call in absorbing and s.finite for s in forward)
+    wrong = [s for s in forward if not s.finite]
+    if absorbed:
+        wrong = [s for s in wrong if not s.only_neginf or s.place.role == "loss"]
+    first = next(s for s in wrong if s.place.role != "buffer")
+    # A buffer counts where it is used: running statistics, say, are only written to in training.
+    maker = first.place.enclosing if first.place.role == "input" else first.place.module
+    used = (s for s in wrong if s.place.role == "buffer" and s.place.module == maker and not s.only_neginf)
+    return next(used, first)
+
+
+def _forward_culprit(first: Sighting, forward: Sequence[Sighting]) -> Culprit:
+    place = first.place
+    if place.role == "batch":
+        return _culprit("data", first, module_class="")
+    if place.role in ("parameter", "buffer"):
+        return _culprit("weights", first)
+    if place.role == "loss":
+        inputs = [s for s in forward if s.place.role == "output" and not s.place.enclosing]
+        return _culprit("loss", first, module_class="", inputs=inputs[-1:])
+    if place.role == "input":
+        # Made between two modules, in the forward of the one that called both.
+        tensor = f"{place.tensor} of {place.module}"
+        return _culprit("forward", first, module=place.enclosing, module_class="", tensor=tensor)
+    inputs = [s for s in forward if s.place.role == "input" and s.place.call == place.call]
+    is_loss = not first.shape and not place.enclosing
+    return _culprit("loss" if is_loss else "forward", first, inputs=inputs)
+
+
+def _backward_culprit(first: Sighting, backward: Sequence[Sighting]) -> Culprit:
+    place = first.place
+    if place.role == "output_gradient":
+        # The module was given it: it was made by the operations that used its output.
+        tensor = f"{place.tensor} of {place.module}"
+        return _culprit("backward", first, module=place.enclosing, module_class="", tensor=tensor)
+    given = [s for s in backward if s.place.role == "output_gradient" and s.place.module == place.module and s.finite]
+    return _culprit("backward", first, inputs=given)
+
+
+def _culprit(
+    phase: Phase,
+    first: Sighting,
+    *,
+    module: str | None = None,
+    module_class: str | None = None,
+    tensor: str | None = None,
+    inputs: Sequence[Sighting] = (),
+) -> Culprit:
+    return Culprit(
+        phase,
+        first.place.module if module is None else module,
+        first.place.module_class if module_class is None else module_class,
+        tensor or first.place.tensor,
+        first.kind,
+        str(first.dtype).removeprefix("torch."),
+        first.shape,
+        max((s.largest for s in inputs), default=None),
+    )

@@ -1,0 +1,123 @@
+"""A skipped step told to a reader: what happened, where, and what to do."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_mp.core.messages import listed
+from lightning_mp.diagnostics.overflow.culprit import Culprit
+from lightning_mp.diagnostics.overflow.search import Finding
+
+__all__ = ["OverflowReport"]
+
+_NAMES_IN_TEXT = 5
+_RANKS_IN_TEXT = 4
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """One skipped step, the same on all ranks.
+
+    Attributes:
+        step_index: attempts before it, skipped ones included.
+        loss_scale: the scale at that step.
+        parameters: parameters with a non-finite gradient on any rank, last layer first.
+        ranks: ranks that hold such a gradient. Under DDP the reduction spreads it to all of them.
+        findings: what the replay found, one for each rank that went wrong by itself; empty without replay.
+        buffers: buffers that hold nan or +inf now, on any rank: what the forward of a skipped step wrote into running
+            statistics stays there.
+        note: what could not be found out, and why; "" if nothing is missing.
+    """
+
+    step_index: int
+    loss_scale: float
+    parameters: list[str] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:g}."]
+        if self.parameters:
+            lines[0] += f" Non-finite gradients, last layer first: {listed(self.parameters, _NAMES_IN_TEXT)}."
+        for finding in self.findings[:_RANKS_IN_TEXT]:
+            lines += _tell(finding, self.loss_scale)
+        if len(self.findings) > _RANKS_IN_TEXT:
+            others = [str(finding.rank) for finding in self.findings[_RANKS_IN_TEXT:]]
+            lines.append(f"  The same kind of trouble on ranks {listed(others, 20)}.")
+        if self.buffers:
+            lines.append(
+                f"  Non-finite numbers are now in the buffers {listed(self.buffers, _NAMES_IN_TEXT)}, and stay there: a"
+                " skipped step does not take back what its forward wrote. Reset them, or go back to a checkpoint."
+            )
+        if self.note:
+            lines.append(f"  {self.note}")
+        return "\n".join(lines)
+
+
+def _tell(finding: Finding, loss_scale: float) -> list[str]:
+    position = f"micro-batch {finding.micro_batch + 1} of {finding.num_micro_batches}"
+    where = f"{position} (batch_idx {finding.batch_idx}) on rank {finding.rank}"
+    if finding.culprit is None:
+        return [
+            f"  Replay: up to {where} every gradient is finite, their sum is not.",
+            f"  {_advice(finding, loss_scale)}",
+        ]
+    return [f"  Replay of {where}: {_describe(finding.culprit)}.", f"  {_advice(finding, loss_scale)}"]
+
+
+def _describe(culprit: Culprit) -> str:
+    place = culprit.module or "training_step"
+    if culprit.module_class:
+        place += f" ({culprit.module_class})"
+    tensor = f"{culprit.tensor} holds {culprit.kind} ({culprit.dtype}, shape {list(culprit.shape)})"
+    if culprit.largest_input is not None:
+        tensor += f"; what went in reaches {culprit.largest_input:.3g}"
+    if culprit.phase == "data":
+        return f"the data is at fault: {tensor}"
+    if culprit.phase == "weights":
+        return f"the weights are at fault: in {place}, {tensor}"
+    phase = {"forward": "the forward", "loss": "the loss", "backward": "the backward"}[culprit.phase]
+    return f"{phase} is where it begins, in {place}: {tensor}"
+
+
+def _advice(finding: Finding, loss_scale: float) -> str:
+    culprit = finding.culprit
+    place = (culprit.module if culprit is not None else "") or "the training step"
+    if finding.verdict == "scale" and finding.finite_scale is not None:
+        halvings = round(math.log2(loss_scale / finding.finite_scale))
+        return (
+            f"Verdict: the loss scale was too high; at {finding.finite_scale:g}, {halvings} halvings below, the"
+            " micro-batch is finite. Nothing to do: a dynamic scale gets there by itself, and a skipped step does no"
+            " harm. If it comes more often than once in some hundred steps, use bf16, or a LossScaler with a"
+            " larger growth_interval or a max_scale."
+        )
+    if finding.verdict == "range":
+        return (
+            f"Verdict: too large for {culprit.dtype if culprit is not None else 'fp16'}, whatever the loss scale; in"
+            f" fp32 it is finite. Use bf16-mixed, or run {place} in fp32 with a PrecisionPolicy, or bring its inputs"
+            " down (normalisation, smaller initial weights)."
+        )
+    if finding.verdict == "model":
+        tried = " nor in fp32" if finding.finite_in_fp32 is False else ""
+        return (
+            f"Verdict: the model is broken: not finite at loss scale 1{tried}. A lower scale will not help. Look in"
+            f" {place} for a division by zero, a log or root of zero or less, an exp of something large; if it was"
+            " finite earlier in the run, training has diverged: lower the learning rate or clip gradients."
+        )
+    if finding.verdict == "data":
+        return "Verdict: the data is broken. Look at this batch; a non-finite number in a batch spoils every gradient."
+    if finding.verdict == "weights":
+        return (
+            "Verdict: the weights are broken already; every later step will be skipped, too. Go back to a checkpoint"
+            " from before, and look at what wrote them: they cannot come from a step that was checked."
+        )
+    return (
+        "Verdict: the sum of finite gradients does not fit into their dtype. Lower LossScaler(max_scale=...), or"
+        " accumulate in fp32: MasterWeightsPrecision(fp32_gradients=True), or AutocastPrecision."
+    )

@@ -1,0 +1,150 @@
+"""Which micro-batch of a skipped window overflowed, where, and whether a smaller loss scale would have helped."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_mp.diagnostics.overflow.culprit import Culprit
+from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay, Trial
+
+__all__ = ["Finding", "SearchResult", "Verdict", "largest_finite_scale", "search_overflow"]
+
+Verdict = Literal["scale", "range", "model", "data", "weights", "sum"]
+
+AnyRank = Callable[[bool], bool]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where a step overflowed on one rank, and why.
+
+    Attributes:
+        rank: the global rank.
+        micro_batch: its place in the accumulation window, counted from 0.
+        num_micro_batches: length of the window.
+        batch_idx: index of the batch in the epoch.
+        verdict: "scale" (finite at a smaller loss scale), "range" (finite in fp32, too large for 16 bit at any scale),
+            "model" (not finite at any scale; nor in fp32, where that could be tried), "data" (the batch holds
+            non-finite numbers), "weights" (a weight or buffer does), "sum" (finite by itself, not when added up).
+        culprit: the first tensor that was not finite; None for "sum".
+        finite_scale: the largest power of two below the loss scale at which the micro-batch is finite; None if it was
+            not looked for or there is none down to 1.
+        finite_in_fp32: whether it is finite in full precision; None if that was not tried.
+    """
+
+    rank: int
+    micro_batch: int
+    num_micro_batches: int
+    batch_idx: int
+    verdict: Verdict
+    culprit: Culprit | None
+    finite_scale: float | None = None
+    finite_in_fp32: bool | None = None
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A finding of this rank, if any, and what went wrong with the search itself; "" if nothing did."""
+
+    finding: Finding | None
+    error: str = ""
+
+
+def largest_finite_scale(scale: float, is_finite: Callable[[float], bool]) -> float:
+    """The largest ``scale / 2^k``, k >= 1, that is finite; by bisection.
+
+    Args:
+        scale: a scale that is not finite.
+        is_finite: asks about a smaller one. 1, or what is just above it, must be finite.
+
+    Example:
+        >>> from lightning_mp.diagnostics.overflow.search import largest_finite_scale
+        >>> largest_finite_scale(65536.0, lambda scale: scale <= 5000)
+        4096.0
+    """
+    too_few, enough = 0, max(1, math.ceil(math.log2(scale)))
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if is_finite(math.ldexp(scale, -middle)):
+            enough = middle
+        else:
+            too_few = middle
+    return math.ldexp(scale, -enough)
+
+
+def search_overflow(
+    replay: Replay, window: Sequence[MicroBatch], loss_scale: float, *, rank: int, any_rank: AnyRank
+) -> SearchResult:
+    """Runs a window again until a micro-batch overflows, then that one at other scales.
+
+    All ranks run the same, whatever each of them finds: every decision is made by ``any_rank``.
+
+    Args:
+        replay: runs micro-batches; its context is entered.
+        window: the micro-batches of the skipped step.
+        loss_scale: the scale then.
+        rank: this rank.
+        any_rank: whether a condition holds on any rank; all ranks call it together.
+    """
+    for index, micro_batch in enumerate(window):
+        trial = replay.run(micro_batch, loss_scale, watched=True, accumulated=index > 0)
+        if any_rank(bool(trial.error)):
+            return SearchResult(None, trial.error or "it failed on another rank")
+        if any_rank(not trial.finite):
+            break
+    else:
+        return SearchResult(None)
+    seen_somewhere = any_rank(trial.culprit is not None)
+    if not seen_somewhere:
+        finding = _finding(rank, window, index, "sum", None) if not trial.finite else None
+        return SearchResult(finding)
+    finite_scale = _try_scales(replay, micro_batch, trial, loss_scale, any_rank)
+    undecided = trial.culprit is not None and trial.culprit.phase not in ("data", "weights") and finite_scale is None
+    in_fp32 = replay.run_in_float32(micro_batch) if any_rank(undecided) else None
+    if trial.culprit is None:
+        return SearchResult(None)
+    finite_in_fp32 = in_fp32.finite if in_fp32 is not None and undecided else None
+    verdict = _verdict(trial.culprit, finite_scale, finite_in_fp32)
+    return SearchResult(_finding(rank, window, index, verdict, trial.culprit, finite_scale, finite_in_fp32))
+
+
+def _try_scales(
+    replay: Replay, micro_batch: MicroBatch, trial: Trial, loss_scale: float, any_rank: AnyRank
+) -> float | None:
+    """The largest scale at which all those ranks are finite that can be at all; None on the others."""
+    in_backward = trial.culprit is not None and trial.culprit.phase == "backward" and loss_scale > 1.0
+    if not any_rank(in_backward):
+        return None
+    can_be_finite = replay.run(micro_batch, 1.0).finite and in_backward
+    if not any_rank(can_be_finite):
+        return None
+
+    def is_finite(scale: float) -> bool:
+        finite = replay.run(micro_batch, scale).finite
+        return not any_rank(can_be_finite and not finite)
+
+    scale = largest_finite_scale(loss_scale, is_finite)
+    return scale if can_be_finite else None
+
+
+def _verdict(culprit: Culprit, finite_scale: float | None, finite_in_fp32: bool | None) -> Verdict:
+    if culprit.phase == "data":
+        return "data"
+    if culprit.phase == "weights":
+        return "weights"
+    if finite_scale is not None:
+        return "scale"
+    return "range" if finite_in_fp32 else "model"
+
+
+def _finding(
+    rank: int,
+    window: Sequence[MicroBatch],
+    index: int,
+    verdict: Verdict,
+    culprit: Culprit | None,
+    finite_scale: float | None = None,
+    finite_in_fp32: bool | None = None,
+) -> Finding:
+    return Finding(rank, index, len(window), window[index].batch_idx, verdict, culprit, finite_scale, finite_in_fp32)

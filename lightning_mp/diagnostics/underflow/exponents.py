@@ -1,0 +1,300 @@
+"""Exponent histograms: how far the values of a tensor lie from the ends of a number format.
+
+A value x lies in bin e if ``2^e <= abs(x) < 2^(e+1)``. The bins are those of fp32, -149 to 127, and one more at each
+end for fp64. Zeros and non-finite values are counted apart.
+
+The counts are made on the tensor's own device, and nothing here waits for it but :meth:`ExponentHistogram.of`. The
+exact powers of two in each bin are counted apart: every limit of rounding to zero is one, so that what is lost is known
+to the last value, ties included.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lightning_mp.core.number_formats import FORMATS, FP32, FractionLost, NumberFormat, number_format
+from lightning_mp.gradients import gradient_ops
+
+__all__ = [
+    "HIGHEST_EXPONENT",
+    "LOWEST_EXPONENT",
+    "NUM_SLOTS",
+    "ExponentHistogram",
+    "count_exponents",
+    "narrow_format",
+    "suggested_scale",
+]
+
+#: Exponent of fp32's smallest subnormal number.
+LOWEST_EXPONENT = -149
+#: Exponent of fp32's largest number.
+HIGHEST_EXPONENT = 127
+
+# slot 0: zeros; slot 1: non-finite; then for every bin the exact powers of two and the rest, in turn.
+_FIRST_SLOT = 2
+_NUM_BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 3
+#: Length of the vector that :func:`count_exponents` returns.
+NUM_SLOTS = _FIRST_SLOT + 2 * _NUM_BINS
+
+_CHUNK_VALUES = 2**22  # about 100 MB of temporaries
+_VALUES_PER_COPY = 4096
+_MAX_COPIES = 256
+
+
+@torch.no_grad()
+def count_exponents(values: Tensor, factor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
+    """Counts the exponents of ``values * factor`` on the device, without waiting for it.
+
+    Args:
+        values: floating-point tensor of any shape and dtype; of a DTensor the local shard.
+        factor: scalar that is multiplied in first, in fp32 (fp64 for fp64 values).
+
+    Returns:
+        Counts of shape ``[NUM_SLOTS]``, int64, to be read by :meth:`ExponentHistogram.from_slots`; and the largest
+        finite magnitude, a scalar.
+
+    Example:
+        >>> import torch
+        >>> counts, largest = count_exponents(torch.tensor([0.0, 0.75, 3.0]))
+        >>> int(counts.sum()), float(largest)
+        (3, 3.0)
+    """
+    flat = gradient_ops.local_shard(values.detach()).reshape(-1)
+    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    if isinstance(factor, Tensor):
+        factor = factor.detach().to(device=flat.device, dtype=wide, non_blocking=True)
+    counts = torch.zeros(NUM_SLOTS, dtype=torch.int64, device=flat.device)
+    largest = torch.zeros((), dtype=wide, device=flat.device)
+    for chunk in flat.split(_CHUNK_VALUES):
+        if not chunk.numel():
+            continue
+        magnitude = chunk.to(wide).abs()
+        if factor is not None:
+            magnitude = magnitude * factor
+        finite = torch.isfinite(magnitude)
+        counts += _histogram(_slots(magnitude, finite))
+        largest = torch.maximum(largest, torch.where(finite, magnitude, 0.0).amax())
+    return counts, largest
+
+
+def _slots(magnitude: Tensor, finite: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(magnitude)  # magnitude = mantissa 2^exponent, mantissa in [1/2, 1)
+    bins = (exponent - LOWEST_EXPONENT).clamp_(0, _NUM_BINS - 1)
+    slots = _FIRST_SLOT + 2 * bins + (mantissa != 0.5)
+    slots = torch.where(magnitude == 0.0, 0, slots)
+    return torch.where(finite, slots, 1)
+
+
+def _histogram(slots: Tensor) -> Tensor:
+    """Like ``torch.bincount``, which waits for the device, and exact, unlike ``torch.histc`` past 2^24.
+
+    Several copies of the histogram are filled side by side, so that a GPU's atomic additions seldom meet.
+    """
+    num_copies = max(1, min(_MAX_COPIES, slots.numel() // _VALUES_PER_COPY))
+    index = slots.long()
+    if num_copies > 1:
+        index = index * num_copies + torch.arange(slots.numel(), device=slots.device) % num_copies
+    counts = torch.zeros(NUM_SLOTS * num_copies, dtype=torch.int64, device=slots.device)
+    ones = torch.ones((), dtype=torch.int64, device=slots.device).expand_as(index)
+    return counts.scatter_add_(0, index, ones).view(NUM_SLOTS, num_copies).sum(1)
+
+
+@dataclass(frozen=True)
+class ExponentHistogram:
+    """How many values have which exponent, on the host.
+
+    Example:
+        >>> import torch
+        >>> histogram = ExponentHistogram.of(torch.tensor([0.0, 2.0**-26, 1.5, 1.0]))
+        >>> histogram.counts, histogram.num_zeros
+        ({-26: 1, 0: 2}, 1)
+        >>> histogram.fraction_lost("fp16").zero, histogram.fraction_lost("fp16", scale=2.0).zero
+        (0.3333333333333333, 0.3333333333333333)
+        >>> histogram.fraction_lost("fp16", scale=4.0).zero
+        0.0
+        >>> histogram.headroom_doublings("fp16")  # 1.5 times 2^15 still fits, times 2^16 does not
+        15.0
+    """
+
+    counts: dict[int, int] = field(default_factory=dict)
+    """Number of finite non-zero values by exponent; empty bins are left out. -150 and 128 stand for all beyond."""
+    powers_of_two: dict[int, int] = field(default_factory=dict)
+    """How many of these are exactly ``2^exponent``."""
+    num_zeros: int = 0
+    """Number of exact zeros."""
+    num_nonfinite: int = 0
+    """Number of infs and nans."""
+    largest: float = 0.0
+    """Largest finite magnitude."""
+
+    @classmethod
+    def of(cls, values: Tensor, scale: float = 1.0) -> Self:
+        """The histogram of ``values * scale``; waits for the device."""
+        counts, largest = count_exponents(values, None if scale == 1.0 else scale)
+        return cls.from_slots(counts.tolist(), largest.item())
+
+    @classmethod
+    def from_slots(cls, slots: Sequence[float], largest: float) -> Self:
+        """From what :func:`count_exponents` counted."""
+        powers: dict[int, int] = {}
+        counts: dict[int, int] = {}
+        for index in range(_FIRST_SLOT, NUM_SLOTS, 2):
+            power, rest = int(slots[index]), int(slots[index + 1])
+            if power + rest:
+                exponent = (index - _FIRST_SLOT) // 2 + LOWEST_EXPONENT - 1
+                counts[exponent] = power + rest
+                if power:
+                    powers[exponent] = power
+        return cls(counts, powers, int(slots[0]), int(slots[1]), float(largest))
+
+    @classmethod
+    def sum_of(cls, histograms: "Iterable[ExponentHistogram]") -> Self:
+        """One histogram of the values of several."""
+        counts: dict[int, int] = {}
+        powers: dict[int, int] = {}
+        zeros = nonfinite = 0
+        largest = 0.0
+        for histogram in histograms:
+            for total, part in ((counts, histogram.counts), (powers, histogram.powers_of_two)):
+                for exponent, number in part.items():
+                    total[exponent] = total.get(exponent, 0) + number
+            zeros += histogram.num_zeros
+            nonfinite += histogram.num_nonfinite
+            largest = max(largest, histogram.largest)
+        return cls(dict(sorted(counts.items())), dict(sorted(powers.items())), zeros, nonfinite, largest)
+
+    @property
+    def num_finite(self) -> int:
+        """Number of finite values that are not zero."""
+        return sum(self.counts.values())
+
+    @property
+    def num_values(self) -> int:
+        """Number of all values."""
+        return self.num_finite + self.num_zeros + self.num_nonfinite
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of exact zeros among all values."""
+        return self.num_zeros / self.num_values if self.num_values else 0.0
+
+    def fraction_lost(self, target: str | torch.dtype | NumberFormat, scale: float = 1.0) -> FractionLost:
+        """What rounding to a format does to ``values * scale``.
+
+        It is what :func:`lightning_mp.core.number_formats.fraction_lost` says of a value.
+
+        ``zero`` is exact. ``subnormal`` counts what is below the smallest normal number before rounding. ``overflow``
+        leaves out the values above the largest finite number that share its exponent (65520 to 65536 in fp16).
+
+        Args:
+            target: a format narrower than fp32.
+            scale: a power of two.
+
+        Raises:
+            ValueError: if the format is unknown or too wide, or the scale is not a power of two.
+        """
+        row = narrow_format(target)
+        shift = _exponent_of_power(scale)
+        zero_below = math.frexp(row.largest_rounded_to_zero)[1] - 1 - shift
+        normal_from = math.frexp(row.smallest_normal)[1] - 1 - shift
+        top = math.frexp(row.largest_finite)[1] - 1 - shift
+        tie = self.powers_of_two.get(zero_below, 0)
+        zero = sum(number for e, number in self.counts.items() if e < zero_below) + tie
+        subnormal = sum(number for e, number in self.counts.items() if zero_below <= e < normal_from) - tie
+        overflow = sum(number for e, number in self.counts.items() if e > top) + self.num_nonfinite
+        count = self.num_finite + self.num_nonfinite
+        divisor = max(count, 1)
+        return FractionLost(zero / divisor, subnormal / divisor, overflow / divisor, count)
+
+    def headroom_doublings(self, target: str | torch.dtype | NumberFormat) -> float:
+        """How often all values can be doubled before the largest overflows; negative if it overflows already.
+
+        -inf if a value is not finite, inf if all are zero.
+
+        Raises:
+            ValueError: if the format is unknown or too wide.
+        """
+        row = narrow_format(target)
+        if self.num_nonfinite:
+            return -math.inf
+        if self.largest == 0.0:
+            return math.inf
+        mantissa, exponent = math.frexp(self.largest)
+        limit_mantissa, limit_exponent = math.frexp(row.largest_rounded_to_finite)
+        # mantissa 2^(exponent + k) has to stay below the limit; the tie at the limit is inf where there are infs.
+        fits = mantissa < limit_mantissa or (mantissa == limit_mantissa and not row.has_infinities)
+        return float(limit_exponent - exponent - (not fits))
+
+
+def suggested_scale(
+    histogram: ExponentHistogram,
+    target: str | torch.dtype | NumberFormat,
+    scale: float = 1.0,
+    *,
+    margin_doublings: int = 1,
+    min_scale: float = 2.0**-24,
+    max_scale: float = 2.0**24,
+) -> float | None:
+    """The largest power of two as loss scale at which the largest gradient seen stays finite, with a margin.
+
+    As high as possible, because only small values are lost at a low scale (Micikevicius et al. 2017, section 3.2:
+    "choose a value so that its product with the maximum absolute gradient value is below 65,504").
+
+    Args:
+        histogram: of gradients times ``scale``.
+        target: the format the scaled gradients are held in.
+        scale: what the gradients were multiplied by.
+        margin_doublings: how often gradients may double before they overflow.
+        min_scale: lower bound; as in :class:`~lightning_mp.LossScaler`.
+        max_scale: upper bound; as there.
+
+    Returns:
+        A power of two; half the present scale if a gradient is not finite; None if all are zero.
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", 2017, section 3.2, https://arxiv.org/abs/1710.03740
+
+    Example:
+        >>> import torch
+        >>> suggested_scale(ExponentHistogram.of(torch.tensor([1e-9, 3.0])), "fp16")
+        8192.0
+    """
+    headroom = histogram.headroom_doublings(target)
+    if headroom == math.inf:
+        return None
+    doublings = -1 if headroom == -math.inf else int(headroom) - margin_doublings
+    return min(max(2.0 ** (math.frexp(scale)[1] - 1 + doublings), min_scale), max_scale)
+
+
+def narrow_format(target: str | torch.dtype | NumberFormat) -> NumberFormat:
+    """A format whose limits lie within fp32's bins.
+
+    Raises:
+        ValueError: if the format is unknown, or is fp32 or fp64.
+
+    Example:
+        >>> narrow_format(torch.float16).name
+        'fp16'
+    """
+    row = number_format(target)
+    if row.mantissa_bits >= FP32.mantissa_bits:
+        narrow = ", ".join(name for name, other in FORMATS.items() if other.mantissa_bits < FP32.mantissa_bits)
+        raise ValueError(
+            f"The exponent histogram has the bins of fp32 and cannot tell what {row.name} would lose."
+            f" Use one of {narrow}."
+        )
+    return row
+
+
+def _exponent_of_power(scale: float) -> int:
+    mantissa, exponent = math.frexp(scale)
+    if mantissa != 0.5 or not math.isfinite(scale):
+        raise ValueError(
+            f"`scale` must be a power of two, got {scale!r}: bins cannot be moved by less."
+            " Make the histogram of the values times the scale instead: ExponentHistogram.of(values, scale)."
+        )
+    return exponent - 1

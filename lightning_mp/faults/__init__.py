@@ -1,1 +1,0 @@
-"""Checkpoints that a kill cannot spoil, and ranks that are watched."""

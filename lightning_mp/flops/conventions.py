@@ -1,0 +1,191 @@
+"""Floating-point operations per training token, under named conventions, and what MFU makes of them.
+
+Conventions differ by 10 to 30% on one model, so a figure without its convention means nothing.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+
+_FLOPS_OF_WEIGHT_GRADIENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What a convention may ask about a decoder besides its parameter count."""
+
+    layers: int
+    """Number of blocks L."""
+    width: int
+    """Attention width: heads times head size, H Q in the PaLM paper. The model width in most models."""
+    context_tokens: int
+    """Tokens that attend to each other, T."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsConvention:
+    """One way to count the operations of a training step, recomputation never included."""
+
+    name: str
+    """The name users pass."""
+    formula: str
+    """The formula as one reads it, per token, forward and backward."""
+    parameters: str
+    """Which parameters N counts."""
+    source: str
+    """Where the convention is defined."""
+    attention: Callable[[DecoderShape], int] | None
+    """Operations per token of the attention matmuls, None where the convention leaves them out."""
+
+
+def _full_attention(shape: DecoderShape) -> int:
+    # QK^T and AV are 2 matmuls of 2 T width operations per token and layer; backward doubles each.
+    return 12 * shape.layers * shape.width * shape.context_tokens
+
+
+def _causal_attention(shape: DecoderShape) -> int:
+    # A token sees T / 2 others on average.
+    return 6 * shape.layers * shape.width * shape.context_tokens
+
+
+CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            FlopsConvention(
+                name="6N",
+                formula="6 N",
+                parameters="all but embedding and position tables (Kaplan et al.); with a tied head the shared table "
+                "is a matmul weight and counts once",
+                source="Kaplan et al. 2020, arXiv:2001.08361, section 2.1",
+                attention=None,
+            ),
+            FlopsConvention(
+                name="palm",
+                formula="6 N + 12 L H Q T",
+                parameters="as the caller counts: all parameters in the PaLM paper, all but the position table in "
+                "nanoGPT; exact with the parameters that take part in matmuls",
+                source="Chowdhery et al. 2022, arXiv:2204.02311, appendix B; the same as "
+                "72 B L s h^2 (1 + s/6h + v/12hL) of Korthikanti et al. 2022, arXiv:2205.05198, and as Narayanan et "
+                "al. 2021, arXiv:2104.04473, without its recomputation",
+                attention=_full_attention,
+            ),
+            FlopsConvention(
+                name="megatron",
+                formula="6 N + 6 L H Q T",
+                parameters="all weights of matmuls, the output layer included and tables not; of a mixture of experts "
+                "those that one token meets",
+                source="num_floating_point_operations in Megatron-LM, which halves the attention of "
+                "Korthikanti et al. 2022, arXiv:2205.05198, for the causal mask",
+                attention=_causal_attention,
+            ),
+        )
+    }
+)
+"""Every convention by name."""
+
+
+def flops_per_token(
+    parameters: int,
+    *,
+    layers: int | None = None,
+    width: int | None = None,
+    context_tokens: int | None = None,
+    convention: str = "palm",
+    frozen_parameters: int = 0,
+) -> int:
+    """Operations of forward and backward per training token of a decoder.
+
+    ::
+
+        "6N"        6 N                   2 N forward, 4 N backward
+        "palm"      6 N + 12 L H Q T      plus attention over the full square: causal masking is not subtracted
+        "megatron"  6 N + 6 L H Q T       plus attention over the half that a causal mask leaves
+        any of them - 2 N_frozen          frozen weights have no gradient of their own, but pass one on
+
+    With N the parameters that take part in matmuls, "palm" is exact for a dense decoder: it equals what
+    :func:`~lightning_mp.flops.flop_counter.count_flops` counts for any module. Grouped-query attention and gated
+    MLPs change N only. Of a mixture of experts N counts what one token meets. Norms, activations, softmax and the
+    optimizer are not counted.
+
+    Args:
+        parameters: N. Which parameters it counts belongs to the figure: see :attr:`FlopsConvention.parameters`.
+        layers: Number of blocks. Needed by "palm" and "megatron".
+        width: Heads times head size. Needed by "palm" and "megatron".
+        context_tokens: Sequence length. Needed by "palm" and "megatron".
+        convention: A name from :data:`CONVENTIONS`.
+        frozen_parameters: How many of N are frozen, as under adapters. Frozen layers below the first trained one
+            cost less still.
+
+    Raises:
+        ValueError: The convention is unknown, or an argument it needs is missing or not positive.
+
+    Example:
+        GPT-2 small at 1,024 tokens: attention adds 15%.
+
+        >>> flops_per_token(124_000_000, convention="6N")
+        744000000
+        >>> flops_per_token(124_000_000, layers=12, width=768, context_tokens=1024)
+        857246208
+        >>> flops_per_token(124_000_000, layers=12, width=768, context_tokens=1024, convention="megatron")
+        800623104
+    """
+    if convention not in CONVENTIONS:
+        raise ValueError(
+            f"Unknown FLOPs convention {convention!r}. Use one of {', '.join(CONVENTIONS)};"
+            " count_flops() counts a module exactly."
+        )
+    row = CONVENTIONS[convention]
+    flops = FLOPS_PER_PARAMETER_AND_TOKEN * _positive_integer("parameters", parameters, row)
+    if frozen_parameters:
+        frozen = _positive_integer("frozen_parameters", frozen_parameters, row)
+        if frozen > parameters:
+            raise ValueError(f"`frozen_parameters` ({frozen}) cannot be more than `parameters` ({parameters}).")
+        flops -= _FLOPS_OF_WEIGHT_GRADIENT * frozen
+    if row.attention is None:
+        return flops
+    shape = DecoderShape(
+        layers=_positive_integer("layers", layers, row),
+        width=_positive_integer("width", width, row),
+        context_tokens=_positive_integer("context_tokens", context_tokens, row),
+    )
+    return flops + row.attention(shape)
+
+
+def model_flops_utilization(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:
+    """MFU: operations that the model needs per second, over the device's peak in the format of its matmuls.
+
+    Chowdhery et al. 2022 (arXiv:2204.02311), appendix B. Its convention is that of ``flops_per_token``. Recomputed
+    operations are not in it, so it cannot exceed 1 with honest inputs.
+
+    Args:
+        tokens_per_second: Training throughput of one device.
+        flops_per_token: Forward and backward operations per token.
+        peak_flops_per_second: Dense peak of one device, see :func:`lightning_mp.flops.hardware.peak_flops`.
+
+    Raises:
+        ValueError: An argument is negative or not finite, or the peak is zero.
+
+    Example:
+        >>> round(model_flops_utilization(150_000, 857_246_208, 312e12), 3)  # an A100 in bf16
+        0.412
+    """
+    for name, value in (("tokens_per_second", tokens_per_second), ("flops_per_token", flops_per_token)):
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"`{name}` must be a finite number of at least 0, got {value!r}.")
+    if not (peak_flops_per_second > 0 and math.isfinite(peak_flops_per_second)):
+        raise ValueError(f"`peak_flops_per_second` must be a positive finite number, got {peak_flops_per_second!r}.")
+    return tokens_per_second * flops_per_token / peak_flops_per_second
+
+
+def _positive_integer(name: str, value: int | None, convention: FlopsConvention) -> int:
+    if value is None:
+        raise ValueError(
+            f"The {convention.name!r} convention ({convention.formula}) needs `{name}`. Pass `{name}=...`."
+        )
+    if isinstance(value, bool) or value != int(value) or value < 1:
+        raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+    return int(value)

@@ -1,0 +1,295 @@
+"""Operations of a training step of any module, counted as it runs: forward, backward, and what is run again.
+
+torch's own formulas (``torch.utils.flop_counter``) count matrix products, convolutions and attention, two operations
+per multiply-add. Norms, activations, softmax and the optimizer are not counted. Four things differ from
+``FlopCounterMode``:
+
+* attention on the CPU, grouped products (mixture of experts) and matrix-vector products are counted; it misses them;
+* what an activation checkpoint runs again is kept apart, and counted as far as it runs: a non-reentrant checkpoint
+  stops as soon as backward has what it needs, so the last product of a block is usually not repeated;
+* a fused attention kernel multiplies queries and keys a second time in its backward. That is counted as run again, so
+  the model's own operations do not depend on the attention kernel;
+* DTensor operations count as this rank's share of them.
+
+Causal masks are not subtracted: attention counts over the full square.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.flops.operation_flops import operation_flops, score_flops
+
+__all__ = ["FlopCount", "FlopTally", "count_flops"]
+
+StepFunction = Callable[[nn.Module, Any], Any]
+
+_OWN_NAMESPACES = frozenset(
+    [
+        "aten",
+        "prim",
+        "prims",
+        "profiler",
+        "inductor",
+        "fsdp",
+        "symm_mem",
+        "_dtensor",
+        "c10d",
+        "c10d_functional",
+        "_c10d_functional",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlopCount:
+    """Operations of one forward and backward.
+
+    Attributes:
+        forward: of the forward.
+        backward: of the backward, without what was run again.
+        recompute: what was run again in backward: activation checkpoints, and the score matrix of fused attention.
+        by_format: forward and backward by the format of the products' inputs, such as ``{"bf16": ..., "fp32": ...}``;
+            TF32 counts as fp32.
+        unknown: names of operations from outside of torch, which no formula is known for. They count as 0. Give one by
+            ``torch.utils.flop_counter.register_flop_formula``.
+    """
+
+    forward: int
+    backward: int
+    recompute: int
+    by_format: Mapping[str, int]
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> int:
+        """What the mathematics needs: the numerator of MFU."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> int:
+        """What is run: the numerator of HFU."""
+        return self.model + self.recompute
+
+    @property
+    def main_format(self) -> str | None:
+        """The format that most operations ran in; None if there were none."""
+        return max(self.by_format, key=lambda name: self.by_format[name], default=None)
+
+
+class FlopTally:
+    """Counts while it is entered; everything runs as it would without. Compiled code is not seen.
+
+    Example:
+        >>> layer, x = nn.Linear(4, 8), torch.zeros(3, 4)
+        >>> with FlopTally() as tally:
+        ...     layer(x).sum().backward()
+        >>> tally.count.forward, tally.count.backward  # the input needs no gradient: one product, not two
+        (192, 192)
+    """
+
+    def __init__(self) -> None:
+        self._mode: AbstractContextManager[Any] | None = None
+        self._parts = Counter[str]()
+        self._formats = Counter[str]()
+        self._unknown: dict[str, None] = {}
+
+    def __enter__(self) -> "FlopTally":
+        self._mode = private_api.observe_dispatch(self._after_operation)
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(*error)
+
+    @property
+    def count(self) -> FlopCount:
+        """What was counted so far."""
+        parts = self._parts
+        return FlopCount(
+            parts["forward"], parts["backward"], parts["recompute"], dict(self._formats), tuple(self._unknown)
+        )
+
+    def _after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = operation.overloadpacket
+        cost = operation_flops(packet, args, kwargs, result)
+        if cost is None:
+            if operation.namespace not in _OWN_NAMESPACES:
+                self._unknown[f"{operation.namespace}::{packet.__name__}"] = None
+            return
+        tensors = list(tensors_in((args, kwargs)))
+        flops = _share_of_rank(cost, tensors)
+        if private_api.running_backward() is None:
+            part, again = "forward", 0
+        elif torch.is_grad_enabled():
+            # Backward itself runs without gradients; what a checkpoint runs again needs them.
+            part, again = "recompute", flops
+        else:
+            scores = score_flops(packet, args)
+            part, again = "backward", _share_of_rank(scores, tensors) if scores else 0
+        self._parts["recompute"] += again
+        if part != "recompute":
+            self._parts[part] += flops - again
+            self._formats[_format_of(tensors)] += flops - again
+
+
+def count_flops(
+    module: nn.Module, batch: Any, step: StepFunction | None = None, *, backward: bool = True, meta: bool = True
+) -> FlopCount:
+    """Counts the operations of one training step of any module.
+
+    By default nothing is computed and no memory is used: the module is copied to the meta device, where tensors have
+    shapes and no numbers. Grouped-query attention, gated MLPs, frozen weights (no product for their gradients) and
+    activation checkpoints come out right because they run as they are. The module itself does not change.
+
+    Args:
+        module: the module, as it trains: what its ``requires_grad`` says is frozen is counted as frozen.
+        batch: an example batch. Tensors may be on any device. Without ``step`` a tensor is given to the module as it
+            is, a list or tuple as positional and a mapping as keyword arguments.
+        step: from module and batch to a loss, or to anything whose sum stands for it; by default the module's forward,
+            and of its result the attribute ``loss`` if there is one.
+        backward: whether the backward is counted, too.
+        meta: False runs the module where it is, on the numbers of the batch. It must be so where shapes depend on
+            numbers, as in a mixture of experts that counts its tokens. Gradients, buffers and the random state are put
+            back.
+
+    Raises:
+        ValueError: the module is sharded, the step cannot run on the meta device, or nothing has a gradient.
+
+    Example:
+        Two layers of 8 x 8 weights on 5 tokens: 6 operations per weight and token, less the gradient of the input.
+
+        >>> layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> count = count_flops(layers, torch.zeros(5, 8))
+        >>> count.model == 6 * 128 * 5 - 2 * 64 * 5, count.recompute
+        (True, 0)
+    """
+    if any(
+        isinstance(parameter, DTensor) or private_sharding_api.is_flat_shard(parameter)
+        for parameter in module.parameters()
+    ):
+        raise ValueError("count_flops() was given a module with sharded parameters. Count before it is sharded.")
+    run = step if step is not None else _run_forward
+    with ExitStack() as stack:
+        if meta:
+            module = _on_meta(module)
+            batch = _batch_on_meta(batch)
+            stack.enter_context(torch.device("meta"))
+        else:
+            stack.enter_context(torch.random.fork_rng(enabled=True))
+            stack.callback(_restore, module, _remember(module))
+        stack.enter_context(torch.set_grad_enabled(backward))
+        try:
+            with FlopTally() as tally:
+                loss = _sum(run(module, batch))
+                if backward and loss is not None:
+                    loss.backward()
+        except (NotImplementedError, RuntimeError) as error:
+            if not meta or "meta" not in str(error).lower():
+                raise
+            raise ValueError(
+                "count_flops() could not run the step on the meta device, where tensors have no numbers"
+                f" ({_first_line(error)}). Pass meta=False with a real batch to run the module where it is."
+            ) from error
+        if backward and loss is None:
+            raise ValueError(
+                "count_flops() found nothing to differentiate: no output of the step has a gradient. Pass step=, a"
+                " function from module and batch to the loss, or backward=False."
+            )
+    return tally.count
+
+
+# -- running a step ----------------------------------------------------------------------------------------------------
+
+
+def _run_forward(module: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        output = module(**batch)
+    elif isinstance(batch, Sequence):
+        output = module(*batch)
+    else:
+        output = module(batch)
+    loss = getattr(output, "loss", None)
+    return output if loss is None else loss
+
+
+def _batch_on_meta(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to("meta")
+    if isinstance(batch, Mapping):
+        return {name: _batch_on_meta(value) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_batch_on_meta(value) for value in batch]
+    return batch
+
+
+def _sum(output: Any) -> Tensor | None:
+    """One number that depends on all outputs that have a gradient; adding up costs no products."""
+    leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
+    sums = [leaf if leaf.ndim == 0 else leaf.sum() for leaf in leaves]
+    return torch.stack([value.float() for value in sums]).sum() if sums else None
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy whose tensors have no memory: the copy is told beforehand what stands for each of them."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        own = chain(part.parameters(recurse=False), part.buffers(recurse=False), tensors_in(list(vars(part).values())))
+        for tensor in own:
+            if isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+            elif isinstance(tensor, Tensor):
+                memo[id(tensor)] = tensor.detach().to("meta")
+    return deepcopy(module, memo)
+
+
+def _remember(module: nn.Module) -> tuple[list[tuple[nn.Parameter, Tensor | None]], list[tuple[Tensor, Tensor]]]:
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    return gradients, [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+
+def _restore(
+    module: nn.Module, state: tuple[list[tuple[nn.Parameter, Tensor | None]], list[tuple[Tensor, Tensor]]]
+) -> None:
+    gradients, buffers = state
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0]
+
+
+# -- one operation -----------------------------------------------------------------------------------------------------
+
+
+def _share_of_rank(flops: int, tensors: Sequence[Tensor]) -> int:
+    """A DTensor has the shape of the whole; its ranks share the work."""
+    mesh_size = next((tensor.device_mesh.size() for tensor in tensors if isinstance(tensor, DTensor)), 1)
+    return flops // mesh_size
+
+
+def _format_of(tensors: Sequence[Tensor]) -> str:
+    """The narrowest format among the inputs: in an fp8 product the scales are fp32."""
+    dtype = min((tensor.dtype for tensor in tensors if tensor.is_floating_point()), key=lambda dtype: dtype.itemsize)
+    if dtype.itemsize == 1:
+        return "fp8"
+    known = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    return known.get(dtype, str(dtype).removeprefix("torch."))

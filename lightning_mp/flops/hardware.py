@@ -1,0 +1,141 @@
+"""Peak matmul rates of accelerators: dense, per number format, each with its source.
+
+The figures live in ``peak_flops.csv`` beside this file, in TFLOP/s as the datasheet prints them. Datasheets that print
+tensor rates with 2:4 sparsity are halved there and say so. Consumer cards are listed at their rate with fp32
+accumulation, which is what torch uses. Boards with two devices (GB200, MI250X) are listed per device, as torch sees
+them. What a datasheet does not give is left empty, and asking for it is an error: a wrong peak makes a wrong MFU that
+nobody notices.
+
+The last column, ``checked``, is the month in which every figure of the row was looked up a second time, in published
+text other than this table; see ``Chip.checked``.
+"""
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from types import MappingProxyType
+
+import torch
+
+from lightning_mp.core.number_formats import number_format
+
+_RATE_COLUMNS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+_VENDOR_PREFIX = re.compile(r"^(NVIDIA|Tesla)\s+", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """An accelerator and its dense peaks."""
+
+    name: str
+    """Short name, such as "H100 SXM"."""
+    device_name_pattern: str
+    """Regular expression for the whole of ``torch.cuda.get_device_name()`` without its vendor prefix."""
+    peak_flops: Mapping[str, float]
+    """Dense peak in FLOP/s by format: fp32, tf32, bf16, fp16, fp8. Absent where unknown.
+
+    fp32 is the rate of exact fp32 products: without tensor cores on NVIDIA, with the matrix cores on AMD.
+    """
+    source: str
+    """The datasheet or whitepaper of the figures."""
+    checked: str = ""
+    """Month, such as "2026-11", in which every figure was found again in published text: vendor pages, reviews, or
+    the tables of other projects. There it stood as here up to rounding, or doubled where the text prints the rate
+    with sparsity or with fp16 accumulation. Empty: entered from ``source``, not looked up again.
+    """
+
+    def matches(self, device_name: str) -> bool:
+        """Whether a device name, with or without its vendor prefix, means this chip."""
+        bare = _VENDOR_PREFIX.sub("", device_name.strip())
+        return any(
+            re.fullmatch(pattern, bare, re.IGNORECASE) is not None
+            for pattern in (self.device_name_pattern, re.escape(self.name))
+        )
+
+
+@lru_cache(maxsize=1)
+def known_chips() -> tuple[Chip, ...]:
+    """Every chip of the data file, in its order."""
+    text = resources.files("lightning_mp.flops").joinpath("peak_flops.csv").read_text(encoding="utf-8")
+    return tuple(_chip_from_row(row) for row in csv.DictReader(text.splitlines()))
+
+
+def find_chip(device_name: str) -> Chip | None:
+    """The chip behind a device name, None when it is not in the table.
+
+    Names are matched as a whole: a laptop, "Ti" or MIG variant of a known chip has another peak and is not known.
+
+    Args:
+        device_name: What ``torch.cuda.get_device_name()`` returns, or a chip's short name.
+
+    Example:
+        >>> find_chip("NVIDIA H100 80GB HBM3").name
+        'H100 SXM'
+        >>> find_chip("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
+        True
+    """
+    return next((chip for chip in known_chips() if chip.matches(device_name)), None)
+
+
+def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
+    """Dense peak of one device in FLOP/s, for matmuls whose inputs have the given format.
+
+    Args:
+        device_name: What ``torch.cuda.get_device_name()`` returns, or a chip's short name.
+        dtype: "fp32" (no tensor cores), "tf32", "bf16", "fp16" or "fp8", or a torch dtype. ``torch.float32`` means
+            "fp32": a run with TF32 matmuls must ask for "tf32".
+
+    Raises:
+        ValueError: The chip is not in the table, or has no figure for this format.
+
+    Example:
+        >>> peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) / 1e12
+        312.0
+        >>> peak_flops("Tesla T4", "bf16")
+        Traceback (most recent call last):
+        ...
+        ValueError: No bf16 peak is known for T4. Known for it: fp32, fp16.
+    """
+    chip = find_chip(device_name)
+    if chip is None:
+        raise ValueError(
+            f"No peak FLOP/s are known for the device {device_name!r}, so no MFU can be given for it. "
+            f"Known chips: {', '.join(chip.name for chip in known_chips())}. "
+            "For another take the dense figure of its datasheet and pass it in place of this, as in "
+            "MFUMonitor(peak_flops=...)."
+        )
+    column = _rate_column(dtype)
+    if column not in chip.peak_flops:
+        raise ValueError(f"No {column} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
+    return chip.peak_flops[column]
+
+
+def matmul_format(precision: str, *, tf32: bool = False) -> str | None:
+    """The format that matrix products run in, of a Trainer's ``precision``; None if the name does not tell.
+
+    Args:
+        precision: ``trainer.precision``, such as "bf16-mixed".
+        tf32: whether fp32 products run in TF32.
+
+    Example:
+        >>> matmul_format("16-true"), matmul_format("32-true", tf32=True), matmul_format("fp8-mixed")
+        ('fp16', 'tf32', 'fp8')
+    """
+    bits = str(precision).partition("-")[0]
+    known = {"bf16": "bf16", "16": "fp16", "32": "tf32" if tf32 else "fp32", "64": "fp64", "fp8": "fp8"}
+    return "fp8" if str(precision).startswith("transformer-engine") else known.get(bits)
+
+
+def _rate_column(dtype: str | torch.dtype) -> str:
+    if isinstance(dtype, str) and dtype in _RATE_COLUMNS:
+        return dtype
+    row = number_format(dtype)
+    return "fp8" if row.storage_bits == 8 else row.name
+
+
+def _chip_from_row(row: dict[str, str]) -> Chip:
+    rates = {column: float(row[column]) * 1e12 for column in _RATE_COLUMNS if row[column]}
+    return Chip(row["chip"], row["device_name_pattern"], MappingProxyType(rates), row["source"], row["checked"])

@@ -1,0 +1,1 @@
+"""Pure functions over gradients: norms, clipping, reductions, copies over ranks, fused optimizers."""

@@ -1,0 +1,56 @@
+"""Clipping by norm where ranks hold different parts of the gradients, for plugins that leave it to torch."""
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+
+from lightning_mp.gradients import gradient_ops
+from lightning_mp.gradients.replication import GradientReplication
+
+__all__ = ["clip_by_whole_norm_", "clip_norm_", "let_clip_over_meshes"]
+
+
+def let_clip_over_meshes(plugin: Precision) -> bool:
+    """Lets a plugin clip gradients of layers that are cut together with those of layers that are not.
+
+    ``torch.nn.utils.clip_grad_norm_`` refuses DTensors of two meshes. Plugins that clip by norm in their own way stay.
+
+    Returns:
+        Whether the plugin has got a method of its own, ``clip_grad_by_norm``, to be deleted after the run.
+    """
+    if type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm or "clip_grad_by_norm" in vars(plugin):
+        return False
+    plugin.clip_grad_by_norm = clip_norm_  # type: ignore[method-assign]
+    return True
+
+
+def clip_norm_(optimizer: Optimizer, clip_val: int | float) -> None:
+    """:func:`clip_by_whole_norm_` where all ranks step together, as ``Precision.clip_grad_by_norm`` is called."""
+    device = optimizer.param_groups[0]["params"][0].device
+    clip_by_whole_norm_(optimizer, float(clip_val), GradientReplication.every_rank(), device)
+
+
+def clip_by_whole_norm_(
+    optimizer: Optimizer, max_norm: float, ranks: GradientReplication, device: torch.device
+) -> None:
+    """What :func:`torch.nn.utils.clip_grad_norm_` does on one device, by the norm over all ranks.
+
+    Gradients times ``min(1, max_norm / (norm + 1e-6))``, in place. All ranks have to call it.
+
+    Args:
+        optimizer: of this rank.
+        max_norm: largest two-norm over all parameters; 0 or less leaves gradients alone, as in Lightning.
+        ranks: all that step together.
+        device: of this rank.
+    """
+    if max_norm <= 0:
+        return
+    parameters = gradient_ops.parameters_with_gradient(optimizer)
+    gradient_ops.reduce_partial_gradients_(parameters)
+    shards = [gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None]
+    total = torch.zeros((), dtype=gradient_ops.accumulation_dtype(device), device=device)
+    if shards:
+        copies = [ranks.copies(p.grad, p) for p in parameters if p.grad is not None]
+        total = gradient_ops.square_sum(gradient_ops.shard_norms(shards), copies)
+    norm = ranks.sum_(total).sqrt()
+    gradient_ops.multiply_(shards, gradient_ops.clip_coefficient(norm, max_norm))

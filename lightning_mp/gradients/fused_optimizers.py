@@ -1,0 +1,85 @@
+"""What is known of optimizers that skip and unscale in their own kernel."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Optimizer
+
+__all__ = ["applies_grad_scale", "momentum_is_missing", "one_mesh_per_group", "refuse_fused_without_dtensors"]
+
+
+def applies_grad_scale(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own kernel divides gradients by ``optimizer.grad_scale`` and skips on ``found_inf``."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def momentum_is_missing(optimizer: Optimizer) -> bool:
+    """Whether a fused SGD would make a momentum buffer in this step.
+
+    If that very step is skipped on the device, the buffer stays uninitialised memory.
+    """
+    return any(
+        "momentum" in group and group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
+def one_mesh_per_group(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """While this is entered, no parameter group mixes plain tensors and DTensors, or DTensors of several meshes.
+
+    torch's kernels over whole lists (``fused=True``, ``foreach=True``) refuse such a mix, and take one group after the
+    other. Groups that mix nothing stay as they are; those that do are put back in the end, whatever happens. Nothing
+    else changes: state belongs to parameters, and the parts have all settings of their group.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
+        >>> with one_mesh_per_group(optimizer):
+        ...     len(optimizer.param_groups)
+        1
+    """
+    groups = optimizer.param_groups
+    split = [part for group in groups for part in _split(group)]
+    return nullcontext() if len(split) == len(groups) else _groups_are(groups, split)
+
+
+@contextmanager
+def _groups_are(groups: list[dict[str, Any]], split: list[dict[str, Any]]) -> Iterator[None]:
+    before = list(groups)
+    groups[:] = split
+    try:
+        yield
+    finally:
+        groups[:] = before
+
+
+def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
+    if not (group.get("fused") or group.get("foreach")):
+        return [group]
+    kinds: dict[object, list[Tensor]] = {}
+    for parameter in group["params"]:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        kinds.setdefault(mesh, []).append(parameter)
+    return [group | {"params": members} for members in kinds.values()] if len(kinds) > 1 else [group]
+
+
+def refuse_fused_without_dtensors(optimizer: Optimizer) -> None:
+    """Refuses fused optimizers that torch has no kernel for DTensors of.
+
+    Raises:
+        ValueError: if a fused SGD or Adagrad has DTensors among its parameters.
+    """
+    if not isinstance(optimizer, SGD | Adagrad):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and any(isinstance(parameter, DTensor) for parameter in group["params"]):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name}(fused=True) has sharded parameters (DTensors, from FSDP2 or tensor parallelism), for which"
+                f" torch has no fused {name}. Use {name}(foreach=True), or a fused Adam or AdamW, which torch has."
+            )

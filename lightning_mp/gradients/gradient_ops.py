@@ -1,0 +1,234 @@
+"""Pure functions over the gradients of one optimizer: norm, non-finite check, scaling, clipping.
+
+They take lists that may mix plain tensors and DTensors of several meshes and placements. All work happens on the local
+shards; numbers that must agree on all ranks go through one all-reduce of a small vector (:func:`sum_over_ranks_`).
+
+A *pass* is every gradient byte read or written once. :func:`shard_norms` costs one pass, :func:`multiply_` and
+:func:`clamp_` cost two.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim import Optimizer
+
+from lightning_mp.core import private_api
+
+__all__ = [
+    "accumulation_dtype",
+    "any_overflow",
+    "clamp_",
+    "clip_coefficient",
+    "local_shard",
+    "multiply_",
+    "parameters_with_gradient",
+    "reduce_partial_gradients_",
+    "replicas",
+    "scaled_clamp_",
+    "shard_norms",
+    "square_sum",
+    "sum_over_ranks_",
+]
+
+
+def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters that hold a gradient, in the order of its parameter groups."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def reduce_partial_gradients_(parameters: Iterable[Tensor]) -> None:
+    """Replaces gradients that are still sums to be made (``Partial`` DTensors) by the finished sums.
+
+    Finite partial sums do not promise a finite sum, and a norm of parts is not the norm of the whole. Complex gradients
+    whose conjugation torch has put off are conjugated, because such memory cannot be worked on in place.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+            finished = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+            parameter.grad = gradient.redistribute(placements=finished)
+        elif gradient is not None and gradient.is_conj():
+            parameter.grad = gradient.resolve_conj()
+
+
+def local_shard(gradient: Tensor) -> Tensor:
+    """The part of a gradient that lives on this rank, sharing memory with it.
+
+    A sparse gradient gives the values of its coalesced form, which takes its place: a row that came up twice is a sum,
+    and what is written into a copy of it would be lost. Complex values are given as real and imaginary parts side by
+    side.
+    """
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    if gradient.is_sparse:
+        if not gradient.is_coalesced():
+            with torch.no_grad():
+                gradient.copy_(gradient.coalesce())
+        gradient = gradient.values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def replicas(gradient: Tensor, *, holders: int, plain_replicas: int) -> int:
+    """How many ranks hold the same local shard.
+
+    Args:
+        gradient: plain tensor or DTensor.
+        holders: ranks that hold the same parameters, whole or in shards: all of them, but those of one stage under
+            pipeline parallelism. Where a DTensor's mesh has fewer ranks, the others hold copies of it.
+        plain_replicas: ranks that hold the same plain tensor: all holders under DDP, one under FSDP1, whose plain
+            gradients are shards.
+
+    Raises:
+        ValueError: if the mesh of a DTensor has ranks that are no holders.
+
+    Example:
+        >>> import torch
+        >>> replicas(torch.ones(3), holders=4, plain_replicas=4)
+        4
+    """
+    if not isinstance(gradient, DTensor):
+        return plain_replicas
+    mesh = gradient.device_mesh
+    if holders % mesh.size():
+        raise ValueError(
+            f"A gradient lies on a mesh of {mesh.size()} ranks {tuple(mesh.shape)}, and {holders} ranks are said to"
+            " hold the same parameters: it must be a multiple. Give the number of ranks of one pipeline stage, or of"
+            " the process group that steps together (lightning_mp.gradients.replication.GradientReplication)."
+        )
+    copies = [mesh.size(axis) for axis, placement in enumerate(gradient.placements) if placement.is_replicate()]
+    return math.prod(copies) * (holders // mesh.size())
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Where sums of squares and token counts are kept: float64, but float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def shard_norms(shards: Sequence[Tensor]) -> Tensor:
+    """Two-norm of each local shard, computed in float32, in one pass.
+
+    A norm that is not finite means that the shard holds an inf or a nan, or that its squares do not fit into float32
+    (norm above 1.8e19), which would put an inf into Adam's second moment.
+
+    Args:
+        shards: local gradients, any shapes, devices and dtypes.
+
+    Returns:
+        Tensor of shape ``[num_shards]`` on the device of the first shard, float32 (float64 if a shard is float64).
+
+    Example:
+        >>> import torch
+        >>> shard_norms([torch.tensor([3.0, 4.0]), torch.tensor([[1.0]])])
+        tensor([5., 1.])
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for index, shard in enumerate(shards):
+        groups[shard.device, shard.dtype].append(index)
+    norms: list[Tensor] = [torch.empty(0)] * len(shards)
+    for (_, dtype), indices in groups.items():
+        norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        group = torch.stack(tuple(private_api.foreach_norm([shards[i] for i in indices], 2, norm_dtype)))
+        # torch does not square a single number.
+        group = torch.where(group.square().isinf(), torch.inf, group)
+        for index, norm in zip(indices, group.unbind(), strict=True):
+            norms[index] = norm
+    if len(groups) > 1:
+        widest = torch.float64 if any(dtype == torch.float64 for _, dtype in groups) else torch.float32
+        norms = [norm.to(device=shards[0].device, dtype=widest, non_blocking=True) for norm in norms]
+    return torch.stack(norms)
+
+
+def any_overflow(norms: Tensor) -> Tensor:
+    """Whether a norm is not finite, or its square is not: a scalar float32 tensor, 1.0 or 0.0.
+
+    The optimizer would put an inf into its second moment.
+
+    Example:
+        >>> import torch
+        >>> any_overflow(torch.tensor([1.0, 1e18])), any_overflow(torch.tensor([1.0, 1e20]))
+        (tensor(0.), tensor(1.))
+    """
+    return (~torch.isfinite(norms.square())).any().float()
+
+
+def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
+    """This rank's share of the squared global norm.
+
+    The squared norm of every shard is divided by the number of ranks that hold it, so that the plain sum over all ranks
+    counts every element once: ``|g|^2 = sum over ranks of sum_i norm_i^2 / copies_i``.
+
+    Args:
+        norms: two-norms of the local shards, shape ``[num_shards]``.
+        copies: for each shard the number of ranks that hold it (:func:`replicas`).
+
+    Returns:
+        Scalar tensor, float64 where the device has it.
+    """
+    squares = norms.to(accumulation_dtype(norms.device)).square()
+    if all(number == copies[0] for number in copies):
+        return squares.sum() / copies[0]
+    weights = torch.tensor(copies, dtype=squares.dtype).to(squares.device, non_blocking=True)
+    return (squares / weights).sum()
+
+
+def sum_over_ranks_(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Adds a small tensor over the ranks of a group, None for all, in place; on one process it returns at once."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """``min(1, max_norm / (norm + 1e-6))``, as in :func:`torch.nn.utils.clip_grad_norm_`.
+
+    Example:
+        >>> import torch
+        >>> clip_coefficient(torch.tensor(4.0), max_norm=1.0)
+        tensor(0.2500)
+    """
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def multiply_(shards: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies all local shards by one scalar tensor in place, in float32 at least (two passes)."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for shard in shards:
+        groups[shard.device, shard.dtype].append(shard)
+    for (device, dtype), members in groups.items():
+        # On CUDA, lists of several dtypes and factors of another dtype are multiplied tensor by tensor.
+        here = factor.to(device=device, dtype=torch.promote_types(dtype, torch.float32), non_blocking=True)
+        if dtype in (torch.float16, torch.bfloat16):
+            # The one kernel that takes a float32 factor for 16-bit tensors: 16 bits would round the factor.
+            private_api.amp_unscale_(members, torch.zeros((), dtype=torch.float32, device=device), here)
+        else:
+            private_api.foreach_mul_(members, here)
+
+
+def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None:
+    """``factor * clamp(shard, -bound, bound)`` for all local shards, in place (two passes).
+
+    Example:
+        >>> import torch
+        >>> shard = torch.tensor([1.0, -8.0])
+        >>> scaled_clamp_([shard], factor=0.5, bound=4.0)
+        >>> shard
+        tensor([ 0.5000, -2.0000])
+    """
+    for shard in shards:
+        if shard.dtype in (torch.float16, torch.bfloat16):
+            # The factor itself may not fit into 16 bits.
+            shard.copy_(shard.float().clamp_(-bound, bound).mul_(factor))
+        else:
+            private_api.scaled_clamp_(shard, factor, bound)
+
+
+def clamp_(shards: Sequence[Tensor], bound: Tensor) -> None:
+    """Limits every element of the local shards to ``[-bound, bound]`` in place (two passes)."""
+    for shard in shards:
+        limit = bound.to(device=shard.device, dtype=shard.dtype, non_blocking=True)
+        shard.clamp_(min=-limit, max=limit)

@@ -1,0 +1,106 @@
+"""Which ranks decide on a step together, and which of them hold the same parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_mp.gradients.gradient_ops import replicas, sum_over_ranks_
+
+__all__ = ["GradientReplication", "all_hold_the_same", "gradient_replication"]
+
+
+@dataclass(frozen=True)
+class GradientReplication:
+    """The ranks that step together.
+
+    .. code-block:: text
+
+                                  group       holders              plain_replicas
+        one process               all (1)     1                    1
+        DDP, FSDP2, TP, 2-D       all         all                  all
+        FSDP1, full shard         all         all                  1 (plain gradients are shards)
+        FSDP1, hybrid shard       all         all                  number of shard groups
+        pipeline of s stages      all         ranks of one stage   ranks of one stage
+        half of the ranks         that half   that half            that half
+
+    A strategy whose ranks hold different parameters says so in a method ``gradient_replication()`` that returns one of
+    these; our precision plugins ask for it.
+
+    Args:
+        group: the process group whose ranks step or skip together; None for all ranks.
+        holders: how many of them hold the same parameters, whole or in shards. A DTensor whose mesh is smaller is
+            taken to have copies on the others.
+        plain_replicas: how many of them hold the same plain gradient.
+        shared: of parameters that are held by several such sets of ranks, by how many: a head that is tied to the
+            embedding, on the first and the last stage of a pipeline. Their gradients are alike on all of them.
+
+    Raises:
+        ValueError: if one of them is less than 1, or ``plain_replicas`` does not divide ``holders``.
+
+    Example:
+        >>> GradientReplication.every_rank()
+        GradientReplication(group=None, holders=1, plain_replicas=1)
+    """
+
+    group: ProcessGroup | None
+    holders: int
+    plain_replicas: int
+    shared: Mapping[Tensor, int] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.holders < 1 or self.plain_replicas < 1 or self.holders % self.plain_replicas:
+            raise ValueError(
+                f"GradientReplication(holders={self.holders!r}, plain_replicas={self.plain_replicas!r}) is not valid:"
+                " both must be 1 or more, and plain_replicas must divide holders, because the ranks that hold the same"
+                " parameters are made of groups with the same plain gradients."
+            )
+
+    @classmethod
+    def every_rank(cls, group: ProcessGroup | None = None) -> Self:
+        """All ranks of a group hold the same parameters, as under DDP; None for all ranks of the job."""
+        size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        return cls(group, size, size)
+
+    @classmethod
+    def of_fsdp1(cls, module: nn.Module) -> Self:
+        """What torch's ``FullyShardedDataParallel`` has made of a module: plain gradients are shards."""
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+        everyone = cls.every_rank()
+        for unit in FullyShardedDataParallel.fsdp_modules(module):
+            if unit.sharding_strategy == ShardingStrategy.NO_SHARD:
+                return everyone
+            return cls(None, everyone.holders, everyone.holders // dist.get_world_size(unit.process_group))
+        return cls(None, everyone.holders, 1)
+
+    def copies(self, gradient: Tensor, parameter: Tensor | None = None) -> int:
+        """How many of the ranks hold the same local shard of a gradient; ``parameter`` says whose it is."""
+        here = replicas(gradient, holders=self.holders, plain_replicas=self.plain_replicas)
+        return here if parameter is None else here * self.shared.get(parameter, 1)
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Adds a small tensor over the ranks that step together, in place."""
+        return sum_over_ranks_(values, self.group)
+
+
+def gradient_replication(trainer: "pl.Trainer") -> GradientReplication:
+    """What the strategy says by ``gradient_replication()``; of Lightning's own, FSDP1 shards and all others copy."""
+    strategy = trainer.strategy
+    asked = getattr(strategy, "gradient_replication", None)
+    if asked is not None:
+        ranks: GradientReplication = asked()
+        return ranks
+    if isinstance(strategy, FSDPStrategy) and strategy.model is not None:
+        return GradientReplication.of_fsdp1(strategy.model)
+    return GradientReplication.every_rank()
+
+
+def all_hold_the_same(strategy: Strategy) -> bool:
+    """Whether every rank holds all weights, as on one device and under DDP."""
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not hasattr(strategy, "gradient_replication")

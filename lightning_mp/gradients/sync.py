@@ -1,0 +1,167 @@
+"""When ranks reduce their gradients under sharding: once per window, or at every micro-batch."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Literal, Protocol, get_args
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_mp.core import private_sharding_api
+from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.modules.whole_parameters import whole_parameters
+
+__all__ = ["GradientSync", "Sync", "gradient_sync", "unsharded_gradient_bytes"]
+
+Sync = Literal["window", "micro_batch"]
+
+
+class GradientSync(Protocol):
+    """Told what each micro-batch is, before its forward."""
+
+    def begin(self, *, closes: bool) -> None:
+        """A micro-batch begins; ``closes`` if the optimizer steps after it."""
+        ...
+
+    def end(self) -> None:
+        """The micro-batch is over."""
+        ...
+
+    def detach(self) -> None:
+        """Leaves the modules as they were."""
+        ...
+
+
+class _LeftToTheStrategy:
+    """DDP reduces in the last micro-batch of a window by itself; FSDP in every one."""
+
+    def begin(self, *, closes: bool) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        pass
+
+
+class _StaticGraphDDP(_LeftToTheStrategy):
+    """``DDP(static_graph=True)`` learns its graph in the first backward, which has to reduce, or torch asserts."""
+
+    def __init__(self) -> None:
+        self._learnt = False
+
+    def begin(self, *, closes: bool) -> None:
+        if not closes and not self._learnt:
+            raise MisconfigurationException(
+                "DDPStrategy(static_graph=True) must reduce gradients in the first micro-batch of a run, and"
+                " AccumulationScheduler begins with a window of several micro-batches, which reduces them in the last"
+                " one. Leave static_graph out, or begin with a window of one: AccumulationScheduler({0: 1, 1: 8},"
+                " unit='step')."
+            )
+        self._learnt = True
+
+
+class _FSDP2Sync:
+    """FSDP2's own switch, which holds until it is set again."""
+
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self._units = units
+        for unit in units:
+            private_sharding_api.let_layers_rest(unit)
+
+    def begin(self, *, closes: bool) -> None:
+        for unit in self._units:
+            unit.set_requires_gradient_sync(closes, recurse=False)
+
+    def end(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        self.begin(closes=True)
+
+
+class _FSDP1Sync:
+    """FSDP1's ``no_sync``, around forward and backward of all micro-batches but the last."""
+
+    def __init__(self, roots: list[FullyShardedDataParallel]) -> None:
+        self._roots = roots
+        self._stack = ExitStack()
+
+    def begin(self, *, closes: bool) -> None:
+        if not closes:
+            for root in self._roots:
+                no_sync: AbstractContextManager[None] = root.no_sync()
+                self._stack.enter_context(no_sync)
+
+    def end(self) -> None:
+        self._stack.close()
+
+    def detach(self) -> None:
+        self._stack.close()
+
+
+def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> GradientSync:
+    """What carries out ``sync`` for the strategy of this run. Prints what it costs under sharding.
+
+    Args:
+        trainer: after its strategy has wrapped the model.
+        model: the wrapped model.
+        sync: "window" keeps unsharded gradients from micro-batch to micro-batch and reduces them once; "micro_batch"
+            reduces and shards them after every one.
+
+    Raises:
+        ValueError: if ``sync`` is unknown.
+        MisconfigurationException: if "micro_batch" is asked for where nothing is sharded; at the first micro-batch, if
+            it does not reduce under ``DDPStrategy(static_graph=True)``.
+    """
+    if sync not in get_args(Sync):
+        raise ValueError(f"sync={sync!r} is unknown; it must be one of {get_args(Sync)}.")
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    roots = _outermost_fsdp1(model) if isinstance(trainer.strategy, FSDPStrategy) else []
+    if not units and not roots:
+        if sync == "micro_batch":
+            raise MisconfigurationException(
+                "AccumulationScheduler(sync='micro_batch') is for sharded gradients, and"
+                f" {type(trainer.strategy).__name__} does not shard them: every rank holds them whole, and reducing"
+                " them more than once per window would cost time for nothing. Leave sync out."
+            )
+        static = isinstance(model, DistributedDataParallel) and model.static_graph
+        return _StaticGraphDDP() if static else _LeftToTheStrategy()
+    unsharded, sharded = unsharded_gradient_bytes(model)
+    if sync == "micro_batch":
+        rank_zero_info(
+            f"Gradient accumulation: gradients are reduced at every micro-batch and kept sharded,"
+            f" {sharded / 1e9:.3g} GB per rank; sync='window' would reduce once per window and keep"
+            f" {unsharded / 1e9:.3g} GB."
+        )
+        return _LeftToTheStrategy()
+    rank_zero_info(
+        f"Gradient accumulation: gradients are reduced once per window; until then every rank keeps them unsharded,"
+        f" {unsharded / 1e9:.3g} GB. If that does not fit, sync='micro_batch' keeps {sharded / 1e9:.3g} GB and"
+        " reduces at every micro-batch."
+    )
+    return _FSDP2Sync(units) if units else _FSDP1Sync(roots)
+
+
+def unsharded_gradient_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of gradients per rank: whole as they are kept by ``sync="window"``, and the shards of this rank.
+
+    Under FSDP2 with tensor parallelism a rank's whole gradient is that of its part of the layers.
+
+    Gradients are taken to have the dtype of their parameters, which FSDP2 exceeds if it reduces in a wider one.
+    """
+    unsharded = sum(parameter.data_parallel_bytes for parameter in whole_parameters(model) if parameter.learns)
+    shards = [local_shard(parameter.detach()) for parameter in model.parameters() if parameter.requires_grad]
+    return unsharded, sum(shard.numel() * shard.element_size() for shard in shards)
+
+
+def _outermost_fsdp1(model: nn.Module) -> list[FullyShardedDataParallel]:
+    if isinstance(model, FullyShardedDataParallel):
+        return [model]
+    return [root for child in model.children() for root in _outermost_fsdp1(child)]

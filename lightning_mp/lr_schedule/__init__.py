@@ -1,0 +1,1 @@
+"""Learning rates as functions of tokens: schedules, where a run stands on one, cooldowns on request."""

@@ -1,0 +1,150 @@
+"""Where a run stands on its learning-rate schedule: a state machine over token counts, without a Trainer."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.lr_schedule.schedules import Cooldown, Course, TokenSchedule, WarmupCosine, WarmupStableDecay
+
+__all__ = ["LONGEST_COSINE", "ScheduleRun", "initial_rates", "missed_end", "set_rates"]
+
+#: Hoffmann et al. 2022, appendix B, figure A1: a cosine that is more than 25% longer than the run costs loss.
+LONGEST_COSINE = 1.25
+
+
+class ScheduleRun:
+    """Goes along a schedule, step by step.
+
+    Args:
+        schedule: from the fraction of the horizon to a factor.
+
+    Attributes:
+        factor: of the step at hand.
+        horizon_tokens: where the schedule ends; None before :meth:`begin`.
+        cooldown: what has taken the schedule's place; None until then.
+
+    Example:
+        >>> run = ScheduleRun(WarmupStableDecay(warmup=0.1, decay=0.2, shape="linear"))
+        >>> run.begin(1000)
+        >>> [run.advance(tokens) for tokens in (0, 50, 500)]
+        [0.0, 0.5, 1.0]
+        >>> run.cool_down(500, 100)
+        >>> [run.advance(tokens) for tokens in (500, 550, 600)]
+        [1.0, 0.5, 0.0]
+    """
+
+    def __init__(self, schedule: TokenSchedule) -> None:
+        self.schedule = schedule
+        self.factor = float(schedule(0.0))
+        self.horizon_tokens: int | None = None
+        self.cooldown: Cooldown | None = None
+        self._course = Course(0, 1)
+        self._skipped_tokens = 0
+
+    def begin(self, horizon_tokens: int, skipped_tokens: int = 0, *, skips_shorten: bool = False) -> None:
+        """Starts; or goes on where it was left, if the horizon is the same or the cooldown has begun.
+
+        Args:
+            horizon_tokens: tokens over which the schedule goes.
+            skipped_tokens: tokens of steps that were skipped before.
+            skips_shorten: the horizon counts them, too.
+        """
+        if self.cooldown is None and self.horizon_tokens != horizon_tokens:
+            self.horizon_tokens = horizon_tokens
+            self._course = Course(0, horizon_tokens - skipped_tokens * skips_shorten)
+            self._skipped_tokens = skipped_tokens
+
+    def advance(self, trained_tokens: int, skipped_tokens: int = 0, *, skips_shorten: bool = False) -> float:
+        """The factor of the step after so many tokens.
+
+        Args:
+            trained_tokens: tokens of the steps that were made.
+            skipped_tokens: tokens of those that were skipped.
+            skips_shorten: nobody makes up for them: the run ends that much earlier. The factor after a skip is the one
+                before it all the same.
+        """
+        lost, self._skipped_tokens = skipped_tokens - self._skipped_tokens, skipped_tokens
+        if lost and skips_shorten:
+            self._course = self._course.shortened(trained_tokens, lost)
+        self.factor = float((self.cooldown or self.schedule)(self._course.fraction(trained_tokens)))
+        return self.factor
+
+    def cool_down(self, trained_tokens: int, tokens: int) -> None:
+        """Falls from the present factor to the schedule's ``final``, else to 0, over so many tokens from here on."""
+        final = self.schedule.final if isinstance(self.schedule, WarmupStableDecay | WarmupCosine) else 0.0
+        shape = self.schedule.shape if isinstance(self.schedule, WarmupStableDecay) else "linear"
+        self.cooldown = Cooldown(self.factor, min(final, self.factor), shape)
+        self._course = Course(trained_tokens, trained_tokens + tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the schedule."""
+        course, cooldown = self._course, self.cooldown
+        return {
+            "horizon_tokens": self.horizon_tokens,
+            "course": [course.from_tokens, course.end_tokens, course.from_fraction],
+            "cooldown": None if cooldown is None else [cooldown.start, cooldown.final, cooldown.shape],
+            "skipped_tokens": self._skipped_tokens,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self.horizon_tokens = state["horizon_tokens"]
+        self._course = Course(*state["course"])
+        self.cooldown = None if state["cooldown"] is None else Cooldown(*state["cooldown"])
+        self._skipped_tokens = state["skipped_tokens"]
+
+
+def missed_end(schedule: TokenSchedule, horizon_tokens: int, run_tokens: int) -> str | None:
+    """What is wrong if a schedule of ``horizon_tokens`` meets a run of ``run_tokens``; None if nothing is.
+
+    A cosine may be up to 25% too long or too short; one that is longer costs loss (Hoffmann et al. 2022, appendix B,
+    figure A1, https://arxiv.org/abs/2203.15556). The cooldown of a :class:`WarmupStableDecay` must have room.
+
+    Example:
+        >>> missed_end(WarmupCosine(), 1_300_000, 1_000_000)
+        'it is 30% longer than the run, which ends at 0.215 of the peak rate instead of 0.1; more than 25% costs loss
+        (Hoffmann et al. 2022, appendix B)'
+        >>> missed_end(WarmupCosine(), 1_200_000, 1_000_000) is None
+        True
+        >>> missed_end(WarmupStableDecay(decay=0.2), 1_300_000, 1_000_000)
+        'the run ends before its cooldown does, at 1 of the peak rate instead of 0'
+    """
+    at_end, final = schedule(min(1.0, run_tokens / horizon_tokens)), schedule(1.0)
+    if isinstance(schedule, WarmupStableDecay) and horizon_tokens > run_tokens:
+        return f"the run ends before its cooldown does, at {at_end:.3g} of the peak rate instead of {final:g}"
+    if horizon_tokens > LONGEST_COSINE * run_tokens:
+        return (
+            f"it is {horizon_tokens / run_tokens - 1:.0%} longer than the run, which ends at {at_end:.3g} of the peak"
+            f" rate instead of {final:g}; more than 25% costs loss (Hoffmann et al. 2022, appendix B)"
+        )
+    if run_tokens > LONGEST_COSINE * horizon_tokens:
+        return f"the last {1 - horizon_tokens / run_tokens:.0%} of the run are trained at {final:g} of the peak rate"
+    return None
+
+
+def initial_rates(optimizer: Optimizer) -> list[float]:
+    """Each group's ``initial_lr``, made from its rate where there is none; numbers, since reading a tensor waits."""
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("initial_lr"), float):
+            group["initial_lr"] = float(group.get("initial_lr", group["lr"]))
+    return [group["initial_lr"] for group in optimizer.param_groups]
+
+
+def set_rates(optimizer: Optimizer, factor: float) -> None:
+    """Every group's rate becomes its ``initial_lr`` times ``factor``; a rate that is a tensor stays that tensor.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+        >>> for factor in (0.5, 0.25):
+        ...     set_rates(sgd, factor)
+        >>> sgd.param_groups[0]["lr"], sgd.param_groups[0]["initial_lr"]
+        (0.125, 0.5)
+    """
+    for group, initial in zip(optimizer.param_groups, initial_rates(optimizer), strict=True):
+        rate = initial * factor
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -1,1 +1,0 @@
-"""A micro-batch in several chunks, with the same gradient: the parts of ``MicroBatchOnOOM``."""

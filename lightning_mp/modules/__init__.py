@@ -1,0 +1,1 @@
+"""What is done to modules of any model: names, state, wrapped forwards, recomputed activations."""

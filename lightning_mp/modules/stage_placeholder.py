@@ -1,0 +1,179 @@
+"""Modules of other stages: taken out of the model, with something in their place that says where they are."""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.modules.names import named_modules
+
+__all__ = ["Cut", "StagePlaceholder", "cut_of", "is_pipelined", "release", "detach_stages", "full_model"]
+
+
+def is_pipelined(trainer: "pl.Trainer") -> bool:
+    """Whether the Trainer's strategy cuts the model into stages; known before it does."""
+    return hasattr(trainer.strategy, "pipeline_runner")
+
+
+#: Attribute of a model that was cut.
+_CUT = "pipeline_cut"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model was cut.
+
+    Attributes:
+        stage: this rank's.
+        first_layers: index of the first layer of each stage.
+        layer_names: of the whole model, in order.
+        layer_parameters: how many parameters each layer has.
+        state_names: keys of the whole model's state dict, in order.
+        parameter_names: of the whole model, in order, each parameter once.
+        holders: of each parameter that several stages hold, those stages.
+        names_of: all names of such a parameter. In both, the key is its first name.
+    """
+
+    stage: int
+    first_layers: tuple[int, ...]
+    layer_names: tuple[str, ...]
+    layer_parameters: tuple[int, ...]
+    state_names: tuple[str, ...]
+    parameter_names: tuple[str, ...]
+    holders: Mapping[str, tuple[int, ...]]
+    names_of: Mapping[str, tuple[str, ...]]
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.first_layers)
+
+
+class StagePlaceholder(nn.Module):
+    """Stands where a module of another stage was. It has no parameters, and calling it is an error.
+
+    Args:
+        name: full name of the module.
+        stages: that hold it.
+        cut: of the model.
+        meta_module: the module itself, its tensors without memory.
+    """
+
+    def __init__(self, name: str, stages: Sequence[int], cut: Cut, meta_module: nn.Module) -> None:
+        super().__init__()
+        # Past nn.Module's own __setattr__, which would make the meta_module a part of the model.
+        self.__dict__["_placed"] = (name, tuple(stages), cut, meta_module)
+
+    @property
+    def meta_module(self) -> nn.Module:
+        """The module whose place this is, without memory."""
+        meta_module: nn.Module = self.__dict__["_placed"][3]
+        return meta_module
+
+    def _where(self) -> str:
+        name, stages, cut, _ = self.__dict__["_placed"]
+        return (
+            f"{name} is on stage {', '.join(map(str, stages))} of the pipeline, and this rank has stage {cut.stage}."
+            " Under PipelineParallelStrategy layers are run by lightning_mp.pipelined_loss(self, batch); whatever needs"
+            " weights of all stages has to be done before trainer.fit or on a checkpoint."
+        )
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Says where the module is.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(self._where())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"{name!r} was asked of a module that is not here: {self._where()}") from None
+
+    def extra_repr(self) -> str:
+        """The class of the module, and its stage."""
+        _, stages, _, meta_module = self.__dict__["_placed"]
+        return f"{type(meta_module).__name__}, stage {', '.join(map(str, stages))}"
+
+
+def detach_stages(model: nn.Module, absent: Mapping[str, Sequence[int]], cut: Cut) -> None:
+    """Frees modules that other stages hold, and leaves an :class:`StagePlaceholder` in each of their places.
+
+    A parameter that they share with a module that stays keeps its memory.
+
+    Args:
+        model: whole until now.
+        absent: names of modules, and the stages that hold them.
+        cut: what is to be remembered.
+    """
+    modules = dict(named_modules(model))
+    taken = {id(modules[name]): StagePlaceholder(name, stages, cut, modules[name]) for name, stages in absent.items()}
+    for place in list(_places(model)):
+        if id(place.child) in taken:
+            setattr(place.parent, place.name, taken[id(place.child)])
+    kept = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for placeholder in taken.values():
+        release(placeholder.meta_module, kept)
+    if cut.stages > 1:
+        vars(model)[_CUT] = cut  # not in a placeholder: a stage has none if the others run functions only
+
+
+def release(module: nn.Module, kept: Container[int]) -> None:
+    """Takes the memory of a module's tensors away, but not their shapes.
+
+    Args:
+        module: whose parameters and buffers it is about.
+        kept: ids of tensors that keep theirs.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in kept:
+            tensor.data = _without_memory(tensor)
+            tensor.grad = None
+
+
+@contextmanager
+def full_model(model: nn.Module) -> Iterator[None]:
+    """Inside, the modules of other stages are in their places, with shapes and names, and without memory or values.
+
+    For code that makes something of all parameters, as ``configure_optimizers`` does.
+    """
+    out = [place for place in _places(model) if isinstance(place.child, StagePlaceholder)]
+    for place in out:
+        assert isinstance(place.child, StagePlaceholder)
+        setattr(place.parent, place.name, place.child.meta_module)
+    try:
+        yield
+    finally:
+        for place in out:
+            setattr(place.parent, place.name, place.child)
+
+
+def cut_of(model: nn.Module) -> Cut | None:
+    """How a model was cut; None if it is whole."""
+    cut: Cut | None = vars(model).get(_CUT)
+    return cut
+
+
+class _Place(NamedTuple):
+    parent: nn.Module
+    name: str
+    child: nn.Module
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Every place of every module, also of those that have several."""
+    for full_name, child in list(model.named_modules(remove_duplicate=False)):
+        parent, _, name = full_name.rpartition(".")
+        if full_name:
+            yield _Place(model.get_submodule(parent), name, child)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    # On the CPU, not on "meta", which fused optimizers refuse.
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

@@ -1,0 +1,138 @@
+"""Parameters of the whole model, whichever part of them a rank holds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from lightning_mp.core import private_sharding_api
+from lightning_mp.modules.stage_placeholder import full_model
+
+__all__ = ["WholeParameter", "agreed_count", "whole_parameters"]
+
+#: How Lightning's own strategies and ours name the dimension of a device mesh over which layers are cut.
+TENSOR_PARALLEL = "tensor_parallel"
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """One parameter of the model before it was cut; tied ones are one.
+
+    Attributes:
+        shape: the whole one.
+        element_bytes: of one number.
+        learns: whether it needs a gradient.
+        owners: modules that hold it.
+        data_parallel_bytes: of what a rank works with while the data-parallel shards are gathered: all of it, or its
+            tensor-parallel part.
+    """
+
+    shape: torch.Size
+    element_bytes: int
+    learns: bool
+    owners: tuple[nn.Module, ...]
+    data_parallel_bytes: int
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return self.shape.numel()
+
+
+def whole_parameters(module: nn.Module) -> list[WholeParameter]:
+    """All parameters of a model with their whole shapes, the same on every rank, without communication.
+
+    Flat parameters of FSDP1 are taken apart, shards of FSDP2 and of tensor parallelism have their whole shape, and of
+    a pipeline's stage the modules of the other stages count, too.
+
+    Args:
+        module: as the strategy has wrapped it, which for FSDP1 is ``trainer.strategy.model``.
+
+    Raises:
+        ValueError: if there are shards of FSDP1 and ``module`` is inside of the unit that knows their shapes, or
+            parameters have no shape yet.
+
+    Example:
+        >>> tied = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+        >>> tied[1].weight = tied[0].weight
+        >>> [(parameter.elements, len(parameter.owners)) for parameter in whole_parameters(tied)]
+        [(40, 2), (10, 1)]
+    """
+    with full_model(module):
+        flat = [
+            part
+            for unit in FullyShardedDataParallel.fsdp_modules(module)
+            for part in private_sharding_api.flat_parts(unit)
+        ]
+        found = [
+            WholeParameter(
+                part.shape, part.element_bytes, part.learns, part.owners, part.shape.numel() * part.element_bytes
+            )
+            for part in flat
+        ]
+        return found + list(_unflattened(module, {id(p) for part in flat for p in part.held_as}))
+
+
+def _unflattened(module: nn.Module, taken: set[int]) -> Iterator[WholeParameter]:
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            if id(parameter) not in taken:
+                owners.setdefault(parameter, []).append(owner)
+    for parameter, holders in owners.items():
+        if private_sharding_api.is_flat_shard(parameter):
+            raise ValueError(
+                f"The parameters of {type(module).__name__} are flat shards of FSDP1, whose whole shapes only the unit"
+                " around it knows. Give the wrapped model, trainer.strategy.model, or count before the fit."
+            )
+        if is_lazy(parameter):
+            raise ValueError(
+                f"A parameter of {type(holders[0]).__name__} has no shape yet: lazy modules get theirs with the first"
+                " batch. Run one batch through the model before trainer.fit, in configure_model for instance."
+            )
+        element_bytes = parameter.element_size()
+        whole_bytes = parameter.numel() * element_bytes
+        parts = _tensor_parallel_parts(parameter)
+        yield WholeParameter(
+            parameter.shape, element_bytes, parameter.requires_grad, tuple(holders), -(-whole_bytes // parts)
+        )
+
+
+def _tensor_parallel_parts(parameter: nn.Parameter) -> int:
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    parts = 1
+    for dim, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=False)):
+        if name == TENSOR_PARALLEL and placement.is_shard():
+            parts *= mesh.size(dim)
+    return parts
+
+
+def agreed_count(count: int, device: torch.device, what: str) -> int:
+    """A number that all ranks must have found alike. To be called on all of them.
+
+    Args:
+        count: what this rank has found.
+        device: of the collective.
+        what: it is, for the message.
+
+    Raises:
+        ValueError: on all ranks, if they differ.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return count
+    ends = torch.tensor([count, -count], dtype=torch.int64, device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    largest, smallest = int(ends[0]), -int(ends[1])
+    if largest != smallest:
+        raise ValueError(
+            f"Ranks count different {what}: {smallest:,} on one and {largest:,} on another, so they do not train the"
+            " same model. Build the same modules on every rank, or give the number yourself."
+        )
+    return count

@@ -1,0 +1,1 @@
+"""From "backward is done" to "stepped or skipped", and who is told."""

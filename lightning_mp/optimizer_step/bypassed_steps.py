@@ -1,0 +1,54 @@
+"""What users do to scaled gradients themselves: ``scaler.unscale_``, and steps that the plugin does not see."""
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.core import private_api
+
+__all__ = ["check_step_past_the_plugin", "found_by_unscaling"]
+
+
+def found_by_unscaling(
+    scaler: "torch.amp.GradScaler", optimizer: Optimizer, model: "pl.LightningModule"
+) -> list[Tensor] | None:
+    """What the user's own ``scaler.unscale_`` has found in an optimizer's gradients; None if it was not called.
+
+    It may have been given Lightning's wrapper of the optimizer.
+    """
+    handed_out = model.optimizers()
+    wrappers = handed_out if isinstance(handed_out, list) else [handed_out]
+    same = [w for w in wrappers if isinstance(w, LightningOptimizer) and w.optimizer is optimizer]
+    return private_api.unscaled_found_inf(scaler, [optimizer, *same])
+
+
+def check_step_past_the_plugin(
+    optimizer: Optimizer, plugin: object, scaler: "torch.amp.GradScaler | None", model: "pl.LightningModule"
+) -> None:
+    """For the moment before a step that somebody else makes, before a weight is changed.
+
+    ``scaler.step`` is right: it has unscaled and checked the gradients. Without a scale a warning says what is missing.
+
+    Raises:
+        RuntimeError: if gradients are scaled.
+    """
+    with_gradient = [group for group in optimizer.param_groups if any(p.grad is not None for p in group["params"])]
+    # torch makes an optimizer's state, for a checkpoint, by a step with a learning rate of zero.
+    if all(group.get("lr") == 0 for group in with_gradient):
+        return
+    name = type(optimizer).__name__
+    if scaler is None:
+        rank_zero_warn(
+            f"{name}.step() was called on the optimizer itself, past {plugin}: what is not finite is not skipped, and"
+            " nothing is normalised or clipped. Call step() of what self.optimizers() gives."
+        )
+    elif found_by_unscaling(scaler, optimizer, model) is None and not hasattr(optimizer, "found_inf"):
+        raise RuntimeError(
+            f"{name}.step() was called on the optimizer itself, past {plugin}: its gradients are scaled by"
+            f" {scaler.get_scale():g}, and nobody has unscaled, checked or clipped them. Call step() of what Lightning"
+            " hands out (self.optimizers(), or the argument `optimizer` of optimizer_step), not of its attribute"
+            " `.optimizer`; or scaler.step(optimizer)."
+        )

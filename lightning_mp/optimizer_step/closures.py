@@ -1,0 +1,162 @@
+"""Optimizers that evaluate their closure themselves: SAM, LBFGS, and whatever is not torch's own."""
+
+import inspect
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_mp.core import private_api
+from lightning_mp.core.instance_method import InstancePatch
+
+__all__ = ["OptimizerMemory", "StepClosure", "evaluates_its_closure_once", "refuse_closures_under_a_scale"]
+
+# Of optimizers that have stepped with a closure: whether they have evaluated it themselves.
+_evaluates_itself: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+
+def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
+    """Whether an optimizer's ``step`` is known to call its closure once, before anything else, or takes none.
+
+    So do all of torch's but LBFGS, which then need none: it has run already. Whoever writes a ``step`` may do anything.
+
+    Example:
+        >>> evaluates_its_closure_once(torch.optim.AdamW), evaluates_its_closure_once(torch.optim.LBFGS)
+        (True, False)
+    """
+    if not issubclass(kind, LBFGS) and kind.step.__module__.split(".")[:2] == ["torch", "optim"]:
+        return True
+    parameters = inspect.signature(kind.step).parameters
+    return "closure" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def refuse_closures_under_a_scale(optimizer: Optimizer, plugin: object) -> None:
+    """Refuses what is known to evaluate the loss several times in one step, where there is a loss scale.
+
+    What it evaluates itself would be scaled, and it would use those gradients without anybody to unscale them.
+
+    Raises:
+        MisconfigurationException: for LBFGS, and for a ``step`` that cannot do without its closure.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise _refusal(optimizer, plugin)
+
+
+def _refusal(optimizer: Optimizer, plugin: object) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"{plugin} cannot be used with {type(optimizer).__name__}, which evaluates the loss several times in one step:"
+        " its own evaluations would be scaled, and nobody could unscale them for it. Use a precision without a loss"
+        " scale ('bf16-mixed', 'bf16-true' or '32-true'), or another optimizer."
+    )
+
+
+class StepClosure:
+    """The closure that an optimizer is given for one step.
+
+    Lightning's closure has run by then. So the first evaluation that the optimizer asks for is that one, unless weights
+    are others by now or gradients were taken away. Gradients that the optimizer has only written (centralised, say, in
+    front of its parent's step) are kept, as in a plain loop. Each later evaluation runs again, and its gradients are
+    made ready anew.
+
+    Args:
+        optimizer: its step is made.
+        result: of the closure that has run.
+        evaluate: runs it again and makes the gradients ready; None where there is a loss scale, which refuses it.
+        plugin: named in the refusal.
+    """
+
+    def __init__(self, optimizer: Optimizer, result: Any, evaluate: Callable[[], Any] | None, plugin: object) -> None:
+        self._optimizer = optimizer
+        self._result = result
+        self._evaluate = evaluate
+        self._plugin = plugin
+        self._is_used = False
+        self._is_given = False
+        self._is_zeroed = False
+        self._has_evaluated = False
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether the optimizer may change weights before it knows the last gradients: it has, or is new."""
+        return self._evaluate is not None and _evaluates_itself.get(self._optimizer, True)
+
+    def __call__(self) -> Any:
+        """Runs Lightning's closure again."""
+        self._has_evaluated = True
+        if self._evaluate is None:
+            raise _refusal(self._optimizer, self._plugin)
+        return self._evaluate()
+
+    def step(self, **kwargs: Any) -> Any:
+        """Makes the optimizer's step with this closure.
+
+        What stands between them is left out the first time: master weights put the 16-bit weights back before a closure
+        runs, and nothing of that is wanted for a result that is known.
+        """
+        # A hook that is registered last is the last to change what the optimizer gets.
+        handle = self._optimizer.register_step_pre_hook(self._hand_out)
+        method = InstancePatch(
+            self._optimizer, "zero_grad", lambda *args, **kwargs: self._zero_grad(method, *args, **kwargs)
+        )
+        try:
+            return self._optimizer.step(closure=self, **kwargs)
+        finally:
+            handle.remove()
+            method.restore()
+            before = _evaluates_itself.get(self._optimizer, False)
+            _evaluates_itself[self._optimizer] = before or self._has_evaluated
+
+    def _zero_grad(self, method: InstancePatch, *args: Any, **kwargs: Any) -> None:
+        self._is_zeroed = True
+        method.original(*args, **kwargs)
+
+    def _hand_out(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        inner = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(inner) or self._is_given:  # a step that calls its parent's, maybe with a closure of its own
+            return None
+        self._is_given = True
+        versions, gradients = _versions(optimizer), _with_gradient(optimizer)
+
+        def first_or_again() -> Any:
+            is_first, self._is_used = not self._is_used, True
+            has_gradients = not self._is_zeroed and gradients <= _with_gradient(optimizer)
+            is_known = is_first and has_gradients and _versions(optimizer) == versions
+            return self._result if is_known else inner()
+
+        if len(args) > 1:
+            return (args[0], first_or_again, *args[2:]), kwargs
+        return args, kwargs | {"closure": first_or_again}
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    return [private_api.version_of(p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _with_gradient(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+
+class OptimizerMemory:
+    """Weights and state of an optimizer as they were, to go back to if a later evaluation overflows."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._weights: list[tuple[Tensor, Tensor]] = [
+            (p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]
+        ]
+        self._state = deepcopy(optimizer.state_dict())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts weights first: masters follow them, and their own bits are in the state."""
+        for parameter, value in self._weights:
+            parameter.copy_(value)
+        self._optimizer.load_state_dict(self._state)

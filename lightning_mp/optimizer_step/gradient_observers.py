@@ -1,0 +1,53 @@
+"""Who looks at gradients between backward and the optimizer step."""
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mp.core.private_api import callbacks_of
+
+__all__ = ["clips_by_itself", "overrides", "who_is_shown_gradients"]
+
+
+def overrides(instance: object, base: type, method: str) -> bool:
+    """Whether an object has its own version of a method of ``base``; also if it was set on the instance.
+
+    Lightning's ``is_overridden`` cannot be asked about callables that are set on an instance (``LambdaCallback``).
+
+    Example:
+        >>> from lightning.pytorch.callbacks import Callback, LambdaCallback
+        >>> overrides(LambdaCallback(on_before_optimizer_step=print), Callback, "on_before_optimizer_step")
+        True
+        >>> overrides(Callback(), Callback, "on_before_optimizer_step")
+        False
+    """
+    bound: Any = getattr(instance, method)
+    return getattr(bound, "__func__", bound) is not getattr(base, method)
+
+
+def who_is_shown_gradients(
+    trainer: "pl.Trainer", module: "pl.LightningModule"
+) -> Literal["nobody", "readers", "writers"]:
+    """Who looks at the gradients before this step; who does may change them.
+
+    The pack's own callbacks only read. They answer ``needs_gradients(step_index)`` themselves, so that nothing is paid
+    on other steps.
+    """
+    for hook in ("on_before_optimizer_step", "configure_gradient_clipping"):
+        if overrides(module, pl.LightningModule, hook):
+            return "writers"
+    shown: Literal["nobody", "readers"] = "nobody"
+    for callback in callbacks_of(trainer):
+        needs_gradients = getattr(callback, "needs_gradients", None)
+        if needs_gradients is None:
+            if overrides(callback, Callback, "on_before_optimizer_step"):
+                return "writers"
+        elif needs_gradients(trainer.global_step):
+            shown = "readers"
+    return shown
+
+
+def clips_by_itself(module: "pl.LightningModule") -> bool:
+    """Whether the module has a ``configure_gradient_clipping`` of its own, the last to change gradients."""
+    return overrides(module, pl.LightningModule, "configure_gradient_clipping")

@@ -1,0 +1,224 @@
+"""What came of an optimizer step: :class:`StepOutcome`, and who is told.
+
+Lightning has no hook after the optimizer step, and nothing in it knows whether a step was skipped. Here every attempt
+ends in a :class:`StepOutcome`. It makes learning-rate schedulers and averaged weights hold on a skip, and reaches every
+callback, and the module, that has the method
+
+.. code-block:: python
+
+    def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome): ...  # Callback
+    def on_after_optimizer_step(self, optimizer, outcome): ...  # LightningModule
+
+With a fused optimizer the decision is made on the device. Waiting for it would stop the host at every step, so the
+outcome arrives exactly one optimizer step later, on every rank alike: after the next window's backward, before its
+weights are changed.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.core import private_api
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.gradients.ranks_alike import RanksAlike
+from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
+from lightning_mp.optimizer_step.skip_holds import SkippedStepAveragingGuard, SkippedStepSchedulerGuard
+
+__all__ = ["StepOutcomeDispatcher", "StepOutcome", "StepReport"]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One attempt at an optimizer step, in host numbers.
+
+    Attributes:
+        step_index: attempts before this one, skipped ones included (``trainer.global_step`` when it was made).
+        stepped: whether the weights were changed.
+        loss_scale: the scale the loss was multiplied by; 1.0 where there is no scaler.
+        grad_norm: two-norm of the true gradient over all ranks before clipping; not finite on an overflow; None where
+            nobody computed it (stock plugins).
+        items: tokens, samples or micro-batches that the gradient is the mean of, over all ranks; None where nobody
+            counts.
+    """
+
+    step_index: int
+    stepped: bool
+    loss_scale: float = 1.0
+    grad_norm: float | None = None
+    items: float | None = None
+    _report: "StepReport | None" = field(default=None, repr=False, compare=False)
+    _pl_module: "pl.LightningModule | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped because a gradient was not finite."""
+        return not self.stepped
+
+    def nonfinite_parameters(self) -> list[str]:
+        """Names of the parameters whose gradient on this rank held an inf or a nan, last layer first.
+
+        Costs one small transfer, so ask only when the step was skipped. Empty where the plugin keeps no norms.
+        """
+        if self._report is None or self._report.parameter_norms is None or self._pl_module is None:
+            return []
+        finite = torch.isfinite(self._report.parameter_norms).tolist()
+        bad = {id(p) for p, is_finite in zip(self._report.parameters, finite, strict=True) if not is_finite}
+        return [name for name, p in self._pl_module.named_parameters() if id(p) in bad][::-1]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a precision plugin knows at the end of a step, partly still on the device.
+
+    Attributes:
+        found_inf: scalar tensor, 1.0 if the step is skipped; or the answer itself, where the host knows it.
+        loss_scale: scalar tensor, or None without a scaler.
+        grad_norm: scalar tensor, or None.
+        items: scalar tensor, or None.
+        parameters: the parameters that had a gradient.
+        parameter_norms: two-norm of each one's local gradient, shape ``[num_parameters]``, or None.
+    """
+
+    found_inf: Tensor | bool
+    loss_scale: Tensor | None = None
+    grad_norm: Tensor | None = None
+    items: Tensor | None = None
+    parameters: Sequence[Tensor] = ()
+    parameter_norms: Tensor | None = None
+
+    def numbers(self) -> HostCopy:
+        """Starts one transfer of all scalars, in the order of the attributes; nan stands for what is unknown."""
+        scalars = [s for s in (self.found_inf, self.loss_scale, self.grad_norm, self.items) if isinstance(s, Tensor)]
+        if not scalars:
+            return HostCopy(torch.tensor([float(self.found_inf), torch.nan, torch.nan, torch.nan]))
+        device = scalars[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+
+        def on_device(scalar: Tensor | bool | None) -> Tensor:
+            if isinstance(scalar, Tensor):
+                return scalar.detach().to(device=device, dtype=dtype, non_blocking=True).reshape(())
+            return torch.full((), torch.nan if scalar is None else float(scalar), dtype=dtype, device=device)
+
+        return HostCopy(
+            torch.stack([on_device(s) for s in (self.found_inf, self.loss_scale, self.grad_norm, self.items)])
+        )
+
+
+@dataclass(frozen=True)
+class _Pending:
+    optimizer: Optimizer
+    step_index: int
+    report: StepReport
+    numbers: HostCopy
+
+
+class StepOutcomeDispatcher:
+    """Turns step reports into outcomes for one ``fit``; holds what has to hold and tells who wants to know.
+
+    Args:
+        trainer: the Trainer that fits.
+        pl_module: its module.
+
+    Attributes:
+        skipped_steps: settled skips of the whole run, those before a resume included.
+    """
+
+    _by_trainer: ClassVar[WeakKeyDictionary["pl.Trainer", "StepOutcomeDispatcher"]] = WeakKeyDictionary()
+    _skipped_before: ClassVar[WeakKeyDictionary["pl.Trainer", int]] = WeakKeyDictionary()
+
+    def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._trainer = trainer
+        self._pl_module = pl_module
+        # `trainer.global_step` goes on in a second fit, so this does, too.
+        self.skipped_steps = self._skipped_before.get(trainer, 0)
+        self._pending: _Pending | None = None
+        self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module)
+        self._frequency = LearningRateFrequency(trainer, lambda: self.skipped_steps)
+        self._averaging = SkippedStepAveragingGuard(trainer, self.settle, lambda: self.skipped_steps)
+        self._ranks_alike: RanksAlike | None = None
+        self._handles: list[RemovableHandle] = []
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer") -> "StepOutcomeDispatcher | None":
+        """The dispatcher that is at work for this Trainer, if any."""
+        return cls._by_trainer.get(trainer)
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> Self:
+        """Starts holding. ``optimizers`` settle the last outcome before their state goes into a checkpoint."""
+        self._learning_rate.attach()
+        self._frequency.attach()
+        self._averaging.attach()
+        self._ranks_alike = RanksAlike(self._trainer, optimizers)
+        self._handles = [o.register_state_dict_pre_hook(lambda _: self.settle()) for o in optimizers]
+        self._by_trainer[self._trainer] = self
+        return self
+
+    def detach(self) -> None:
+        """Settles the last outcome and takes every wrapper away, whatever is raised meanwhile."""
+        with ExitStack() as stack:
+            # The last one first.
+            stack.callback(lambda: self._skipped_before.update({self._trainer: self.skipped_steps}))
+            stack.callback(self._by_trainer.pop, self._trainer, None)
+            stack.callback(self._averaging.detach)
+            stack.callback(self._frequency.detach)
+            stack.callback(self._learning_rate.detach)
+            for handle in self._handles:
+                stack.callback(handle.remove)
+            self._handles = []
+            if self._ranks_alike is not None:
+                stack.callback(self._ranks_alike.detach)
+            self.settle()
+
+    def record(self, optimizer: Optimizer, report: StepReport, *, settle_now: bool) -> None:
+        """Takes the report of a step that was just made.
+
+        Args:
+            optimizer: the optimizer that made it.
+            report: what the plugin knows.
+            settle_now: True if the device has already been waited for, so that the outcome can be told at once.
+        """
+        self.settle()
+        self._pending = _Pending(optimizer, self._trainer.global_step, report, report.numbers())
+        self._learning_rate.expect_outcome()
+        if settle_now:
+            self.settle()
+
+    def settle(self) -> None:
+        """Reads the outcome of the last step, if it is not known yet: rolls back on a skip, then tells everybody."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        found_inf, loss_scale, grad_norm, items = pending.numbers.read()
+        outcome = StepOutcome(
+            step_index=pending.step_index,
+            stepped=found_inf == 0.0,
+            loss_scale=1.0 if pending.report.loss_scale is None else loss_scale,
+            grad_norm=None if pending.report.grad_norm is None else grad_norm,
+            items=None if pending.report.items is None else items,
+            _report=pending.report,
+            _pl_module=self._pl_module,
+        )
+        self.skipped_steps += outcome.skipped
+        self._learning_rate.settle(skipped=outcome.skipped)
+        self._averaging.settle(skipped=outcome.skipped)
+        self._tell(pending.optimizer, outcome)
+
+    def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
+        for callback in private_api.callbacks_of(self._trainer):
+            hook = getattr(callback, "on_after_optimizer_step", None)
+            if hook is not None:
+                with private_api.profiler_of(self._trainer).profile(
+                    f"[Callback]{callback.state_key}.on_after_optimizer_step"
+                ):
+                    hook(self._trainer, self._pl_module, optimizer, outcome)
+        module_hook = getattr(self._pl_module, "on_after_optimizer_step", None)
+        if module_hook is not None:
+            module_hook(optimizer, outcome)

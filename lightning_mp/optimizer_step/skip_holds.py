@@ -1,0 +1,168 @@
+"""What must not move on a skipped optimizer step: learning-rate schedulers and averaged weights.
+
+Both wrap a public method on the instance, for the time of one ``fit``. The scheduler's own ``step`` is left alone: an
+attribute set there would end up in ``scheduler.state_dict()``.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.private_api import callbacks_of
+
+__all__ = ["SkippedStepAveragingGuard", "SkippedStepSchedulerGuard"]
+
+
+class _SchedulerSnapshot:
+    """A scheduler's state and the optimizer settings it drives, to go back to."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._state = deepcopy(scheduler.state_dict())
+        optimizer: Optimizer = scheduler.optimizer
+        # Groups as they are, not their numbers: until the outcome is known, groups may be added and removed.
+        self._groups = [
+            (
+                group,
+                {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in group.items()
+                    if key != "params"
+                },
+            )
+            for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        state = _with_later_entries(self._state, self._scheduler.state_dict())
+        self._scheduler.load_state_dict(state)
+        for group, settings in self._groups:
+            for key, value in settings.items():
+                if isinstance(value, Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+
+def _with_later_entries(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's state as it was; of lists (one entry per group) that have grown since, the new entries stay.
+
+    Example:
+        >>> _with_later_entries({"last_epoch": 3, "base_lrs": [0.1]}, {"last_epoch": 4, "base_lrs": [0.1, 0.5]})
+        {'last_epoch': 3, 'base_lrs': [0.1, 0.5]}
+    """
+    grown = {
+        key: [*value, *now[key][len(value) :]]
+        for key, value in before.items()
+        if isinstance(value, list) and isinstance(now.get(key), list)
+    }
+    return before | grown
+
+
+class SkippedStepSchedulerGuard:
+    """Holds ``interval="step"`` schedulers on a skipped step, by wrapping ``pl_module.lr_scheduler_step``.
+
+    If the outcome of the step is known when Lightning steps the scheduler, a skip simply leaves it out. If it is still
+    on its way (fused optimizers), the scheduler steps, and goes back when the outcome turns out to be a skip. That is
+    before the next optimizer step, so every step that is made uses the learning rate it would have without skips.
+    Schedulers with ``interval="epoch"`` count epochs and are left alone.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._trainer = trainer
+        self._pl_module = pl_module
+        self._method: InstancePatch | None = None
+        self._skipped: bool | None = False
+        self._snapshots: list[_SchedulerSnapshot] = []
+
+    def attach(self) -> None:
+        """Starts holding."""
+        self._method = InstancePatch(self._pl_module, "lr_scheduler_step", self._step)
+
+    def detach(self) -> None:
+        """Puts the module's own method back."""
+        if self._method is not None:
+            self._method.restore()
+            self._method = None
+
+    def expect_outcome(self) -> None:
+        """A step was made whose outcome is not known yet."""
+        self._skipped = None
+
+    def settle(self, *, skipped: bool) -> None:
+        """The outcome of the last step is known."""
+        self._skipped = skipped
+        snapshots, self._snapshots = self._snapshots, []
+        if skipped:
+            for snapshot in reversed(snapshots):
+                snapshot.restore()
+
+    def _step(self, scheduler: Any, metric: Any | None) -> None:
+        assert self._method is not None
+        counts_steps = any(
+            config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
+        )
+        if counts_steps:
+            if self._skipped:
+                return
+            if self._skipped is None:
+                self._snapshots.append(_SchedulerSnapshot(scheduler))
+        self._method.original(scheduler, metric)
+
+
+class SkippedStepAveragingGuard:
+    """Holds Lightning's ``WeightAveraging`` (EMA) on a skipped step, by wrapping its public ``should_update``.
+
+    It is asked with the index among the steps that were made, where Lightning counts attempts: every second step stays
+    every second step. The average is updated at the end of the batch, so here the outcome is waited for.
+
+    Args:
+        trainer: its ``WeightAveraging`` callbacks are held.
+        before_asking: makes sure that the outcome of the last step is known.
+        skipped_steps: how many attempts were skipped so far.
+    """
+
+    def __init__(
+        self, trainer: "pl.Trainer", before_asking: Callable[[], None], skipped_steps: Callable[[], int]
+    ) -> None:
+        self._trainer = trainer
+        self._before_asking = before_asking
+        self._skipped_steps = skipped_steps
+        self._methods: list[InstancePatch] = []
+        self._skipped = False
+
+    def attach(self) -> None:
+        """Starts holding."""
+        for callback in callbacks_of(self._trainer):
+            if isinstance(callback, WeightAveraging):
+                self._hold(callback)
+
+    def _hold(self, callback: WeightAveraging) -> None:
+        def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            self._before_asking()
+            if step_idx is not None:
+                if self._skipped:
+                    return False
+                step_idx -= self._skipped_steps()
+            return bool(method.original(step_idx=step_idx, epoch_idx=epoch_idx))
+
+        method = InstancePatch(callback, "should_update", should_update)
+        self._methods.append(method)
+
+    def detach(self) -> None:
+        """Puts the callbacks' own methods back."""
+        methods, self._methods = self._methods, []
+        with ExitStack() as stack:
+            for method in methods:
+                stack.callback(method.restore)
+
+    def settle(self, *, skipped: bool) -> None:
+        """The outcome of the last step is known."""
+        self._skipped = skipped

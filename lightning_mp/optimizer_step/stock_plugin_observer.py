@@ -1,0 +1,112 @@
+"""Outcomes of steps made by Lightning's own precision plugins."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.core import private_api
+from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.gradients.replication import gradient_replication
+from lightning_mp.optimizer_step.nonfinite_guard import NonFiniteGuard, refuse_unguardable, several_evaluations
+from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+
+__all__ = ["StockPluginObserver"]
+
+
+class StockPluginObserver:
+    """Wraps ``trainer.precision_plugin.optimizer_step`` on the instance and sees what happened in it.
+
+    The optimizer's own public hook tells whether its ``step`` ran. If it ran with ``optimizer.found_inf`` set (fused
+    optimizers), the flag decides, and is read one step late like everywhere else. There is no gradient norm: that would
+    cost a pass, which only the guard pays.
+
+    Args:
+        trainer: a Trainer with a precision plugin that is not ours.
+        pl_module: its module.
+        guard: skip non-finite steps where there is no loss scaler that does.
+
+    Raises:
+        MisconfigurationException: if ``guard`` is asked for where no guard can look.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *, guard: bool = False) -> None:
+        if guard:
+            refuse_unguardable(trainer, trainer.optimizers)
+        self._trainer = trainer
+        self._guards = guard
+        self._dispatcher = StepOutcomeDispatcher(trainer, pl_module)
+        self._method: InstancePatch | None = None
+
+    def attach(self) -> Self:
+        """Starts watching."""
+        self._dispatcher.attach(self._trainer.optimizers)
+        self._method = InstancePatch(self._trainer.precision_plugin, "optimizer_step", self._optimizer_step)
+        return self
+
+    def skipped_before(self, skipped_steps: int) -> None:
+        """So many steps of the run were skipped before it was resumed."""
+        self._dispatcher.skipped_steps = skipped_steps
+
+    def detach(self) -> None:
+        """Puts the plugin's own method back."""
+        method, self._method = self._method, None
+        try:
+            if method is not None:
+                method.restore()
+        finally:
+            self._dispatcher.detach()
+
+    def _optimizer_step(
+        self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        assert self._method is not None
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        scaling = scaler if scaler is not None and scaler.is_enabled() else None
+        scale: Tensor | None = None
+        guard: NonFiniteGuard | None = None
+
+        def closure_then_settle() -> Any:
+            nonlocal scale, guard
+            result = closure()
+            self._dispatcher.settle()
+            current = private_api.grad_scaler_scale(scaling) if scaling is not None else None
+            scale = current.clone() if current is not None else None
+            if guard is not None:
+                raise several_evaluations(optimizer)
+            if self._guards and scaling is None:
+                guard = NonFiniteGuard(optimizer, gradient_replication(self._trainer), model)
+            return result
+
+        flags: list[Tensor | None] = []
+        handle = optimizer.register_step_pre_hook(
+            lambda stepping, *_: flags.append(getattr(stepping, "found_inf", None))
+        )
+        clipping = private_api.replace_clipping(
+            self._trainer.precision_plugin,
+            lambda *args, **kwargs: _clip(guard, partial(clipping.original, *args, **kwargs)),
+        )
+        try:
+            result = self._method.original(optimizer, model=model, closure=closure_then_settle, **kwargs)
+        finally:
+            handle.remove()
+            clipping.restore()
+            if guard is not None:
+                guard.release()
+        if guard is not None:
+            self._dispatcher.record(optimizer, guard.report(), settle_now=guard.waited)
+            return result
+        flag = flags[-1] if flags else None
+        found_inf: Tensor | bool = flag if flag is not None else not flags
+        self._dispatcher.record(optimizer, StepReport(found_inf, scale), settle_now=flag is None)
+        return result
+
+
+def _clip(guard: NonFiniteGuard | None, clip: Callable[[], None]) -> None:
+    if guard is None:
+        clip()
+    else:
+        guard.clip(clip)

@@ -1,0 +1,87 @@
+"""What a LightningModule calls in its steps: the same under PipelineParallelStrategy and everywhere else."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_mp.pipelining.layers import loss_of, pipeline_input, read_layers, run_layers
+
+__all__ = ["pipelined_loss", "pipelined_metrics", "pipelined_output"]
+
+
+class _Runner(Protocol):
+    def loss(self, batch: Any) -> dict[str, Tensor]: ...
+
+    def output(self, batch: Any) -> Any: ...
+
+
+def pipelined_loss(module: "pl.LightningModule", batch: Any) -> Tensor:
+    """The mean loss of a batch: of ``module.pipeline_loss``, on what ``module.pipeline_layers`` give.
+
+    Under :class:`~lightning_mp.strategies.PipelineParallelStrategy` the batch goes through the stages in chunks, and
+    all stages return the same loss. Elsewhere the layers run one after the other on the whole batch.
+
+    Args:
+        module: a LightningModule with ``pipeline_layers`` and ``pipeline_loss``.
+        batch: as the step has got it.
+
+    Returns:
+        A scalar tensor to log, to do arithmetic with and to return from ``training_step``.
+
+    Raises:
+        MisconfigurationException: if the module does not say what is needed.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> class Net(pl.LightningModule):
+        ...     pipeline_layers = ("up", "down")
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up, self.down = nn.Linear(2, 4), nn.Linear(4, 1)
+        ...     def pipeline_loss(self, output, batch):
+        ...         return nn.functional.mse_loss(output, batch[1])
+        ...     def training_step(self, batch, batch_idx):
+        ...         loss = pipelined_loss(self, batch)
+        ...         self.log("train_loss", loss)
+        ...         return loss
+        >>> pipelined_loss(Net(), (torch.ones(3, 2), torch.ones(3, 1))).shape
+        torch.Size([])
+    """
+    return pipelined_metrics(module, batch)["loss"]
+
+
+def pipelined_metrics(module: "pl.LightningModule", batch: Any) -> Mapping[str, Tensor]:
+    """The same, with the other scalars that ``pipeline_loss`` returns in its mapping, such as an accuracy.
+
+    All of them are taken to be means: over chunks they are weighted as the loss is, by tokens or by samples.
+    """
+    runner = _runner_of(module)
+    if runner is not None:
+        return runner.loss(batch)
+    output = run_layers(read_layers(module), pipeline_input(module, batch), batch)
+    return loss_of(module, output, batch)
+
+
+def pipelined_output(module: "pl.LightningModule", batch: Any) -> Any:
+    """What the last layer returns for the whole batch, without gradients; for ``predict_step``.
+
+    Under PipelineParallelStrategy it is sent to all stages, so for logits of a large vocabulary rather return what you
+    need of them from ``pipeline_loss``.
+    """
+    runner = _runner_of(module)
+    if runner is not None:
+        return runner.output(batch)
+    with torch.no_grad():
+        return run_layers(read_layers(module), pipeline_input(module, batch), batch)
+
+
+def _runner_of(module: "pl.LightningModule") -> _Runner | None:
+    try:
+        strategy = module.trainer.strategy
+    except RuntimeError:
+        return None  # no Trainer
+    return cast(_Runner | None, getattr(strategy, "pipeline_runner", None))

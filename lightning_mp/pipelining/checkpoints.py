@@ -1,0 +1,163 @@
+"""Checkpoints of a pipeline: what one process would write, gathered from the stages, and each stage's part of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp.checkpoints.single_file import refuse_other_groups, refuse_other_names
+from lightning_mp.core.messages import listed
+from lightning_mp.modules.stage_placeholder import Cut
+
+__all__ = ["OptimizerParts", "gather_on_rank_zero", "keep_own_parameters", "own_state"]
+
+_NAMES_IN_MESSAGE = 6
+
+
+@dataclass(frozen=True)
+class OptimizerParts:
+    """How an optimizer over the whole model and the one of this stage belong together.
+
+    Attributes:
+        groups: for each parameter group of the whole, the numbers of its parameters.
+        names: of all its parameters, in order.
+        numbers: for each parameter of this stage's optimizer, in order, its number in the whole one.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a whole optimizer's state what this stage holds.
+
+        Raises:
+            ValueError: if parameter groups are others.
+        """
+        saved = [tuple(group["params"]) for group in state["param_groups"]]
+        refuse_other_groups([len(group) for group in saved], [len(group) for group in self.groups])
+        # By place, as torch does: an optimizer's keys may be names, as FSDP1 writes them.
+        key_of = dict(zip((n for group in self.groups for n in group), (k for g in saved for k in g), strict=True))
+        own_place = {number: place for place, number in enumerate(self.numbers)}
+        values = {
+            place: state["state"][key_of[number]]
+            for number, place in own_place.items()
+            if key_of[number] in state["state"]
+        }
+        groups = [
+            {**group, "params": [own_place[number] for number in numbers if number in own_place]}
+            for group, numbers in zip(state["param_groups"], self.groups, strict=True)
+        ]
+        return {**state, "state": values, "param_groups": groups}
+
+    def whole(self, state: Mapping[str, Any], ranks: Sequence[int], device: torch.device) -> dict[str, Any]:
+        """On rank 0 the state of the whole optimizer, from those of all stages; empty elsewhere."""
+        values = {
+            f"{self.numbers[place]}/{name}": value for place, of in state["state"].items() for name, value in of.items()
+        }
+        gathered = gather_on_rank_zero(values, ranks, device)
+        if dist.get_rank() != 0:
+            return {}
+        merged: dict[int, dict[str, Any]] = {}
+        for key, value in gathered.items():
+            number, _, name = key.partition("/")
+            merged.setdefault(int(number), {})[name] = value
+        groups = [
+            {**group, "params": list(numbers)}
+            for group, numbers in zip(state["param_groups"], self.groups, strict=True)
+        ]
+        return {**state, "state": dict(sorted(merged.items())), "param_groups": groups}
+
+
+def keep_own_parameters(optimizer: Optimizer, names: Mapping[str, nn.Parameter], own: set[int]) -> OptimizerParts:
+    """Takes the parameters of other stages out of an optimizer.
+
+    Args:
+        optimizer: as ``configure_optimizers`` made it, over the whole model.
+        names: of the whole model's parameters.
+        own: ids of this stage's parameters.
+
+    Raises:
+        MisconfigurationException: if the optimizer has a parameter that is none of the model's.
+    """
+    counter = 0
+    groups, numbers = [], []
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [f"{type(optimizer).__name__}: {tuple(p.shape)}" for p in every if id(p) not in name_of]
+    if strangers:
+        raise MisconfigurationException(
+            f"PipelineParallelStrategy: configure_optimizers has given parameters that are not part of the"
+            f" LightningModule to {listed(strangers, _NAMES_IN_MESSAGE)}, so no stage would train them. Put each into a"
+            " module, and that module into the layer that uses it: PipelineLayer(function, *modules)."
+        )
+    whole = [name_of[id(p)] for p in every]
+    for group in optimizer.param_groups:
+        groups.append(tuple(range(counter, counter + len(group["params"]))))
+        numbers += [counter + place for place, parameter in enumerate(group["params"]) if id(parameter) in own]
+        counter += len(group["params"])
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                optimizer.state.pop(parameter, None)
+        # In place: optimizers may keep the list.
+        group["params"][:] = [parameter for parameter in group["params"] if id(parameter) in own]
+    return OptimizerParts(tuple(groups), tuple(whole), tuple(numbers))
+
+
+def gather_on_rank_zero(own: Mapping[str, Any], ranks: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """On rank 0 everything that one rank of each stage has by names, tensors on the CPU; empty elsewhere.
+
+    All ranks have to call it. Tensors are sent one by one, so that rank 0 needs no more than one on its device besides
+    its own. Of a name that several stages have the first one's is taken.
+
+    Args:
+        own: of this rank.
+        ranks: one of each stage; rank 0 is the first.
+        device: of this rank.
+    """
+    rank = dist.get_rank()
+    plain = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+    tensors = {name: (value.shape, value.dtype) for name, value in own.items() if isinstance(value, Tensor)}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (plain, tensors))
+    gathered: dict[str, Any] = {}
+    if rank == 0:
+        gathered = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
+    known = set(own) if rank == 0 else set(told[0][0]) | set(told[0][1])
+    for sender in ranks[1:]:
+        plain, tensors = told[sender]
+        if rank == 0:
+            gathered.update({name: value for name, value in plain.items() if name not in known})
+        for name, (shape, dtype) in tensors.items():
+            if name in known:
+                continue
+            if rank == sender:
+                dist.send(own[name].detach().to(device).contiguous(), dst=0)
+            elif rank == 0:
+                received = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(received, src=sender)
+                gathered[name] = received.cpu()
+        known |= set(plain) | set(tensors)
+    return gathered
+
+
+def own_state(whole: Mapping[str, Any], module: nn.Module, cut: Cut, *, strict: bool) -> dict[str, Any]:
+    """Of a whole model's state what this stage holds.
+
+    Raises:
+        RuntimeError: if names of the whole model are missing or unknown, and ``strict``.
+    """
+    if strict:
+        known = set(cut.state_names)
+        refuse_other_names(
+            type(module).__name__,
+            missing=[name for name in cut.state_names if name not in whole],
+            unexpected=[name for name in whole if name not in known],
+        )
+    own = set(module.state_dict())
+    return {name: value for name, value in whole.items() if name in own}

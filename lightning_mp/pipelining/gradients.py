@@ -1,0 +1,106 @@
+"""Gradients of a pipeline's stage: averaged over its ranks, summed over the stages that share a parameter."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, new_group
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_mp.core.messages import listed
+from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
+from lightning_mp.modules.stage_placeholder import Cut
+
+__all__ = ["StageGradients"]
+
+_NAMES_IN_MESSAGE = 6
+
+
+class StageGradients:
+    """Reduces gradients at the end of a window; until then each rank keeps its own.
+
+    Args:
+        module: cut.
+        cut: of the module.
+        mesh: stages by ranks of a stage.
+    """
+
+    def __init__(self, module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
+        self._module = module
+        self._data_group = mesh.get_group("data_parallel")
+        self._replicas = mesh.size(1)
+        self._tied = self._tied_groups(module, cut, mesh)
+        self._is_kept_local = False
+        self._holds_local = False
+
+    @property
+    def number_of_stages(self) -> dict[Tensor, int]:
+        """Of each parameter that several stages hold, how many."""
+        return {parameter: stages for group, stages, parameters in self._tied for parameter in parameters}
+
+    @contextmanager
+    def kept_local(self) -> Iterator[None]:
+        """Inside, backwards reduce nothing."""
+        self._is_kept_local = True
+        try:
+            yield
+        finally:
+            self._is_kept_local = False
+
+    @contextmanager
+    def reduced_after(self) -> Iterator[None]:
+        """Around a backward: afterwards its gradients, and those that were kept local before it, are reduced."""
+        if self._replicas == 1 and not self._tied:
+            yield
+            return
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        finished: list[tuple[Tensor, Tensor]] = []
+        if not self._holds_local:
+            finished = [(p, p.grad) for p in parameters if p.grad is not None]
+        if self._is_kept_local and not finished:
+            self._holds_local = True
+            yield
+            return
+        # A sum over ranks may not be taken twice, so gradients that have been reduced stand aside.
+        for parameter, _ in finished:
+            parameter.grad = None
+        yield
+        self._reduce(parameters)
+        self._holds_local = False
+        with torch.no_grad():
+            for parameter, gradient in finished:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+    def _reduce(self, parameters: list[nn.Parameter]) -> None:
+        without = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
+        if without:
+            raise MisconfigurationException(
+                f"PipelineParallelStrategy: {listed(without, _NAMES_IN_MESSAGE)} got no gradient, and it cannot be told"
+                " whether it did on the ranks that the gradients are reduced with. Freeze what the loss does not depend"
+                " on (requires_grad_(False))."
+            )
+        for group, _, tied in self._tied:
+            reduce_gradients_([p.grad for p in tied if p.grad is not None], group, mean=False)
+        reduce_gradients_([p.grad for p in parameters if p.grad is not None], self._data_group, mean=True)
+
+    def _tied_groups(
+        self, module: nn.Module, cut: Cut, mesh: DeviceMesh
+    ) -> list[tuple[ProcessGroup, int, list[Tensor]]]:
+        """For every set of stages that share parameters: this rank's group of them, and the parameters, in order."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        groups = []
+        for stages in sorted(set(cut.holders.values())):
+            # Every rank has to take part in making every group.
+            made = [new_group([int(r) for r in mesh.mesh[list(stages), column]]) for column in range(mesh.size(1))]
+            shared = [name for name in cut.parameter_names if cut.holders.get(name) == stages]
+            if cut.stage not in stages:
+                continue
+            own = made[mesh.get_local_rank("data_parallel")]
+            groups.append((own, len(stages), [self._named(parameters, name, cut) for name in shared]))
+        return groups
+
+    def _named(self, parameters: dict[str, nn.Parameter], name: str, cut: Cut) -> Tensor:
+        """A shared parameter has a name for each module, and a stage knows those of its own modules."""
+        return parameters[next(n for n in cut.names_of[name] if n in parameters)]

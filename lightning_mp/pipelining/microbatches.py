@@ -1,0 +1,108 @@
+"""How a batch becomes the chunks that follow each other through the stages."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed import ProcessGroup
+
+from lightning_mp.accumulation.batch_split import Chunk, UnsplittableBatchError, num_samples, split_batch
+from lightning_mp.core.nested_tensors import tensors_in
+
+__all__ = ["ScheduleName", "batch_digest", "chunks_of", "refuse_other_batches", "signature"]
+
+ScheduleName = Literal["1f1b", "gpipe"]
+"""In which order a stage takes forwards and backwards of chunks."""
+
+
+def chunks_of(batch: Any, most: int) -> list[list[Chunk]]:
+    """The chunks of a batch, those of one size together: one run through the stages for each size.
+
+    A number of samples that ``most`` divides gives one run. Any other gives two at most, as the stages want tensors of
+    one shape within a run.
+
+    Args:
+        batch: on every stage the same.
+        most: how many chunks there may be.
+
+    Raises:
+        MisconfigurationException: if the batch cannot be split along its first dimension.
+
+    Example:
+        >>> import torch
+        >>> [[chunk.samples for chunk in run] for run in chunks_of(torch.zeros(7, 2), 4)]
+        [[2, 2, 2], [1]]
+    """
+    try:
+        samples = num_samples(batch)
+        chunks = split_batch(batch, -(-samples // most))
+    except UnsplittableBatchError as error:
+        raise MisconfigurationException(
+            f"PipelineParallelStrategy cannot split {error.reason} Every stage works on a part of the samples at a"
+            " time: let the data loader return tensors, or lists, mappings and dataclasses of them, with one row for"
+            " each sample."
+        ) from None
+    return [list(run) for _, run in groupby(chunks, key=lambda chunk: chunk.samples)]
+
+
+def signature(chunk: Any) -> tuple[Any, ...]:
+    """What the shapes between stages depend on: shapes and dtypes of the chunk's tensors.
+
+    Example:
+        >>> import torch
+        >>> signature({"x": torch.zeros(2, 3)})
+        ((torch.Size([2, 3]), torch.float32),)
+    """
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(chunk))
+
+
+def batch_digest(batch: Any) -> list[Any]:
+    """A few numbers that differ if batches do. Waits for the device."""
+    # A precision audit would take fp64 operations of torch for the model's.
+    import numpy as np
+
+    digest: list[Any] = []
+    for tensor in tensors_in(batch):
+        values = tensor.detach().cpu()
+        values = (torch.view_as_real(values) if values.is_complex() else values).flatten()
+        if values.is_floating_point() and values.dtype != torch.float64:
+            values = values.float()
+        wide = values.numpy().astype(np.float64)
+        digest.append((tuple(tensor.shape), repr(wide.sum()), repr((wide * np.arange(1, wide.size + 1)).sum())))
+    return digest
+
+
+def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any]:
+    """Compares a batch over the stages of one pipeline, and lets them tell each other something.
+
+    Args:
+        batch: of this stage.
+        group: the stages.
+        what: this stage's word.
+
+    Returns:
+        What every stage said.
+
+    Raises:
+        MisconfigurationException: on all stages, if their batches are not the same.
+    """
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (batch_digest(batch), what), group=group)
+    digests = [digest for digest, _ in told]
+    if any(digest != digests[0] for digest in digests):
+        different = _first_difference(digests)
+        raise MisconfigurationException(
+            f"PipelineParallelStrategy: stages of one pipeline got different batches (stage 0 and stage {different}),"
+            " so inputs and labels would not belong together. All of them need the same data in the same order:"
+            " leave use_distributed_sampler on, or give a sampler of your own the rank and number of"
+            " trainer.strategy.distributed_sampler_kwargs and one seed; for an iterable dataset, draw with a seed that"
+            " does not depend on the rank."
+        )
+    return [word for _, word in told]
+
+
+def _first_difference(digests: Sequence[Any]) -> int:
+    return next(index for index, digest in enumerate(digests) if digest != digests[0])

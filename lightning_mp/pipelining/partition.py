@@ -1,0 +1,148 @@
+"""Cuts a model into stages: which parameters each stage holds, and what the others are told about it."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_mp.core.messages import listed
+from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.stage_placeholder import Cut, detach_stages, release
+from lightning_mp.pipelining.layers import Layer
+from lightning_mp.pipelining.partition_points import balanced_cuts, named_cuts
+from lightning_mp.sharding.rules import tied_parameters
+
+__all__ = ["cut_model", "first_layers", "parameters_of_layers"]
+
+_NAMES_IN_MESSAGE = 6
+
+
+def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
+    """Number of parameters of each layer; one that several layers share counts in each.
+
+    Example:
+        >>> from lightning_mp.pipelining.layers import read_layers
+        >>> class Model(nn.Module):
+        ...     pipeline_layers = ("up", "down")
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up, self.down = nn.Linear(2, 4), nn.Linear(4, 1)
+        >>> model = Model()
+        >>> parameters_of_layers(model, read_layers(model))
+        [12, 5]
+    """
+    modules = dict(named_modules(module))
+    return [
+        sum({id(p): p.numel() for name in layer.module_names for p in modules[name].parameters()}.values())
+        for layer in layers
+    ]
+
+
+def first_layers(
+    module: nn.Module, layers: Sequence[Layer], stages: int, split_points: Sequence[str] | None
+) -> tuple[int, ...]:
+    """Index of the first layer of each stage: as named, or so that no stage has many more parameters than others.
+
+    Raises:
+        ValueError: if that cannot be.
+    """
+    if split_points is not None:
+        return tuple(named_cuts([layer.name for layer in layers], split_points, stages))
+    return tuple(balanced_cuts(parameters_of_layers(module, layers), stages))
+
+
+def cut_model(
+    module: nn.Module,
+    layers: Sequence[Layer],
+    cuts: Sequence[int],
+    stage: int,
+    *,
+    bring_to_life: Callable[[Sequence[nn.Module]], None] = lambda _: None,
+) -> Cut:
+    """Takes the layers of other stages out of a whole model. What is in no layer stays on every stage.
+
+    Args:
+        module: whole.
+        layers: of the module.
+        cuts: index of the first layer of each stage.
+        stage: this rank's.
+        bring_to_life: gives modules memory and first values. It is called layer by layer, and what belongs to another
+            stage is freed before the next one, so that no rank needs memory for the whole model.
+
+    Raises:
+        MisconfigurationException: if a parameter is in no layer.
+    """
+    stages_of: dict[str, set[int]] = {}
+    for index, layer in enumerate(layers):
+        own = max(number for number, first in enumerate(cuts) if first <= index)
+        for name in layer.module_names:
+            stages_of.setdefault(name, set()).add(own)
+    absent = {name: sorted(stages) for name, stages in stages_of.items() if stage not in stages}
+    holders = _stages_of_parameters(module, stages_of)
+    cut = Cut(
+        stage=stage,
+        first_layers=tuple(cuts),
+        layer_names=tuple(layer.name for layer in layers),
+        layer_parameters=tuple(parameters_of_layers(module, layers)),
+        state_names=tuple(module.state_dict()),
+        parameter_names=tuple(name for name, _ in module.named_parameters()),
+        holders=holders,
+        names_of={names[0]: tuple(names) for names in tied_parameters(module) if names[0] in holders},
+    )
+    _bring_to_life_and_release(module, stages_of, absent, bring_to_life)
+    detach_stages(module, absent, cut)
+    return cut
+
+
+def _bring_to_life_and_release(
+    module: nn.Module,
+    in_layers: Iterable[str],
+    absent: Collection[str],
+    bring_to_life: Callable[[Sequence[nn.Module]], None],
+) -> None:
+    modules = dict(named_modules(module))
+    done: set[int] = set()
+    for group in _sharing(modules, in_layers):
+        parts = [part for name in group for part in modules[name].modules()]
+        bring_to_life(parts)
+        done.update(id(part) for part in parts)
+        kept = {id(t) for name in group if name not in absent for t in _tensors(modules[name])}
+        for name in group:
+            if name in absent:
+                release(modules[name], kept)
+    bring_to_life([part for part in modules.values() if id(part) not in done])
+
+
+def _sharing(modules: Mapping[str, nn.Module], names: Iterable[str]) -> list[list[str]]:
+    """Modules that share a parameter together, all others by themselves, in order."""
+    groups: list[tuple[list[str], set[int]]] = []
+    for name in names:
+        own = {id(tensor) for tensor in _tensors(modules[name])}
+        joined = [group for group in groups if group[1] & own]
+        groups = [group for group in groups if not group[1] & own]
+        groups.append(([n for group in joined for n in group[0]] + [name], own.union(*(group[1] for group in joined))))
+    return [group for group, _ in groups]
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _stages_of_parameters(module: nn.Module, stages_of: dict[str, set[int]]) -> dict[str, tuple[int, ...]]:
+    """Stages of each parameter that several hold."""
+    modules = dict(named_modules(module))
+    of_parameter: dict[int, set[int]] = {}
+    for name, stages in stages_of.items():
+        for parameter in modules[name].parameters():
+            of_parameter.setdefault(id(parameter), set()).update(stages)
+    every = list(module.named_parameters(remove_duplicate=False))
+    homeless = [name for name, parameter in every if id(parameter) not in of_parameter]
+    if homeless:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.pipeline_layers: {listed(homeless, _NAMES_IN_MESSAGE)} "
+            f"{'are' if len(homeless) > 1 else 'is'} in no layer, so no stage would train it. Put its module into the"
+            " layer that uses it: PipelineLayer(function, *modules). What the loss uses belongs to the last layer; a"
+            " parameter of the LightningModule itself belongs into a module of its own."
+        )
+    first_names = module.named_parameters()
+    return {name: tuple(sorted(of_parameter[id(p)])) for name, p in first_names if len(of_parameter[id(p)]) > 1}

@@ -1,0 +1,1 @@
+"""Layouts over devices: what each sends over which link, and how long a pipeline idles."""

@@ -1,0 +1,189 @@
+"""What a training step of a decoder sends: the collective operations of each kind of parallelism.
+
+With N weights, L layers, width w, vocabulary v, t tokens in a micro-batch of one data rank, M micro-batches per
+optimizer step. Counted are operations per rank and optimizer step; what one sends is in
+:mod:`~lightning_mp.planning.parallelism.collectives`::
+
+    DDP         1 all-reduce of all gradients (in buckets)                      Li et al. 2020, arXiv:2006.15704
+    FSDP        2 M all-gathers of each block's weights (M if they are kept),   Zhao et al. 2023, arXiv:2304.11277;
+                M of the rest; 1 reduce-scatter of gradients, or M              Rajbhandari et al. 2020, ZeRO-3 and 2
+    HSDP        the same among shards, and an all-reduce of the shards' gradients among copies
+    TP          M (2 L + 1) all-reduces of t w in forward, and in backward,     Shoeybi et al. 2019, arXiv:1909.08053
+                M 2 small ones for the loss
+    PP          M sends forward and M backward per boundary of stages           Narayanan et al. 2021, arXiv:2104.04473
+
+Weights are gathered as :class:`~lightning_mp.strategies.FSDP2Strategy` does: in "*-mixed" those of matrix products in
+16 bit, the others in fp32; gradients are reduced in fp32. Lightning's ``FSDPStrategy`` gathers all of them in 16 bit,
+as is counted here for "*-true". Tensor parallelism is that of the plan "auto": outputs of matrix products are reduced
+in 16 bit, gradients of what norms and the token table give in fp32. Not counted are a few bytes per step: the precision
+plugin's all-reduce of the norm, what the window of accumulation agrees on, and under FSDP the comparison of the units
+that ranks have run.
+"""
+
+from typing import Literal, get_args
+
+from lightning_mp.planning.parallelism.collectives import Transfer
+from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+
+__all__ = ["Precision", "communication_per_step"]
+
+Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+_BYTES_OF_LOSS = (4, 8)  # per token: the largest logit, then the sum of exponentials and the logit of the target
+
+
+def communication_per_step(
+    size: DecoderSize,
+    layout: ParallelLayout,
+    *,
+    tokens_per_micro_batch: int,
+    micro_batches: int = 1,
+    precision: Precision = "bf16-mixed",
+    gradient_sync: Literal["window", "micro_batch"] = "window",
+    reshard_after_forward: bool = True,
+    reduced_gradients: bool = False,
+    sequence_parallel: bool = False,
+) -> list[Transfer]:
+    """Everything that the busiest rank sends in one optimizer step, in the order of the table above.
+
+    Args:
+        size: the model.
+        layout: how the GPUs are shared out.
+        tokens_per_micro_batch: t, of one data rank.
+        micro_batches: M, of one data rank per optimizer step; in a pipeline those of one call of the schedule.
+        precision: as in the Trainer.
+        gradient_sync: under FSDP, reduce once per window or at every micro-batch, as
+            ``AccumulationScheduler(sync=...)`` says. Without the scheduler FSDP does the latter.
+        reshard_after_forward: under FSDP, free weights between forward and backward and gather them again.
+        reduced_gradients: under DDP, gradients of fp32 are reduced in 16 bit, as by ``reduced_precision_hook``.
+        sequence_parallel: norms on parts of the sequence, as by ``tensor_parallel_plan="auto_sequence"``: an all-gather
+            and a reduce-scatter where there was an all-reduce, the same bytes together (Korthikanti et al. 2022,
+            arXiv:2205.05198, section 4.2.2) up to the formats.
+
+    Raises:
+        ValueError: an argument is unknown or no count, or sizes do not divide each other.
+
+    Example:
+        A gigabyte of 16-bit weights over 8 ranks, gathered twice:
+
+        >>> size = DecoderSize(1, 4096, 32000, 500_000_000, 0, 0)
+        >>> for part in communication_per_step(size, ParallelLayout(shards=8), tokens_per_micro_batch=4096):
+        ...     print(f"{part.what}, {part.count} {part.collective} of {part.payload_bytes / 1e9} GB")
+        weights: matrix products of blocks, 2 all_gather of 1.0 GB
+        gradients: matrix products of blocks, 1 reduce_scatter of 2.0 GB
+    """
+    _check(size, layout, precision, gradient_sync, tokens_per_micro_batch, micro_batches)
+    low = 4 if precision.startswith("32") else 2
+    wide = 2 if precision.endswith("-true") and low == 2 else 4
+    found: list[Transfer] = []
+    syncs = 1 if gradient_sync == "window" else micro_batches
+    if layout.shards > 1:
+        gathers = micro_batches * (2 if reshard_after_forward else 1)
+        found += _sharded(size, layout, low, wide, gathers=gathers, micro_batches=micro_batches, syncs=syncs)
+    elif layout.copies > 1:
+        gradient_bytes = 2 if reduced_gradients else wide
+        found.append(_copied_gradients(size, layout, gradient_bytes))
+    if layout.tensor > 1:
+        found += _activations(size, layout, low, wide, tokens_per_micro_batch, micro_batches, sequence_parallel)
+        if sequence_parallel:
+            payload, count = size.block_norm_weights // 2 * wide, syncs * 2 * size.layers // layout.stages
+            found.append(Transfer("gradients of norms", "all_reduce", payload, layout.tensor, count))
+    if layout.stages > 1:
+        payload = tokens_per_micro_batch * size.width * wide
+        # The two directions of a boundary; a stage in the middle sends along one of each.
+        per_rank = 2 * micro_batches if layout.stages > 2 else micro_batches
+        far = layout.tensor * layout.data_ranks
+        found.append(Transfer("activations between stages", "send", payload, 2, per_rank, far, awaited=True))
+    return [transfer for transfer in found if transfer.payload_bytes and transfer.count]
+
+
+def _units(size: DecoderSize, cut: int, low: int, wide: int) -> list[tuple[str, int, int, int, bool]]:
+    """What is gathered at once: its name, weights, bytes of each, how many such units, and whether inside of others."""
+    block, head = size.block_matmul_weights // cut, size.head_weights // cut
+    outside = size.table_weights // cut + size.other_weights
+    if low == wide:
+        block, outside = block + size.block_norm_weights, outside + head
+        return [("blocks", block, low, size.layers, True), ("outside of blocks", outside, wide, 1, False)]
+    return [
+        ("matrix products of blocks", block, low, size.layers, True),
+        ("norms of blocks", size.block_norm_weights, wide, size.layers, True),
+        ("the head", head, low, 1, True),
+        ("outside of blocks", outside, wide, 1, False),
+    ]
+
+
+def _sharded(
+    size: DecoderSize, layout: ParallelLayout, low: int, wide: int, *, gathers: int, micro_batches: int, syncs: int
+) -> list[Transfer]:
+    cut, shards, copies = layout.tensor, layout.shards, layout.copies
+    units = _units(size, cut, low, wide)
+    found = [
+        Transfer(f"weights: {name}", "all_gather", n * itemsize, shards, k * (gathers if inner else micro_batches), cut)
+        for name, n, itemsize, k, inner in units
+    ]
+    found += [
+        Transfer(f"gradients: {name}", "reduce_scatter", 4 * n, shards, k * syncs, cut) for name, n, _, k, _ in units
+    ]
+    if copies > 1:
+        found += [
+            Transfer(f"gradients: {name}, among copies", "all_reduce", 4 * n // shards, copies, k * syncs, cut * shards)
+            for name, n, _, k, _ in units
+        ]
+    return found
+
+
+def _copied_gradients(size: DecoderSize, layout: ParallelLayout, itemsize: int) -> Transfer:
+    blocks = size.layers // layout.stages * (size.block_matmul_weights // layout.tensor + size.block_norm_weights)
+    # Of a pipeline the first stage, which has the table; a tied head is a copy of it on the last one.
+    first = size.table_weights // layout.tensor + size.other_weights
+    outside = first + (size.head_weights // layout.tensor if layout.stages == 1 else 0)
+    return Transfer("gradients", "all_reduce", itemsize * (blocks + outside), layout.copies, stride=layout.tensor)
+
+
+def _activations(
+    size: DecoderSize, layout: ParallelLayout, low: int, wide: int, tokens: int, times: int, sequence: bool
+) -> list[Transfer]:
+    width = tokens * size.width
+    blocks = 2 * size.layers // layout.stages * times
+    # Of a pipeline the last stage, which has the head; the embeddings are on the first.
+    embeddings = times if layout.stages == 1 else 0
+    whole = (
+        ("outputs of attention and MLP", "all_reduce", width * low, blocks),
+        ("gradients of their inputs", "all_reduce", width * wide, blocks),
+    )
+    in_parts = (
+        ("inputs of attention and MLP", "all_gather", width * wide, blocks),
+        ("outputs of attention and MLP", "reduce_scatter", width * low, blocks),
+        ("gradients of their outputs", "all_gather", width * low, blocks),
+        ("gradients of their inputs", "reduce_scatter", width * wide, blocks),
+        ("into and out of the blocks", "all_gather", width * wide, times + embeddings),
+    )
+    outside = (
+        ("embeddings", "all_reduce", width * wide, embeddings),
+        ("gradient of the head's input", "all_reduce", width * wide, times),
+        *(("loss", "all_reduce", tokens * itemsize, times) for itemsize in _BYTES_OF_LOSS),
+    )
+    return [
+        Transfer(name, collective, payload, layout.tensor, count, awaited=True)
+        for name, collective, payload, count in (*(in_parts if sequence else whole), *outside)
+    ]
+
+
+def _check(
+    size: DecoderSize, layout: ParallelLayout, precision: str, sync: str, tokens: int, micro_batches: int
+) -> None:
+    for name, value, allowed in (
+        ("precision", precision, get_args(Precision)),
+        ("gradient_sync", sync, ("window", "micro_batch")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"Unknown `{name}` {value!r}. Use one of {', '.join(allowed)}.")
+    for name, number in (("tokens_per_micro_batch", tokens), ("micro_batches", micro_batches)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"`{name}` must be a positive integer, got {number!r}.")
+    for name, whole, parts, unit in (
+        ("layers", size.layers, layout.stages, "stages"),
+        ("width", size.width, layout.tensor, "tensor-parallel ranks"),
+    ):
+        if whole % parts:
+            raise ValueError(f"`{name}` ({whole}) cannot be shared out evenly to {parts} {unit}.")

@@ -1,0 +1,178 @@
+"""A training step on many GPUs: bytes on each link, the bubble, and how long the step takes at least.
+
+Conventions:
+
+- bytes: sent by one GPU in one optimizer step, see :mod:`~lightning_mp.planning.parallelism.collectives`;
+- compute: the model's FLOPs per token under the "palm" convention, at the dense peak of the chip;
+- bubble: :func:`~lightning_mp.planning.parallelism.pipeline_bubble.bubble_fraction`, of the step's time;
+- seconds at least: the larger of computing, with the transfers that computing waits for and the bubble, and of each
+  link's bytes at its printed bandwidth. Nothing is measured: no kernel reaches the peak, no network its printed rate,
+  latency is left out, and memory is not looked at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_mp.flops.conventions import flops_per_token
+from lightning_mp.flops.hardware import matmul_format, peak_flops
+from lightning_mp.planning.parallelism.collectives import Transfer
+from lightning_mp.planning.parallelism.communication import Precision, communication_per_step
+from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+from lightning_mp.planning.parallelism.interconnects import Machine, find_machine
+from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
+
+__all__ = ["ParallelPlan", "plan_parallelism", "usual_layouts"]
+
+_PIPELINE_STAGES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelPlan:
+    """One layout of one training step."""
+
+    layout: ParallelLayout
+    """How the GPUs are shared out."""
+    micro_batches: int
+    """Per data rank and optimizer step."""
+    transfers: tuple[Transfer, ...]
+    """Everything that one rank sends."""
+    inside_bytes: float
+    """Sent by one GPU to others of its node."""
+    between_bytes: float
+    """Sent by one GPU to other nodes."""
+    inside_seconds: float
+    """Of these bytes at the printed bandwidth."""
+    between_seconds: float
+    """The same between nodes."""
+    awaited_seconds: float
+    """Of both, of the transfers that computing waits for."""
+    compute_seconds: float
+    """At the chip's peak."""
+    bubble: float
+    """Share of the step's time that a stage is idle."""
+
+    @property
+    def operations(self) -> int:
+        """Collective operations and sends that one rank takes part in."""
+        return sum(transfer.count for transfer in self.transfers)
+
+    @property
+    def stage_seconds(self) -> float:
+        """Computing, what it waits for, and the bubble."""
+        return (self.compute_seconds + self.awaited_seconds) / (1 - self.bubble)
+
+    @property
+    def seconds_at_least(self) -> float:
+        """The step is not shorter than this."""
+        return max(self.stage_seconds, self.inside_seconds, self.between_seconds)
+
+    @property
+    def bound_by(self) -> str:
+        """What takes the longest: "compute", "waiting" (transfers and bubble), "inside" or "between"."""
+        if self.seconds_at_least == self.stage_seconds:
+            return "compute" if self.compute_seconds >= self.stage_seconds / 2 else "waiting"
+        return "inside" if self.seconds_at_least == self.inside_seconds else "between"
+
+    @property
+    def wire_to_compute_ratio(self) -> float:
+        """Seconds on the slower link over seconds of computing, both at their peaks. Above 1 it cannot be hidden."""
+        return max(self.inside_seconds, self.between_seconds) / self.compute_seconds
+
+
+def plan_parallelism(
+    size: DecoderSize,
+    layout: ParallelLayout,
+    machine: Machine | str,
+    *,
+    tokens_per_step: int,
+    context_tokens: int,
+    sequences_per_gpu: int = 1,
+    precision: Precision = "bf16-mixed",
+) -> ParallelPlan:
+    """What one optimizer step of a decoder sends and takes at least, under one layout.
+
+    Args:
+        size: the model.
+        layout: how the GPUs are shared out.
+        machine: a name from :func:`~lightning_mp.planning.parallelism.interconnects.known_machines`, or one's own.
+        tokens_per_step: the batch of the optimizer step, over all GPUs.
+        context_tokens: length of a sequence.
+        sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is cut over, so that layouts compare
+            at equal activations.
+        precision: as in the Trainer.
+
+    Raises:
+        ValueError: sizes do not divide each other, or something is not known.
+
+    Example:
+        >>> size = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
+        >>> plan = plan_parallelism(size, ParallelLayout(shards=64), "DGX H100", tokens_per_step=2**22,
+        ...                         context_tokens=4096)
+        >>> plan.micro_batches, round(plan.inside_bytes / 1e9), round(plan.between_bytes / 1e9), plan.bound_by
+        (16, 401, 50, 'compute')
+    """
+    machine = find_machine(machine) if isinstance(machine, str) else machine
+    of_a_micro_batch = context_tokens * sequences_per_gpu * layout.tensor
+    micro_batches, rest = divmod(tokens_per_step, of_a_micro_batch * layout.data_ranks)
+    if rest or not micro_batches:
+        raise ValueError(
+            f"`tokens_per_step` ({tokens_per_step}) is no multiple of {of_a_micro_batch} tokens in a micro-batch on"
+            f" {layout.data_ranks} data ranks ({layout.name}). Use a multiple of {of_a_micro_batch * layout.data_ranks}"
+            ", shorter micro-batches, or fewer data ranks."
+        )
+    transfers = communication_per_step(
+        size,
+        layout,
+        tokens_per_micro_batch=of_a_micro_batch,
+        micro_batches=micro_batches,
+        precision=precision,
+    )
+    flops = flops_per_token(
+        size.matmul_weights, layers=size.layers, width=size.width, context_tokens=context_tokens, convention="palm"
+    )
+    peak = peak_flops(machine.chip, matmul_format(precision) or "bf16")
+    inside, between = _bytes(transfers, machine)
+    awaited_inside, awaited_between = _bytes([part for part in transfers if part.awaited], machine)
+    return ParallelPlan(
+        layout=layout,
+        micro_batches=micro_batches,
+        transfers=tuple(transfers),
+        inside_bytes=inside,
+        between_bytes=between,
+        inside_seconds=inside / machine.inside_bytes_per_second,
+        between_seconds=between / machine.between_bytes_per_second,
+        awaited_seconds=awaited_inside / machine.inside_bytes_per_second
+        + awaited_between / machine.between_bytes_per_second,
+        compute_seconds=flops * tokens_per_step / (layout.gpus * peak),
+        bubble=bubble_fraction(layout.stages, micro_batches),
+    )
+
+
+def usual_layouts(gpus: int, gpus_per_node: int, *, layers: int) -> list[ParallelLayout]:
+    """Layouts that are worth a look on that many GPUs; how many there are depends on what divides what.
+
+    DDP, FSDP over all, FSDP inside the nodes with copies between them, tensor parallel inside the nodes with FSDP
+    between them, and pipelines of 8 stages, alone and with tensor parallelism.
+
+    Example:
+        >>> [layout.name for layout in usual_layouts(64, 8, layers=32)]
+        ['DDP 64', 'FSDP 64', 'HSDP 8 x 8', 'FSDP 8 x TP 8', 'DDP 8 x PP 8', 'TP 8 x PP 8']
+    """
+    nodes, uneven = divmod(gpus, gpus_per_node)
+    found = [ParallelLayout(copies=gpus), ParallelLayout(shards=gpus)]
+    if not uneven:
+        near, stages = gpus_per_node, _PIPELINE_STAGES
+        found.append(ParallelLayout(copies=nodes, shards=near))
+        found.append(ParallelLayout(shards=nodes, tensor=near))
+        if layers % stages == 0:
+            if gpus % stages == 0:
+                found.append(ParallelLayout(copies=gpus // stages, stages=stages))
+            if nodes % stages == 0:
+                found.append(ParallelLayout(copies=nodes // stages, tensor=near, stages=stages))
+    return list(dict.fromkeys(found))
+
+
+def _bytes(transfers: Sequence[Transfer], machine: Machine) -> tuple[float, float]:
+    pairs = [transfer.bytes_by_link(machine.gpus_per_node) for transfer in transfers]
+    return sum(inside for inside, _ in pairs), sum(between for _, between in pairs)

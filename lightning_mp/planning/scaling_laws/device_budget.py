@@ -1,0 +1,83 @@
+"""What a machine can do in a given time: device hours, a chip and an MFU make a compute budget."""
+
+import math
+from dataclasses import dataclass
+from typing import SupportsFloat
+
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.flops.hardware import Chip, find_chip, known_chips
+
+_SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """Device hours and what they come to."""
+
+    device_hours: float
+    """Hours times devices."""
+    device: str
+    """The chip that was meant."""
+    dtype: str
+    """Format of the matmul inputs."""
+    peak_flops_per_second: float
+    """Dense peak of one device."""
+    mfu: float
+    """Model FLOPs over peak."""
+
+    @property
+    def flops(self) -> float:
+        """C = hours x 3600 x peak x MFU."""
+        return self.device_hours * _SECONDS_PER_HOUR * self.peak_flops_per_second * self.mfu
+
+
+def device_budget(
+    device_hours: str | SupportsFloat, *, device: str, mfu: float | str, dtype: str = "bf16"
+) -> DeviceBudget:
+    """Turns device hours into FLOPs.
+
+    Args:
+        device_hours: Hours times devices: 8 devices for 10 hours are 80.
+        device: A name of :func:`~lightning_mp.flops.hardware.known_chips`, or the first word of one: "h100" is
+            "H100 SXM", the first of its family in the table. The result says which chip was taken.
+        mfu: Model FLOPs utilisation, over 0 and at most 1. Measure it; well-tuned runs reach 0.3 to 0.55.
+        dtype: Format of the matmul inputs: "fp32", "tf32", "bf16", "fp16" or "fp8".
+
+    Raises:
+        ValueError: The chip is unknown or has no figure for the format, or a number is out of range.
+
+    Example:
+        >>> budget = device_budget(1000, device="h100", mfu=0.4)
+        >>> budget.device, f"{budget.flops:.3g}"
+        ('H100 SXM', '1.42e+21')
+    """
+    chip = _chip_of(device)
+    if dtype not in chip.peak_flops:
+        raise ValueError(f"No {dtype} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
+    return DeviceBudget(
+        device_hours=parse_quantity(device_hours, "device_hours"),
+        device=chip.name,
+        dtype=dtype,
+        peak_flops_per_second=chip.peak_flops[dtype],
+        mfu=_fraction(mfu),
+    )
+
+
+def _chip_of(device: str) -> Chip:
+    family = device.strip().lower()
+    chip = find_chip(device) or next((row for row in known_chips() if row.name.lower().split()[0] == family), None)
+    if chip is None:
+        raise ValueError(
+            f"No peak FLOP/s are known for the device {device!r}. "
+            f"Known chips: {', '.join(row.name for row in known_chips())}. For another, give the FLOPs themselves."
+        )
+    return chip
+
+
+def _fraction(mfu: float | str) -> float:
+    value = parse_quantity(mfu, "mfu")
+    if value > 1:
+        meant = f" For {value:g}%, write {value / 100:g}." if value <= 100 else ""
+        raise ValueError(f"`mfu` is a fraction of the peak, over 0 and at most 1, got {mfu!r}.{meant}")
+    assert math.isfinite(value)
+    return value

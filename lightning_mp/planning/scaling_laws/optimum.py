@@ -1,0 +1,235 @@
+"""The best model size and run length for a budget, under a named law, with what the other published laws say."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import SupportsFloat
+
+from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+from lightning_mp.planning.scaling_laws.device_budget import DeviceBudget, device_budget
+from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, LAWS, find_law
+from lightning_mp.planning.scaling_laws.repetition import MUENNIGHOFF_2023, RepetitionLaw
+from lightning_mp.planning.scaling_laws.scaling_law import FAR_OUTSIDE, ParametricLaw, ScalingLaw
+
+_Quantity = str | SupportsFloat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptimal:
+    """One answer: a model, its tokens, its compute, and the answers of the other laws."""
+
+    law: ScalingLaw
+    """The law of this answer."""
+    parameters: float
+    """N, in what ``law.counts`` says."""
+    tokens: float
+    """D."""
+    flops: float
+    """C = 6 N D."""
+    loss: float | None
+    """Predicted loss in nats per token; None where the law has none."""
+    unique_tokens: float | None = None
+    """Tokens to draw from, None where no limit was given."""
+    devices: DeviceBudget | None = None
+    """The device hours that were asked about, if they were."""
+    spread: tuple["ComputeOptimal", ...] = ()
+    """The same question under every preset, in their order. The presets differ: read this before you spend."""
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """D / N."""
+        return self.tokens / self.parameters
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the unique tokens; 1 where no limit was given."""
+        return 1.0 if self.unique_tokens is None else max(1.0, self.tokens / self.unique_tokens)
+
+    @property
+    def times_outside(self) -> float:
+        """How many times beyond the models that the law was fitted to: 1 inside."""
+        return self.law.trained.times_outside(self.parameters, self.tokens)
+
+
+def compute_optimal(
+    *,
+    flops: _Quantity | None = None,
+    parameters: _Quantity | None = None,
+    tokens: _Quantity | None = None,
+    device_hours: _Quantity | None = None,
+    device: str | None = None,
+    mfu: float | str | None = None,
+    dtype: str | None = None,
+    unique_tokens: _Quantity | None = None,
+    repetition: RepetitionLaw | None = None,
+    law: str | ScalingLaw = DEFAULT_LAW,
+) -> ComputeOptimal:
+    """The compute-optimal model for exactly one of: a compute, a model size, a number of tokens, device hours.
+
+    Args:
+        flops: Training compute C = 6 N D.
+        parameters: N: the answer is the compute and tokens that make this size the best one.
+        tokens: D: likewise.
+        device_hours: Hours times devices; needs ``device`` and ``mfu``.
+        device: Chip, such as "h100" or "A100".
+        mfu: Model FLOPs utilisation, a fraction.
+        dtype: Format of the matmul inputs, "bf16" when None; only with ``device_hours``.
+        unique_tokens: All the tokens there are, when they are fewer than the run would use: they are then repeated.
+            Needs a law with a loss, and ``flops`` or ``device_hours``.
+        repetition: What repeated tokens are worth; None takes
+            :data:`~lightning_mp.planning.scaling_laws.repetition.MUENNIGHOFF_2023`.
+        law: A name of :data:`~lightning_mp.planning.scaling_laws.presets.LAWS` or a law of your own, such as that of a
+            fit.
+
+    Raises:
+        ValueError: Not exactly one target, an argument that does not belong to it, or a number that makes no sense.
+
+    Warns:
+        UserWarning: The answer lies more than ten times beyond the models that the law was fitted to.
+
+    Example:
+        GPT-3 (175B parameters, 300B tokens) was undertrained: its compute (Brown et al. 2020, Table D.1) would have
+        bought a model of a third of the size with three times the tokens. Chinchilla (70B, 1.4T tokens) was not.
+
+        >>> gpt3 = compute_optimal(flops="3.14e23")
+        >>> round(gpt3.parameters / 1e9), round(gpt3.tokens / 1e9)
+        (53, 989)
+        >>> chinchilla = compute_optimal(flops="5.76e23")
+        >>> round(chinchilla.parameters / 1e9), round(chinchilla.tokens / 1e9)
+        (72, 1329)
+
+        The published laws do not agree on the tokens per parameter:
+
+        >>> {answer.law.name: round(answer.tokens_per_parameter) for answer in chinchilla.spread}
+        {'hoffmann-1': 21, 'hoffmann-2': 24, 'hoffmann-3': 59, 'besiroglu': 18, 'muennighoff': 20, 'rule-of-20': 20,
+         'kaplan': 0}
+    """
+    given = {"flops": flops, "parameters": parameters, "tokens": tokens, "device_hours": device_hours}
+    target, amount = _only_one(given)
+    devices = _devices(device_hours, device, mfu, dtype)
+    value = devices.flops if devices is not None else parse_quantity(amount, target)
+    unique = None if unique_tokens is None else parse_quantity(unique_tokens, "unique_tokens")
+    if unique is None and repetition is not None:
+        raise ValueError("`repetition` says what repeated tokens are worth. Pass `unique_tokens`, or leave it out.")
+    if unique is not None and target not in ("flops", "device_hours"):
+        raise ValueError(f"`unique_tokens` needs a compute budget, got `{target}`. Pass `flops` or `device_hours`.")
+    chosen = find_law(law)
+    worth = repetition or MUENNIGHOFF_2023
+
+    def answer(one: ScalingLaw) -> ComputeOptimal:
+        best = _unlimited(one, target, value)
+        return best if unique is None else _limited(best, unique, worth)
+
+    if unique is not None and not isinstance(chosen, ParametricLaw):
+        with_loss = ", ".join(name for name, row in LAWS.items() if isinstance(row, ParametricLaw))
+        raise ValueError(
+            f"`unique_tokens` needs a law that predicts a loss, which {chosen.name!r} does not. Use one of {with_loss}."
+        )
+    result = answer(chosen)
+    _refuse_less_than_one(result)
+    warn_far_outside(chosen, result.parameters, result.tokens, stacklevel=3)
+    others = (row for row in LAWS.values() if unique is None or isinstance(row, ParametricLaw))
+    return replace(result, devices=devices, spread=tuple(answer(row) for row in others))
+
+
+def warn_far_outside(law: ScalingLaw, parameters: float, tokens: float, stacklevel: int = 2) -> None:
+    """Warns, with the range, when a prediction lies more than ten times beyond the models of a law."""
+    times = law.trained.times_outside(parameters, tokens)
+    if times > FAR_OUTSIDE:
+        (small, large), (short, long) = law.trained.parameters, law.trained.tokens
+        warnings.warn(
+            f"{format_quantity(parameters)} parameters on {format_quantity(tokens)} tokens lie "
+            f"{format_quantity(times)} times outside the models that {law.name!r} was fitted to: "
+            f"{format_quantity(small)} to {format_quantity(large)} "
+            f"parameters, {format_quantity(short)} to {format_quantity(long)} tokens. Expect no more than an order of "
+            "magnitude.",
+            stacklevel=stacklevel,
+        )
+
+
+def _only_one(given: dict[str, _Quantity | None]) -> tuple[str, _Quantity]:
+    targets = [(name, value) for name, value in given.items() if value is not None]
+    if len(targets) != 1:
+        got = f"got {' and '.join(f'`{name}`' for name, _ in targets)}" if targets else "got none"
+        raise ValueError(f"Pass exactly one of `flops`, `parameters`, `tokens` and `device_hours`, {got}.")
+    return targets[0]
+
+
+def _devices(
+    hours: _Quantity | None, device: str | None, mfu: float | str | None, dtype: str | None
+) -> DeviceBudget | None:
+    if hours is None:
+        extra = [name for name, value in (("device", device), ("mfu", mfu), ("dtype", dtype)) if value is not None]
+        if extra:
+            raise ValueError(
+                f"`{extra[0]}` belongs to `device_hours`, which is missing. Pass it, or leave `{extra[0]}` out."
+            )
+        return None
+    if device is None or mfu is None:
+        missing = "device" if device is None else "mfu"
+        raise ValueError(f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both.")
+    return device_budget(hours, device=device, mfu=mfu, dtype=dtype or "bf16")
+
+
+def _unlimited(law: ScalingLaw, target: str, value: float) -> ComputeOptimal:
+    frontier = law.frontier
+    try:
+        if target == "parameters":
+            flops = frontier.flops_for_parameters(value)
+        elif target == "tokens":
+            flops = frontier.flops_for_tokens(value)
+        else:
+            flops = value
+    except OverflowError:
+        raise ValueError(
+            f"{format_quantity(value)} {target} cost more FLOPs under {law.name!r} than a float can hold. Is the unit"
+            " right?"
+        ) from None
+    parameters, tokens = frontier.optimum(flops)
+    loss = law.loss(parameters, tokens) if isinstance(law, ParametricLaw) else None
+    return ComputeOptimal(law=law, parameters=parameters, tokens=tokens, flops=flops, loss=loss)
+
+
+def _limited(best: ComputeOptimal, unique_tokens: float, repetition: RepetitionLaw) -> ComputeOptimal:
+    law = best.law
+    assert isinstance(law, ParametricLaw)
+    if best.tokens <= unique_tokens:
+        return replace(best, unique_tokens=unique_tokens)
+
+    def tokens_of(log_parameters: float) -> float:
+        return best.flops / (FLOPS_PER_PARAMETER_AND_TOKEN * math.exp(log_parameters))
+
+    def loss_of(log_parameters: float) -> float:
+        return repetition(law, math.exp(log_parameters), tokens_of(log_parameters), unique_tokens)
+
+    log_parameters = _minimum(loss_of, middle=math.log(best.parameters), reach=math.log(1e4))
+    return replace(
+        best,
+        parameters=math.exp(log_parameters),
+        tokens=tokens_of(log_parameters),
+        loss=loss_of(log_parameters),
+        unique_tokens=unique_tokens,
+    )
+
+
+def _minimum(function: Callable[[float], float], middle: float, reach: float, points: int = 201) -> float:
+    """The lowest point of a grid, refined by golden sections between its neighbours."""
+    step = 2 * reach / (points - 1)
+    lowest = min((middle - reach + step * index for index in range(points)), key=function)
+    low, high = lowest - step, lowest + step
+    golden = (math.sqrt(5) - 1) / 2
+    while high - low > 1e-9:
+        left, right = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, right) if function(left) < function(right) else (left, high)
+    return (low + high) / 2
+
+
+def _refuse_less_than_one(result: ComputeOptimal) -> None:
+    for name, value in (("parameter", result.parameters), ("token", result.tokens)):
+        if not 1 <= value < math.inf:
+            raise ValueError(
+                f"{format_quantity(result.flops)} FLOPs come to {value:.2g} {name}s under {result.law.name!r}. "
+                "Is the unit right? Write 1e21, not 21."
+            )

@@ -1,0 +1,130 @@
+"""Finished runs as the material of a fit: parameters, tokens and final loss, read from a CSV file or from records."""
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+
+_COLUMNS = {
+    "parameters": ("parameters", "params", "n", "model_size"),
+    "tokens": ("tokens", "d", "training_tokens"),
+    "flops": ("flops", "flop", "c", "compute", "training_flops", "training_flop"),
+    "loss": ("loss", "l", "final_loss"),
+}
+_LARGEST_DISAGREEMENT = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One finished run.
+
+    Raises:
+        ValueError: A number is not positive and finite.
+
+    Example:
+        >>> Run(parameters=70e9, tokens=1.4e12, loss=1.97).flops
+        5.88e+23
+    """
+
+    parameters: float
+    """N."""
+    tokens: float
+    """D, each counted as often as it was trained on."""
+    loss: float
+    """Final loss, in nats per token."""
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "tokens", "loss"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"`{name}` of a run must be a positive finite number, got {value!r}.")
+
+    @property
+    def flops(self) -> float:
+        """C = 6 N D."""
+        return FLOPS_PER_PARAMETER_AND_TOKEN * self.parameters * self.tokens
+
+
+def read_runs(runs: str | Path | Iterable[Run | Mapping[str, Any]]) -> tuple[Run, ...]:
+    """Reads runs from a CSV file with a header, or from records with the same names.
+
+    The columns are ``parameters`` (or ``params``, ``n``, ``model_size``), ``loss`` (``l``, ``final_loss``), and one of
+    ``tokens`` (``d``, ``training_tokens``) and ``flops`` (``c``, ``compute``, ``training_flops``), which gives
+    D = C / 6 N. With both, ``tokens`` is taken, and the two must agree to a factor of two. Case and other columns do
+    not matter.
+
+    Raises:
+        ValueError: A column is missing, or a value is not a positive finite number; the message names the place.
+        FileNotFoundError: There is no such file.
+
+    Example:
+        >>> read_runs([{"N": "100M", "FLOPs": 1.2e18, "loss": 3.2}])
+        (Run(parameters=100000000.0, tokens=2000000000.0, loss=3.2),)
+    """
+    if isinstance(runs, str | Path):
+        return tuple(_read_csv(Path(runs)))
+    return tuple(
+        run if isinstance(run, Run) else _run(_named(run, f"run {number}"), f"run {number}")
+        for number, run in enumerate(runs, start=1)
+    )
+
+
+def _read_csv(path: Path) -> Iterator[Run]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            if not reader.fieldnames:
+                raise ValueError(f"{path} is empty. Its first line must name the columns: parameters, tokens, loss.")
+            _named(dict.fromkeys(reader.fieldnames, ""), f"{path}")
+            for row in reader:
+                place = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise ValueError(f"{place} does not have as many values as the header: {len(reader.fieldnames)}.")
+                yield _run(_named(row, place), place)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a CSV file: {error}.") from error
+
+
+def _named(record: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The values that matter, under our names."""
+    by_name = {str(name).strip().lower().replace(" ", "_"): value for name, value in record.items()}
+    found = {}
+    for column, names in _COLUMNS.items():
+        present = [name for name in names if name in by_name]
+        if len(present) > 1:
+            raise ValueError(f"{place} has two columns for {column}: {' and '.join(present)}. Keep one.")
+        if present:
+            found[column] = by_name[present[0]]
+    missing = [column for column in ("parameters", "loss") if column not in found]
+    if "tokens" not in found and "flops" not in found:
+        missing.append("tokens (or flops)")
+    if missing:
+        raise ValueError(
+            f"{place} has no column {' and no column '.join(missing)}. Needed are parameters, loss, and tokens or "
+            f"flops. Found: {', '.join(map(str, record)) or 'nothing'}."
+        )
+    return found
+
+
+def _run(record: Mapping[str, Any], place: str) -> Run:
+    try:
+        numbers = {name: parse_quantity(value, name) for name, value in record.items()}
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    parameters, flops = numbers["parameters"], numbers.get("flops")
+    tokens = numbers.get("tokens")
+    if tokens is None:
+        assert flops is not None
+        tokens = flops / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters)
+    run = Run(parameters=parameters, tokens=tokens, loss=numbers["loss"])
+    if flops is not None and not 1 / _LARGEST_DISAGREEMENT < flops / run.flops < _LARGEST_DISAGREEMENT:
+        raise ValueError(
+            f"{place}: {format_quantity(flops)} FLOPs contradict 6 N D = {format_quantity(run.flops)}. "
+            "Correct one of the columns, or leave flops out."
+        )
+    return run

@@ -1,0 +1,1 @@
+"""Precision policies: ordered rules about modules and operations, and how they are carried out."""

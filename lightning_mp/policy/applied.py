@@ -1,0 +1,107 @@
+"""One precision policy in force on one model, for one run."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_mp.policy.module_rules import ForwardRules, PolicyScope
+from lightning_mp.policy.operation_rules import OperationRules, operation_rules
+from lightning_mp.policy.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+
+__all__ = ["AppliedPolicy", "fsdp_mixed_precision", "read_policy"]
+
+
+class AppliedPolicy:
+    """Resolves a policy, wraps the forwards of the modules that it covers, and takes them off again.
+
+    Args:
+        policy: the rules.
+        model: their model.
+        device_type: of the run.
+        opaque: modules that are one operation each; rules about operations do not reach into them.
+        cache_weights: whether torch keeps the casts of weights in a forward.
+
+    Raises:
+        ValueError: if a rule matches nothing in the model.
+    """
+
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        model: nn.Module,
+        device_type: str,
+        opaque: Iterable[nn.Module] = (),
+        *,
+        cache_weights: bool = True,
+    ) -> None:
+        self.resolved = policy.resolve(model)
+        self._scope = PolicyScope(device_type, cache_weights=cache_weights)
+        rules = operation_rules(self.resolved, device_type)
+        self._operations = OperationRules(rules, self._scope) if rules else None
+        self._forwards = ForwardRules(model, self.resolved, self._scope, opaque)
+
+    @contextmanager
+    def in_force(self, low: torch.dtype | None) -> Iterator[None]:
+        """The rules hold, for a forward under autocast or its backward.
+
+        Args:
+            low: the 16-bit dtype of that autocast; None where it is off, and the rules then sleep.
+        """
+        already = self._scope.low is not None  # the backward in a training step with manual optimization
+        with ExitStack() as stack:
+            stack.enter_context(self._scope.awake(low))
+            if low is not None and self._operations is not None and not already:
+                stack.enter_context(self._operations)
+            yield
+
+    def detach(self) -> None:
+        """Gives the modules their own forwards back."""
+        self._forwards.detach()
+
+
+def read_policy(
+    policy: PrecisionPolicy | Mapping[str, str] | None, scaler: object, instead: str
+) -> PrecisionPolicy | None:
+    """The policy that a plugin was given, as an object or as its rules.
+
+    Args:
+        policy: the plugin's argument.
+        scaler: the plugin's loss scaler, None if it has none.
+        instead: a precision with a loss scale, as the user would write it.
+
+    Raises:
+        ValueError: if a rule cannot be read.
+        MisconfigurationException: if a rule asks for fp16 and there is no loss scale.
+    """
+    if policy is None:
+        return None
+    policy = policy if isinstance(policy, PrecisionPolicy) else PrecisionPolicy(policy)
+    if scaler is None and torch.float16 in policy.dtypes:
+        rules = ", ".join(str(rule) for rule in policy.rules if rule.dtype == torch.float16)
+        raise MisconfigurationException(
+            f"The policy asks for fp16 ({rules}), and without a loss scale small gradients vanish there. Use {instead},"
+            " or 'bf16' in the rules."
+        )
+    return policy
+
+
+def fsdp_mixed_precision(low: torch.dtype, policy: PrecisionPolicy | None) -> "FSDPMixedPrecision":
+    """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
+
+    FSDP1 has one dtype for all parameters. A policy that asks for another one in some modules gets fp32 parameters,
+    which autocast casts at their use: twice the bytes to gather. Under rules about operations parameters come in 16
+    bit, and fp32 operations cast them up.
+    """
+    from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+
+    in_fp32 = policy is not None and policy.names_modules
+    return FSDPMixedPrecision(
+        param_dtype=None if in_fp32 else low, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+    )

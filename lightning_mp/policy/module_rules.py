@@ -1,0 +1,140 @@
+"""Rules about modules, carried out: every covered module's ``forward`` runs in its dtype.
+
+``module.forward`` becomes ``functools.partial(run_covered, module.forward, scope, dtype)``. torch.compile traces
+through such a call without a graph break, and a deep copy of the module gets a bound method of its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.core import private_api
+from lightning_mp.modules.forward_wrapper import unwrap_forward
+from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.rules import LOW, Dtype
+
+if TYPE_CHECKING:
+    from lightning_mp.policy.resolved import ResolvedPolicy
+
+__all__ = [
+    "ForwardRules",
+    "PolicyScope",
+    "cast_tensors",
+    "run_covered",
+    "run_opaque",
+]
+
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PolicyScope:
+    """Whether a policy is in force, and which dtype "low" is there. Outside of steps it sleeps.
+
+    Copies of a module share its scope: they follow the same run, and sleep once that is over.
+
+    Args:
+        device_type: of the run.
+        cache_weights: whether torch keeps the casts of weights in a forward.
+    """
+
+    def __init__(self, device_type: str, *, cache_weights: bool = True) -> None:
+        self.device_type = device_type
+        self.cache_weights = cache_weights
+        self.low: torch.dtype | None = None
+
+    @contextmanager
+    def awake(self, low: torch.dtype | None) -> Iterator[None]:
+        """The policy is in force, with this 16-bit dtype; None lets it sleep."""
+        before, self.low = self.low, low
+        try:
+            yield
+        finally:
+            self.low = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PolicyScope":
+        return self
+
+    def __reduce__(self) -> tuple[type["PolicyScope"], tuple[str]]:
+        return PolicyScope, (self.device_type,)  # loaded from a file it sleeps
+
+
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """Casts fp32 and 16-bit tensors, also inside of tuples, lists and dicts; leaves everything else alone."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype in _CAST else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_tensors(item, dtype) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)([cast_tensors(item, dtype) for item in value])
+    if type(value) is dict:
+        return {key: cast_tensors(item, dtype) for key, item in value.items()}
+    return value
+
+
+def run_covered(forward: Callable[..., Any], scope: PolicyScope, dtype: Dtype, *args: Any, **kwargs: Any) -> Any:
+    """Runs a module's forward as its rule says.
+
+    In fp32: without autocast, 16-bit inputs cast up. In 16 bit: under autocast in that dtype.
+    """
+    if scope.low is None:
+        return forward(*args, **kwargs)
+    if dtype == torch.float32:
+        with torch.autocast(scope.device_type, enabled=False):
+            return forward(*cast_tensors(args, torch.float32), **cast_tensors(kwargs, torch.float32))
+    wanted = scope.low if isinstance(dtype, str) else dtype
+    # torch's cache of cast weights does not ask for the dtype: a second 16-bit dtype has to do without it.
+    cached = scope.cache_weights and wanted == scope.low
+    with torch.autocast(scope.device_type, dtype=wanted, cache_enabled=cached):
+        return forward(*args, **kwargs)
+
+
+def run_opaque(forward: Callable[..., Any], scope: PolicyScope, *args: Any, **kwargs: Any) -> Any:
+    """Runs a module's forward as one operation: no rule reaches what it calls."""
+    if scope.low is None:
+        return forward(*args, **kwargs)
+    with private_api.without_function_modes():
+        return forward(*args, **kwargs)
+
+
+class ForwardRules:
+    """The covered modules of one model, with their forwards wrapped until :meth:`detach`.
+
+    What a "low" rule covers is wrapped only if some rule asks for another dtype: else it runs in that dtype anyway.
+
+    Args:
+        model: the model; its parameters, buffers and state dict stay untouched.
+        policy: what was resolved for it.
+        scope: says when the rules hold.
+        opaque: modules that are one operation each.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: "ResolvedPolicy", scope: PolicyScope, opaque: Iterable[nn.Module] = ()
+    ) -> None:
+        self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
+        for module in opaque:
+            self._wrap(module, partial(run_opaque, module.forward, scope))
+        dtypes = {module.name: module.dtype for module in policy.modules}
+        if not set(dtypes.values()) - {LOW, None}:
+            return
+        seen: set[int] = set()
+        for name, module in named_modules(model):
+            dtype = dtypes.get(name)
+            if dtype is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            self._wrap(module, partial(run_covered, module.forward, scope, dtype))
+
+    def _wrap(self, module: nn.Module, wrapper: "partial[Any]") -> None:
+        module.forward = wrapper
+        self._wrapped.append((module, wrapper))
+
+    def detach(self) -> None:
+        """Gives every module its own forward back, unless somebody else has wrapped ours meanwhile."""
+        for module, wrapper in reversed(self._wrapped):
+            unwrap_forward(module, wrapper)
+        self._wrapped.clear()

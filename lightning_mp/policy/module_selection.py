@@ -1,0 +1,145 @@
+"""Which modules of a model somebody means: by class, by the name of one, or by a glob over names."""
+
+import importlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_mp.core.messages import listed
+from lightning_mp.modules.names import named_modules, near_misses
+from lightning_mp.policy.rules import LOW, Rule
+
+__all__ = ["ModulePattern", "as_patterns", "select_modules"]
+
+ModulePattern = type[nn.Module] | str
+
+_NAMES_IN_MESSAGE = 12
+
+
+def as_patterns(modules: ModulePattern | Sequence[ModulePattern], owner: str) -> tuple[ModulePattern, ...]:
+    """One pattern or several, checked.
+
+    Args:
+        modules: a module class, the name of one, a glob over names of modules, or a sequence of these.
+        owner: who asks, for the message.
+
+    Raises:
+        ValueError: if there is none, or one is something else.
+
+    Example:
+        >>> as_patterns("blocks.*", "ActivationCheckpointing")
+        ('blocks.*',)
+    """
+    patterns = (modules,) if isinstance(modules, str | type) else modules
+    readable = isinstance(patterns, Iterable) and not isinstance(patterns, nn.Module)
+    found = tuple(patterns) if readable else ()
+    if not found or not all(_is_pattern(pattern) for pattern in found):
+        raise ValueError(
+            f"{owner}(modules={modules!r}): it must be a subclass of torch.nn.Module, its name ('Block' or"
+            " 'my_project.model.Block'), a glob over names of modules ('blocks.*'), or a list of these."
+        )
+    return found
+
+
+def _is_pattern(pattern: object) -> bool:
+    return bool(pattern) if isinstance(pattern, str) else isinstance(pattern, type) and issubclass(pattern, nn.Module)
+
+
+def select_modules(
+    model: nn.Module, patterns: Sequence[ModulePattern], owner: str, *, every: int = 1
+) -> dict[str, nn.Module]:
+    """The modules that patterns are about, by name, in the order of the model.
+
+    Only what has a forward of its own can be meant: not the model as a whole, not a ``ModuleList`` and not a metric. Of
+    modules inside of each other the outer one is taken. A module that is used in several places comes once. A string is
+    a glob over names; where it fits none, it is the name of a class, short or in full.
+
+    Args:
+        model: the model.
+        patterns: what :func:`as_patterns` returns.
+        owner: who asks, for messages.
+        every: of all that were found, take the first of each ``every``.
+
+    Raises:
+        ValueError: if a pattern fits nothing, or nothing but what lies inside of modules that others fit.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> list(select_modules(model, [nn.Linear], "Example")), list(select_modules(model, ["*"], "Example", every=2))
+        (['0', '2'], ['0', '2'])
+    """
+    candidates = _candidates(model)
+    matches = [_matches(pattern, candidates) for pattern in patterns]
+    for pattern, names in zip(patterns, matches, strict=True):
+        if not names:
+            raise ValueError(_nothing_fits(owner, pattern, model, candidates))
+    wanted = set().union(*matches)
+    outer = [name for name in candidates if name in wanted and not _is_inside(name, wanted)]
+    for pattern, names in zip(patterns, matches, strict=True):
+        if not names & set(outer):
+            around = sorted({other for other in outer for name in names if name.startswith(f"{other}.")})
+            raise ValueError(
+                f"{owner}: all that {_text(pattern)} fits lies inside of modules that another pattern fits"
+                f" ({listed(around, _NAMES_IN_MESSAGE)}), so it would change nothing. Leave one of the two patterns"
+                " out."
+            )
+    return {name: candidates[name] for name in outer[::every]}
+
+
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, module in named_modules(model):
+        has_forward = type(module).forward is not nn.Module.forward
+        if name and has_forward and not isinstance(module, Metric) and id(module) not in seen:
+            seen.add(id(module))
+            found[name] = module
+    return found
+
+
+def _matches(pattern: ModulePattern, candidates: dict[str, nn.Module]) -> set[str]:
+    rules = [Rule("class", pattern, LOW, _text(pattern))]  # the dtype says nothing here
+    if isinstance(pattern, str):
+        rules.insert(0, Rule("module", pattern, LOW, pattern))
+        imported = _imported(pattern)
+        if imported is not None:
+            rules.append(Rule("class", imported, LOW, pattern))
+    for rule in rules:
+        found = {name for name, module in candidates.items() if rule.matches(name, module)}
+        if found:
+            return found
+    return set()
+
+
+def _imported(path: str) -> type[nn.Module] | None:
+    """The class at an import path: ``torch.nn.Linear`` is defined elsewhere."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
+        return None
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+
+
+def _is_inside(name: str, others: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in others for length in range(1, len(parts)))
+
+
+def _text(pattern: ModulePattern) -> str:
+    return repr(pattern) if isinstance(pattern, str) else f"the class {pattern.__name__}"
+
+
+def _nothing_fits(owner: str, pattern: ModulePattern, model: nn.Module, candidates: dict[str, nn.Module]) -> str:
+    classes = Counter(type(module).__name__ for module in candidates.values())
+    text = f"{owner}: {_text(pattern)} fits no module of {type(model).__name__} that has a forward of its own."
+    wanted = pattern if isinstance(pattern, str) else pattern.__name__
+    misses = near_misses(wanted.rpartition(".")[2] or wanted, [*candidates, *classes])
+    counts = ", ".join(f"{name} ({number})" for name, number in classes.most_common(_NAMES_IN_MESSAGE))
+    names = listed(list(candidates), _NAMES_IN_MESSAGE)
+    return f"{text}{misses} Names that exist: {names or 'none'}. Classes: {counts or 'none'}."

@@ -1,0 +1,181 @@
+"""Precision policies: ordered rules that say in which dtype modules and functional operations run."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_mp.modules.names import named_modules, near_misses
+from lightning_mp.modules.stage_placeholder import full_model
+from lightning_mp.policy.operations import FAMILIES, operation_of_module
+from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
+from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name, parse_rules
+
+__all__ = [
+    "PrecisionPolicy",
+]
+
+
+class PrecisionPolicy:
+    r"""Ordered rules from a module or an operation to a dtype; the first that matches wins.
+
+    A rule is a pair. On its left side::
+
+        "model.blocks.0.*"          glob over the names of modules; * crosses dots
+        "re:model\.blocks\.[01]"      regular expression that a module's whole name has to match
+        nn.LayerNorm                every module of a class
+        "class:*RMSNorm"            the same by the class's name, or by the name of one it is derived from
+        "softmax", "op:cumsum"      a functional operation, however it is called (F.softmax, Tensor.softmax, ...)
+        "norms"                     a family of operations: norms, softmaxes, losses, matmuls
+
+    An operation whose name is also that of a module has to be written with "op:", the module with "module:". On the
+    right side stand "fp32", "bf16", "fp16", the torch dtypes, or "low": the 16 bit of whoever applies the policy.
+
+    Which rule holds:
+
+    - A rule about a module covers everything inside it. Of the rules that cover a module the first wins.
+    - An fp32 module runs without autocast, so rules about operations do not reach into it. In a 16-bit module autocast
+      is on in that dtype, and of the rules about an operation the first wins.
+    - What no rule is about stays as autocast has it.
+
+    Rules about modules act on ``forward``; another method that is called directly is not covered. Rules about
+    operations do not reach into scripted functions. ``F.linear_cross_entropy``, a product and a loss in one, is in no
+    family.
+
+    Costs: an fp32 module or operation casts its 16-bit inputs up, and its output takes 4 bytes. On device types whose
+    autocast does all that the rules about operations say, those cost nothing; elsewhere about a microsecond per call of
+    torch, none when compiled.
+
+    Args:
+        rules: pairs, or a mapping of pattern to dtype.
+
+    Raises:
+        ValueError: if a rule cannot be read, or can never win.
+        TypeError: if the rules are neither a mapping nor pairs.
+
+    Example:
+        >>> policy = PrecisionPolicy([("head", "fp32"), *PrecisionPolicy.default().rules])
+        >>> model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+        >>> print(policy.resolve(model))
+        what                                                            rule              dtype
+        ----------------------------------------------------------------------------------------------------
+        head                                                            1 'head'          fp32
+        layer_norm, group_norm, rms_norm, local_response_norm           2 'op:norms'      fp32
+        softmax, log_softmax, softmin, gumbel_softmax, logsumexp        3 'op:softmaxes'  fp32
+        losses: cross_entropy, nll_loss, mse_loss, l1_loss and 17 more  4 'op:losses'     fp32
+        matmuls: linear, matmul, mm, bmm and 14 more                    5 'op:matmuls'    low
+        everything else                                                 -                 as autocast has it
+    """
+
+    def __init__(self, rules: Mapping[Any, Any] | Iterable[Rule | Sequence[Any]]) -> None:
+        self.rules: tuple[Rule, ...] = parse_rules(rules)
+        self._operations = _resolve_operations(self.rules)
+
+    @classmethod
+    def default(cls) -> "PrecisionPolicy":
+        """Norms, softmax and losses in fp32, matrix products and attention in 16 bit, on every device type."""
+        return cls([("op:norms", "fp32"), ("op:softmaxes", "fp32"), ("op:losses", "fp32"), ("op:matmuls", LOW)])
+
+    def __repr__(self) -> str:
+        return f"PrecisionPolicy([{', '.join(f'({rule.text!r}, {dtype_name(rule.dtype)!r})' for rule in self.rules)}])"
+
+    @property
+    def dtypes(self) -> frozenset[Dtype]:
+        """Every dtype that a rule asks for."""
+        return frozenset(rule.dtype for rule in self.rules)
+
+    @property
+    def names_modules(self) -> bool:
+        """Whether a rule keeps modules from the 16 bit of who applies the policy."""
+        return any(rule.kind != "op" and rule.dtype != LOW for rule in self.rules)
+
+    def resolve(self, model: nn.Module) -> "ResolvedPolicy":
+        """Finds out what each rule is about in a model; changes nothing. On a stage of a pipeline, in the whole model.
+
+        Raises:
+            ValueError: if a rule matches nothing, is about both an operation and a module, or can never win.
+        """
+        with full_model(model):
+            names = list(named_modules(model))
+        winners = _first_rules(self.rules, names)
+        for number, rule in enumerate(self.rules):
+            _check_against_model(number, rule, self.rules, names, winners)
+        modules = []
+        seen: set[int] = set()
+        for name, module in names:
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            winner = winners.get(id(module))
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            modules.append(
+                PolicyModule(
+                    name,
+                    type(module).__name__,
+                    operation_of_module(module),
+                    has_parameters,
+                    winner,
+                    self.rules[winner].dtype if winner is not None else None,
+                )
+            )
+        return ResolvedPolicy(self.rules, tuple(modules), self._operations)
+
+
+def _resolve_operations(rules: tuple[Rule, ...]) -> Mapping[str, int]:
+    """Number of the first rule about each operation."""
+    first: dict[str, int] = {}
+    for number, rule in enumerate(rules):
+        for operation in rule.operations:
+            first.setdefault(operation, number)
+        taken = {first[operation] for operation in rule.operations}
+        if taken and number not in taken and any(rules[other].dtype != rule.dtype for other in taken):
+            raise ValueError(_never_wins(number, rule, rules, taken))
+    return first
+
+
+def _first_rules(rules: tuple[Rule, ...], names: list[tuple[str, nn.Module]]) -> dict[int, int]:
+    """Number of the first rule that covers each module, by the module's id; a module may have several names."""
+    by_name: dict[str, int] = {}
+    by_module: dict[int, int] = {}
+    for name, module in names:
+        covering = [number for number, rule in enumerate(rules) if rule.matches(name, module)][:1]
+        if name and (inherited := by_name.get(name.rpartition(".")[0])) is not None:
+            covering.append(inherited)
+        if covering:
+            by_name[name] = min(covering)
+            by_module[id(module)] = min(by_name[name], by_module.get(id(module), by_name[name]))
+    return by_module
+
+
+def _check_against_model(
+    number: int, rule: Rule, rules: tuple[Rule, ...], names: list[tuple[str, nn.Module]], winners: Mapping[int, int]
+) -> None:
+    if rule.kind == "op":
+        if rule.bare and any(name == rule.pattern for name, _ in names):
+            raise ValueError(
+                f"Rule {number + 1} of the policy, {rule}, is about an operation, but the model has a module of that"
+                f" name, too. Write 'op:{rule.text}' or 'module:{rule.text}'."
+            )
+        return
+    matched = [module for name, module in names if rule.matches(name, module)]
+    if not matched:
+        classes = [type(module).__name__ for _, module in names]
+        candidates = classes if rule.kind == "class" else [name for name, _ in names]
+        if rule.kind == "module":
+            candidates = [*candidates, *FAMILIES, *classes]
+        pattern = rule.pattern if isinstance(rule.pattern, str) else rule.pattern.__name__
+        raise ValueError(
+            f"Rule {number + 1} of the policy, {rule}, matches none of the model's {len(names)} modules."
+            f"{near_misses(pattern, candidates)} Names are those of model.named_modules()."
+        )
+    taken = {winners[id(module)] for module in matched}
+    if number not in taken and any(rules[other].dtype != rule.dtype for other in taken):
+        raise ValueError(_never_wins(number, rule, rules, taken))
+
+
+def _never_wins(number: int, rule: Rule, rules: tuple[Rule, ...], taken: set[int]) -> str:
+    earlier = ", ".join(f"{other + 1} ({rules[other]})" for other in sorted(taken))
+    return (
+        f"Rule {number + 1} of the policy, {rule}, can never win: everything it is about is taken by rule {earlier}."
+        " The first rule wins: move this one up, or leave it out."
+    )

@@ -1,0 +1,160 @@
+"""What a policy resolved to, as a table: plain text, or with rich where that is installed."""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from lightning_mp.policy.operations import FAMILIES
+from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
+
+__all__ = ["PolicyModule", "ResolvedPolicy", "plain_table", "show", "table_rows"]
+
+
+@dataclass(frozen=True)
+class PolicyModule:
+    """What a policy says about one module.
+
+    Args:
+        name: its first name in the model, without the parts that wrappers add.
+        class_name: of its class.
+        operation: the operation for which it holds the weights, if it is a module of torch.nn.
+        has_parameters: whether it has parameters of its own.
+        rule: number of the rule that holds for it, from 0; None if none does.
+        dtype: what that rule asks for.
+    """
+
+    name: str
+    class_name: str
+    operation: str | None
+    has_parameters: bool
+    rule: int | None
+    dtype: Dtype | None
+
+
+@dataclass(frozen=True)
+class ResolvedPolicy:
+    """A policy and what it is about in one model; ``print`` shows it as a table.
+
+    Args:
+        rules: the rules, in order.
+        modules: every module of the model, parents first.
+        operations: each operation that a rule is about, with the number of the first such rule.
+    """
+
+    rules: tuple[Rule, ...]
+    modules: tuple[PolicyModule, ...]
+    operations: Mapping[str, int]
+
+    def __str__(self) -> str:
+        return plain_table(self)
+
+    def operation_dtype(self, operation: str) -> Dtype | None:
+        """What an operation runs in where autocast is on; None if no rule is about it."""
+        number = self.operations.get(operation)
+        return self.rules[number].dtype if number is not None else None
+
+    def compute_dtype(self, module: PolicyModule) -> Dtype:
+        """What a module's own weights are used in: its rule's fp32, else its operation's dtype, else its rule's.
+
+        What no rule is about counts as :data:`~lightning_mp.policy.rules.LOW`.
+        """
+        number = self.deciding_rule(module)
+        return self.rules[number].dtype if number is not None else LOW
+
+    def deciding_rule(self, module: PolicyModule) -> int | None:
+        """Number, from 0, of the rule that :meth:`compute_dtype` follows; None if no rule is about the module."""
+        if module.dtype == torch.float32 or module.operation is None:
+            return module.rule
+        number = self.operations.get(module.operation)
+        return module.rule if number is None or self.rules[number].dtype == LOW else number
+
+    def fp32_modules(self) -> tuple[str, ...]:
+        """Names of the modules whose own parameters stay in fp32 when a model's weights are cast to 16 bit.
+
+        Example:
+            >>> from torch import nn
+            >>> from lightning_mp import PrecisionPolicy
+            >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+            >>> PrecisionPolicy({"2": "fp32", "norms": "fp32"}).resolve(model).fp32_modules()
+            ('1', '2')
+        """
+        return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) == torch.float32)
+
+    def modules_not_used_in(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """Names of the modules whose own weights are used in another dtype, where :data:`LOW` is this 16-bit dtype."""
+        return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) not in (LOW, dtype))
+
+    def modules_kept_from_low(self) -> tuple[str, ...]:
+        """Names of the modules whose own weights are used in an explicit dtype: no fp8, no other 16 bit for them."""
+        return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) != LOW)
+
+
+HEAD = ("what", "rule", "dtype")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_MOST_OPERATIONS = 6
+_SHOWN_OPERATIONS = 4
+
+
+def table_rows(policy: "ResolvedPolicy") -> list[tuple[str, str, str]]:
+    """One row per rule and group of like-named modules, or per rule and its operations, in the order of the rules.
+
+    Modules that follow a module above them have no row of their own; names that differ only in numbers share one.
+    """
+    rows = []
+    for number, rule in enumerate(policy.rules):
+        found = _operation_texts(policy, number) if rule.kind == "op" else _module_texts(policy, number)
+        rows += [(text, f"{number + 1} {rule.text!r}", dtype_name(rule.dtype)) for text in found]
+    rows.append(("everything else", "-", "as autocast has it"))
+    return rows
+
+
+def plain_table(policy: "ResolvedPolicy") -> str:
+    """The table as text."""
+    rows = [HEAD, *table_rows(policy)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "-" * (sum(widths) + 2 * (len(HEAD) - 1)))
+    return "\n".join(lines)
+
+
+def show(policy: "ResolvedPolicy") -> None:
+    """Prints the table to standard output."""
+    if find_spec("rich") is None:
+        sys.stdout.write(f"{plain_table(policy)}\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*HEAD, title="Precision policy")
+    for row in table_rows(policy):
+        table.add_row(*row)
+    Console(markup=False).print(table)
+
+
+def _module_texts(policy: "ResolvedPolicy", number: int) -> Iterator[str]:
+    by_name = {module.name: module for module in policy.modules}
+    groups: dict[str, list[PolicyModule]] = {}
+    for module in policy.modules:
+        if module.rule == number and not _follows_its_parent(module, by_name):
+            groups.setdefault(_NUMBER.sub("*", module.name), []).append(module)
+    for pattern, modules in groups.items():
+        first = modules[0].name or "(the model)"
+        yield first if len(modules) == 1 else f"{pattern} ({len(modules)} modules)"
+
+
+def _follows_its_parent(module: "PolicyModule", by_name: dict[str, "PolicyModule"]) -> bool:
+    parent = by_name.get(module.name.rpartition(".")[0]) if module.name else None
+    return parent is not None and parent.rule == module.rule
+
+
+def _operation_texts(policy: "ResolvedPolicy", number: int) -> Iterator[str]:
+    operations = [name for name, first in policy.operations.items() if first == number]
+    if len(operations) <= _MOST_OPERATIONS:
+        yield from [", ".join(operations)] if operations else []
+        return
+    family = next((name for name, members in FAMILIES.items() if set(members) >= set(operations)), "operations")
+    yield f"{family}: {', '.join(operations[:_SHOWN_OPERATIONS])} and {len(operations) - _SHOWN_OPERATIONS} more"

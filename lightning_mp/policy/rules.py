@@ -1,0 +1,143 @@
+"""The rules of a precision policy: how they are written, and which modules of a model they match."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+
+from lightning_mp.core.number_formats import FORMATS, number_format
+from lightning_mp.modules.names import near_misses
+from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS, operations_named
+
+__all__ = ["LOW", "Dtype", "Rule", "dtype_name", "parse_rules"]
+
+LOW: Literal["low"] = "low"
+"""The 16-bit dtype of whoever applies the policy."""
+
+Dtype = torch.dtype | Literal["low"]
+"""What a rule asks for."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NAMES = ("fp32", "bf16", "fp16", LOW)
+_Kind = Literal["module", "re", "class", "op"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: what it is about, and in which dtype that is to run.
+
+    Args:
+        kind: "module" (glob over names), "re" (regular expression over names), "class" (a class or its name), or "op".
+        pattern: the pattern without its prefix, or the class.
+        dtype: a torch dtype, or :data:`LOW`.
+        text: the rule's left side as it was written.
+        bare: whether the kind was guessed because there was no prefix.
+    """
+
+    kind: _Kind
+    pattern: str | type[nn.Module]
+    dtype: Dtype
+    text: str
+    bare: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text!r}: {dtype_name(self.dtype)}"
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The operations that an "op" rule is about, none for other rules."""
+        return operations_named(str(self.pattern)) if self.kind == "op" else ()
+
+    def matches(self, name: str, module: nn.Module) -> bool:
+        """Whether the rule is about a module of that name in the model."""
+        if self.kind == "module":
+            return fnmatchcase(name, str(self.pattern))
+        if self.kind == "re":
+            return re.fullmatch(str(self.pattern), name) is not None
+        if self.kind == "class" and isinstance(self.pattern, str):
+            return any(fnmatchcase(text, self.pattern) for text in _class_names(module))
+        return self.kind == "class" and isinstance(module, self.pattern)  # type: ignore[arg-type]
+
+
+def dtype_name(dtype: Dtype) -> str:
+    """The short name, as in a rule."""
+    return dtype if isinstance(dtype, str) else number_format(dtype).name
+
+
+def parse_rules(rules: Mapping[Any, Any] | Iterable[Rule | Sequence[Any]]) -> tuple[Rule, ...]:
+    """Reads rules from a mapping of pattern to dtype, or from pairs; what is a rule already stays as it is.
+
+    Raises:
+        ValueError: if there is none, or one cannot be read.
+        TypeError: if they are no mapping and no pairs.
+    """
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    if not pairs:
+        raise ValueError("PrecisionPolicy got no rule. Give at least one, as in PrecisionPolicy([('head', 'fp32')]).")
+    for pair in pairs:
+        if not isinstance(pair, Rule) and (isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2):
+            raise TypeError(
+                f"PrecisionPolicy takes pairs of a pattern and a dtype, or a mapping, and got {pair!r} as one rule."
+                " Write it as in PrecisionPolicy([('blocks.0.*', 'fp32'), (torch.nn.LayerNorm, 'fp32')])."
+            )
+    return tuple(pair if isinstance(pair, Rule) else _parse_rule(*pair) for pair in pairs)
+
+
+def _parse_rule(pattern: Any, dtype: Any) -> Rule:
+    parsed = _parse_dtype(pattern, dtype)
+    if isinstance(pattern, type) and issubclass(pattern, nn.Module):
+        return Rule("class", pattern, parsed, f"class:{pattern.__name__}")
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(
+            f"The rule {pattern!r}: {dtype!r} is about nothing that a policy knows. The left side is a glob over names"
+            " of modules, 're:' and a regular expression, a subclass of torch.nn.Module, 'class:' and the name of one,"
+            " or 'op:' and a functional operation."
+        )
+    prefix, _, rest = pattern.partition(":")
+    if rest and prefix in get_args(_Kind):
+        rule = Rule(cast(_Kind, prefix), rest, parsed, pattern)
+    elif pattern in FAMILIES or pattern in KNOWN_OPERATIONS:
+        rule = Rule("op", pattern, parsed, pattern, bare=True)
+    else:
+        rule = Rule("module", pattern, parsed, pattern, bare=True)
+    return _checked(rule)
+
+
+def _parse_dtype(pattern: Any, dtype: Any) -> Dtype:
+    if dtype == LOW:
+        return LOW
+    found = FORMATS[dtype].torch_dtype if isinstance(dtype, str) and dtype in FORMATS else dtype
+    if found in _DTYPES:
+        return found
+    raise ValueError(
+        f"The rule {pattern!r}: {dtype!r} has no dtype that autocast can run in. Use one of {', '.join(_NAMES)}"
+        f" (the 16 bit of the plugin), or one of {', '.join(str(row) for row in _DTYPES)}."
+    )
+
+
+def _checked(rule: Rule) -> Rule:
+    if rule.kind == "re":
+        try:
+            re.compile(str(rule.pattern))
+        except re.error as error:
+            raise ValueError(f"The rule {rule} is no regular expression: {error}.") from None
+    if rule.kind == "op" and not rule.operations:
+        candidates = [*FAMILIES, *sorted(KNOWN_OPERATIONS)]
+        raise ValueError(
+            f"The rule {rule} names no operation of torch.{near_misses(str(rule.pattern), candidates)}"
+            f" Families are {', '.join(FAMILIES)}; any function of torch or torch.nn.functional that does not change"
+            " its argument in place can be named."
+        )
+    return rule
+
+
+def _class_names(module: nn.Module) -> Iterator[str]:
+    """Names of a module's class and of what it is derived from, short and in full."""
+    for kind in type(module).__mro__:
+        if issubclass(kind, nn.Module) and kind is not nn.Module:
+            yield kind.__name__
+            yield f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,148 @@
+"""A policy for FSDP2: which modules become sharding units, and in which dtype each unit gathers its parameters."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_mp.core import private_sharding_api
+from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
+from lightning_mp.policy.rules import LOW, Dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["ShardingUnit", "gathered_in_another_low", "gathered_otherwise", "sharding_units"]
+
+
+class ShardingUnit(NamedTuple):
+    """Modules that share one call of ``fully_shard``, and its mixed-precision policy."""
+
+    modules: tuple[str, ...]
+    mixed_precision: "MixedPrecisionPolicy"
+
+
+def sharding_units(policy: ResolvedPolicy, units: Sequence[str], low: torch.dtype) -> list[ShardingUnit]:
+    """Splits the units that a user wants so that each gathers its parameters in one dtype.
+
+    A unit gathers in the dtype in which most of its own modules use their weights; modules inside it that use another
+    one become a unit of their own, all of one dtype together. Gradients are reduced in fp32. Neither inputs nor outputs
+    are cast: autocast does that where an operation wants it.
+
+    Args:
+        policy: resolved for the model.
+        units: names of modules, as one would shard them without a policy; "" is the whole model.
+        low: the 16-bit dtype.
+
+    Returns:
+        The units, inner ones first, as ``fully_shard`` wants it::
+
+            for names, mixed_precision in sharding_units(policy, [*blocks, ""], torch.bfloat16):
+                fully_shard([model.get_submodule(name) for name in names], mesh=mesh, mp_policy=mixed_precision)
+
+    Raises:
+        ValueError: if a unit is no module of the model.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_mp import PrecisionPolicy
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+        >>> policy = PrecisionPolicy({"norms": "fp32"}).resolve(model)
+        >>> [(unit.modules, unit.mixed_precision.param_dtype) for unit in sharding_units(policy, [""], torch.bfloat16)]
+        [(('1',), None), (('',), torch.bfloat16)]
+    """
+    known = {module.name for module in policy.modules}
+    if unknown := sorted(set(units) - known):
+        raise ValueError(
+            f"No module of the model is named {', '.join(map(repr, unknown))}. Units are names of modules; '' is the"
+            " model."
+        )
+    members: dict[str, list[PolicyModule]] = {unit: [] for unit in units}
+    for module in policy.modules:
+        unit = _innermost(module.name, units)
+        if unit is not None and module.has_parameters:
+            members[unit].append(module)
+    found = []
+    for unit in sorted(units, key=lambda name: -_depth(name)):
+        found += _split(policy, unit, members[unit], low)
+    return found
+
+
+def gathered_otherwise(
+    policy: ResolvedPolicy, model: nn.Module, low: torch.dtype
+) -> list[tuple[str, torch.dtype, torch.dtype]]:
+    """The modules of a sharded model whose weights FSDP2 would round before they are used.
+
+    Args:
+        policy: resolved for the model.
+        model: with or without units of FSDP2.
+        low: the 16-bit dtype.
+
+    Returns:
+        Of each such module the name, the dtype that the policy wants, and the dtype that its unit gathers in.
+    """
+    modules = dict(named_modules(model))
+    gathered = {
+        name: private_sharding_api.sharding_param_dtype(module)
+        for name, module in modules.items()
+        if isinstance(module, FSDPModule)
+    }
+    found = []
+    for module in policy.modules:
+        unit = _innermost(module.name, list(gathered))
+        dtype = gathered[unit] if unit is not None and module.has_parameters else None
+        wanted = _concrete(policy.compute_dtype(module), low)
+        if dtype not in (None, torch.float32, wanted):
+            found.append((module.name, wanted, dtype))
+    return found
+
+
+def gathered_in_another_low(model: nn.Module, low: torch.dtype) -> list[tuple[str, torch.dtype]]:
+    """The units of a sharded model that gather their weights in 16 bit, but in the other format than ``low``.
+
+    Args:
+        model: with or without units of FSDP2.
+        low: the 16-bit dtype of the precision plugin.
+
+    Returns:
+        Of each such unit the name and its dtype.
+    """
+    units = [(name, module) for name, module in named_modules(model) if isinstance(module, FSDPModule)]
+    dtypes = [(name, private_sharding_api.sharding_param_dtype(unit)) for name, unit in units]
+    return [(name, dtype) for name, dtype in dtypes if dtype not in (None, torch.float32, torch.float64, low)]
+
+
+def _split(policy: ResolvedPolicy, unit: str, members: list[PolicyModule], low: torch.dtype) -> list[ShardingUnit]:
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for module in members:
+        by_dtype.setdefault(_concrete(policy.compute_dtype(module), low), []).append(module.name)
+    own = max(by_dtype, key=lambda dtype: len(by_dtype[dtype]), default=low)
+    if any(unit in names for dtype, names in by_dtype.items() if dtype != own):
+        own = next(dtype for dtype, names in by_dtype.items() if unit in names)  # its own parameters are in the unit
+    inner = [ShardingUnit(tuple(names), _mixed_precision(dtype)) for dtype, names in by_dtype.items() if dtype != own]
+    return [*inner, ShardingUnit((unit,), _mixed_precision(own))]
+
+
+def _mixed_precision(dtype: torch.dtype) -> "MixedPrecisionPolicy":
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def _concrete(dtype: Dtype, low: torch.dtype) -> torch.dtype:
+    return low if dtype == LOW else dtype
+
+
+def _innermost(name: str, units: Sequence[str]) -> str | None:
+    """The unit that holds a module's parameters: itself, or the nearest of those that it is in."""
+    around = [unit for unit in units if unit in ("", name) or name.startswith(f"{unit}.")]
+    return max(around, key=_depth, default=None)
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0

@@ -1,1 +1,0 @@
-"""Which tensor overflowed first, found by running a window again: the parts of ``OverflowPostMortem``."""

@@ -1,0 +1,171 @@
+"""One run of one model under autocast: forwards inside of it, backwards and steps outside, a policy in force."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_mp.core import private_api
+from lightning_mp.core.messages import listed
+from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.applied import AppliedPolicy
+from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.resolved import ResolvedPolicy
+from lightning_mp.policy.sharding_units import gathered_in_another_low, gathered_otherwise
+from lightning_mp.precision.frozen_weight_cache import FrozenWeightCache
+
+__all__ = ["FP16_DEVICE_TYPES", "AutocastRun", "warn_of_emulated_bf16", "why_no_autocast"]
+
+#: Device types on which torch.autocast casts to fp16 (torch 2.13, torch/amp/autocast_mode.py).
+FP16_DEVICE_TYPES = ("cuda", "cpu", "mps", "xpu")
+
+_NAMES_IN_AN_ERROR = 4
+
+
+class AutocastRun:
+    """What a plugin with autocast puts around forwards, backwards and steps, until :meth:`detach`.
+
+    In automatic optimization Lightning runs backwards and steps outside of the forward's context. In manual
+    optimization all of the training step is inside of it, and with autocast on, fp32 operations would get 16-bit
+    gradients and matrix products of an optimizer would be 16 bit.
+
+    Args:
+        model: the module that is trained or evaluated.
+        device_type: of the run.
+        dtype: the 16-bit dtype.
+        policy: rules to apply to the model.
+        opaque: see :class:`~lightning_mp.policy.applied.AppliedPolicy`.
+        cache_frozen: whether frozen weights are cast once and kept. Not where a strategy gathers weights anew.
+        cache_weights: whether trainable weights are cast once per forward, or at every use.
+
+    Raises:
+        ValueError: if a rule of the policy matches nothing in the model.
+        MisconfigurationException: if FSDP2 gathers weights in 16 bit that the policy wants in another dtype, or in the
+            other 16-bit format.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_type: str,
+        dtype: torch.dtype,
+        *,
+        policy: PrecisionPolicy | None = None,
+        opaque: Iterable[nn.Module] = (),
+        cache_frozen: bool = False,
+        cache_weights: bool = True,
+    ) -> None:
+        self._device_type = device_type
+        self._cache_weights = cache_weights
+        self._dtype = dtype
+        self._applied: AppliedPolicy | None = None
+        if policy is not None:
+            _check_what_is_gathered(policy.resolve(model), model, dtype)
+            self._applied = AppliedPolicy(policy, model, device_type, opaque, cache_weights=cache_weights)
+        else:
+            _check_low_dtype(model, dtype)
+        self._frozen: FrozenWeightCache | None = None
+        if cache_frozen:
+            others = self._applied.resolved.modules_not_used_in(dtype) if self._applied is not None else ()
+            low = [module for name, module in named_modules(model) if name not in others]
+            self._frozen = FrozenWeightCache(low, dtype, device_type)
+
+    @property
+    def resolved(self) -> ResolvedPolicy | None:
+        """What the policy is about in the model; None without one."""
+        return self._applied.resolved if self._applied is not None else None
+
+    @contextmanager
+    def forward(self, loop: str, dtype: torch.dtype | None) -> Iterator[None]:
+        """Autocast, and the policy in force.
+
+        Args:
+            loop: name of the loop that runs it.
+            dtype: the 16-bit dtype; None for fp32, where the policy sleeps.
+        """
+        with ExitStack() as stack:
+            if dtype is not None:
+                if self._frozen is not None and dtype == self._dtype:
+                    self._frozen.refresh(loop)
+                stack.enter_context(private_api.backward_outside_autocast())
+                stack.enter_context(torch.autocast(self._device_type, dtype, cache_enabled=self._cache_weights))
+            if self._applied is not None:
+                stack.enter_context(self._applied.in_force(dtype))
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """No autocast: each operation's backward runs in the dtype of its forward.
+
+        The policy is in force for what activation checkpoints compute again; they bring the autocast of their forward.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.outside())
+            if self._applied is not None:
+                stack.enter_context(self._applied.in_force(self._dtype))
+            yield
+
+    def outside(self) -> torch.autocast:
+        """No autocast, for optimizer steps."""
+        return torch.autocast(self._device_type, self._dtype, enabled=False)
+
+    def detach(self) -> None:
+        """Gives every module its own forward back."""
+        with ExitStack() as stack:
+            if self._applied is not None:
+                stack.callback(self._applied.detach)
+            if self._frozen is not None:
+                self._frozen.detach()
+
+
+def _check_low_dtype(model: nn.Module, low: torch.dtype) -> None:
+    found = gathered_in_another_low(model, low)
+    if found:
+        names = listed([name or "the model" for name, _ in found], _NAMES_IN_AN_ERROR)
+        raise MisconfigurationException(
+            f"The plugin computes in {low}, and {names} were sharded by fully_shard with"
+            f" MixedPrecisionPolicy(param_dtype={found[0][1]}): operations would get weights of one format and inputs"
+            f" of the other. In configure_model give param_dtype={low} or None, or choose the precision that fits the"
+            " policy."
+        )
+
+
+def _check_what_is_gathered(policy: ResolvedPolicy, model: nn.Module, low: torch.dtype) -> None:
+    found = gathered_otherwise(policy, model, low)
+    if found:
+        name, wanted, gathered = found[0]
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise MisconfigurationException(
+            f"The policy wants {name or 'the model'}{others} in {wanted}, and fully_shard(mp_policy=...) gathers the"
+            f" weights there in {gathered}. In configure_model shard the units that"
+            " lightning_mp.policy.sharding_units.sharding_units makes of the policy, each with its mp_policy."
+        )
+
+
+def why_no_autocast(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why autocast cannot cast to a dtype on a device type, and what to do; None if it can.
+
+    Example:
+        >>> why_no_autocast("cpu", torch.float16)
+        >>> why_no_autocast("meta", torch.bfloat16)[:45]
+        'torch has no torch.bfloat16 autocast there. U'
+    """
+    if torch.amp.is_autocast_available(device_type) and (dtype != torch.float16 or device_type in FP16_DEVICE_TYPES):
+        return None
+    return f"torch has no {dtype} autocast there. Use one of {FP16_DEVICE_TYPES}, another precision, or none."
+
+
+def warn_of_emulated_bf16(device_type: str, instead: str) -> None:
+    """Warns if the device computes bf16 with fp32 units.
+
+    Args:
+        device_type: of the run.
+        instead: what to use, as the user would write it.
+    """
+    if device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        rank_zero_warn(
+            f"{torch.cuda.get_device_name()} has no bf16 units: bf16 is emulated there and slow. Use {instead}."
+        )

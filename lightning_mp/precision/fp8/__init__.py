@@ -1,0 +1,1 @@
+"""How modules become fp8 modules, and which."""

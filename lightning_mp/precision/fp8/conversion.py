@@ -1,0 +1,216 @@
+"""Linear layers that multiply in fp8, made in place from ordinary ones and undone as easily."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mp.precision.fp8.layer_filter import Float8Layer
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+__all__ = ["RECIPES", "Float8Conversion", "convert_to_float8", "float8_config", "require_torchao"]
+
+#: torchao's recipes (torchao.float8.Float8LinearRecipeName). What is scaled by one factor, and the format of gradients:
+#: "tensorwise": whole tensors, e5m2 gradients; "rowwise": rows, by powers of two, e4m3 throughout;
+#: "rowwise_with_gw_hp": as rowwise, but the weight's gradient is multiplied in bf16.
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def require_torchao() -> None:
+    """Asks for torchao, the optional package that holds the fp8 layers.
+
+    Raises:
+        ModuleNotFoundError: if it is not installed.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise ModuleNotFoundError("fp8 needs torchao, which is not installed: pip install 'lightning-mp[fp8]'.")
+
+
+def float8_config(recipe: str, *, emulate: bool = False, fsdp_all_gather: bool = False) -> "Float8LinearConfig":
+    """torchao's configuration of a layer.
+
+    Args:
+        recipe: One of :data:`RECIPES`.
+        emulate: Round to fp8, but multiply in fp32.
+        fsdp_all_gather: Whether FSDP2 gathers the weights in fp8; torchao has that for "tensorwise" only.
+
+    Raises:
+        ValueError: If the recipe is unknown, or has no fp8 all-gather.
+        ModuleNotFoundError: If torchao is not installed.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is unknown; it must be one of {RECIPES}.")
+    if fsdp_all_gather and recipe != "tensorwise":
+        raise ValueError(
+            f"fsdp_all_gather=True gathers weights with one factor per tensor, and recipe={recipe!r} has one per row."
+            " Use recipe='tensorwise', or leave fsdp_all_gather out: weights are then gathered in the dtype of FSDP's"
+            " policy."
+        )
+    require_torchao()
+    from torchao.float8 import Float8LinearConfig
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    # The kernels want multiples of 16 also in the number of rows, which the last batch of an epoch may not have.
+    return replace(config, emulate=emulate, enable_fsdp_float8_all_gather=fsdp_all_gather, pad_inner_dim=not emulate)
+
+
+def convert_to_float8(layers: Sequence[Float8Layer], config: "Float8LinearConfig") -> "Float8Conversion":
+    """Makes the chosen layers multiply in fp8, in place.
+
+    .. code-block:: text
+
+        output       = fp8(input)           @ fp8(weight)^T
+        grad_input   = fp8(grad_output)     @ fp8(weight)
+        grad_weight  = fp8(grad_output)^T   @ fp8(input)
+
+    Each factor is scaled so that its largest magnitude fits the format, rounded, multiplied with wide sums, and the
+    product is scaled back. Weights stay what they are and are rounded at every use.
+
+    A layer stays the same object: what others hold on to (parameters, hooks, FSDP2's groups, state-dict keys, two names
+    for one layer) stays valid. Only its class changes, to torchao's, which computes the above. Parameters stay the same
+    objects too, unless ``enable_fsdp_float8_all_gather`` is set: then weights are wrapped, shared ones once.
+
+    Args:
+        layers: From :func:`~lightning_mp.precision.fp8.layer_filter.choose_float8_layers`; those without a reason are
+            converted.
+        config: From :func:`float8_config`.
+
+    Returns:
+        What was done, with :meth:`Float8Conversion.undo`.
+
+    Raises:
+        ValueError: If fp8 all-gather is wanted for weights that are sharded already.
+
+    Example:
+        >>> from lightning_mp.precision.fp8.layer_filter import choose_float8_layers
+        >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        >>> conversion = convert_to_float8(choose_float8_layers(model), float8_config("rowwise"))
+        >>> [type(layer).__name__ for layer in model], list(model.state_dict())[:2]
+        (['Linear', 'Float8Linear', 'Linear'], ['0.weight', '0.bias'])
+        >>> conversion.undo()
+        >>> type(model[1]).__name__
+        'Linear'
+    """
+    chosen = [layer for layer in layers if layer.skipped_because is None]
+    if config.enable_fsdp_float8_all_gather:
+        sharded = [layer.name for layer in chosen if isinstance(layer.module.weight, DTensor)]
+        if sharded:
+            raise ValueError(
+                f"fsdp_all_gather=True wants the layers converted before fully_shard, and {sharded[0]} is sharded"
+                " already. In configure_model call self.trainer.precision_plugin.convert_module(self) first."
+            )
+    conversion = Float8Conversion()
+    wrapped: dict[int, nn.Parameter] = {}
+    for layer in chosen:
+        conversion.convert(layer.module, config, wrapped)
+    return conversion
+
+
+class Float8Conversion:
+    """Layers that multiply in fp8 until :meth:`undo`."""
+
+    def __init__(self) -> None:
+        self._converted: list[_Converted] = []
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The layers."""
+        return [converted.linear for converted in self._converted]
+
+    @property
+    def is_final(self) -> bool:
+        """Whether FSDP2 has sharded weights that were wrapped for fp8 all-gather: that cannot be taken back."""
+        return any(c.plain_weight is not None and isinstance(c.linear.weight, DTensor) for c in self._converted)
+
+    def convert(
+        self, linear: nn.Linear, config: "Float8LinearConfig", wrapped_weights: dict[int, nn.Parameter]
+    ) -> None:
+        """Turns one layer into an fp8 layer.
+
+        Args:
+            linear: The layer.
+            config: torchao's configuration.
+            wrapped_weights: Weights that were wrapped for fp8 all-gather so far, by the id of the original.
+        """
+        from torchao.float8 import convert_to_float8_training
+
+        template = convert_to_float8_training(linear, config=config)
+        plain_weight = linear.weight if config.enable_fsdp_float8_all_gather else None
+        if plain_weight is not None:
+            linear.weight = wrapped_weights.setdefault(id(plain_weight), template.weight)
+        added = {name: value for name, value in vars(template).items() if name not in vars(linear)}
+        vars(linear).update(added)
+        _exchange_base(linear, nn.Linear, _float8_linear_class())
+        self._converted.append(_Converted(linear, tuple(added), plain_weight))
+
+    def undo(self) -> None:
+        """Makes them ordinary layers again. Weights, gradients, hooks and names stay."""
+        assert not self.is_final
+        while self._converted:
+            converted = self._converted.pop()
+            for name in converted.added_attributes:
+                delattr(converted.linear, name)
+            if converted.plain_weight is not None:
+                converted.linear.weight = converted.plain_weight
+            _exchange_base(converted.linear, _float8_linear_class(), nn.Linear)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    linear: nn.Linear
+    added_attributes: tuple[str, ...]
+    plain_weight: Tensor | None  # what the weight was before it was wrapped
+
+
+def _exchange_base(linear: nn.Linear, old: type[nn.Linear], new: type[nn.Linear]) -> None:
+    """Gives a layer another class; the class that FSDP2 has put in front stays in front."""
+    own = type(linear)
+    if own is old:
+        linear.__class__ = new
+        return
+    assert own.__bases__[-1] is old, own.__mro__
+    # FSDP2 makes its classes in the same way, with no copying of what is sharded.
+    name = own.__name__.replace(old.__name__, new.__name__)
+    linear.__class__ = type(name, (*own.__bases__[:-1], new), {"__deepcopy__": vars(own)["__deepcopy__"]})
+
+
+@cache
+def _float8_linear_class() -> type[nn.Linear]:
+    """torchao's layer (0.18) for every device and mode."""
+    from torchao.float8 import convert_to_float8_training
+
+    torchao_linear: Any = type(convert_to_float8_training(nn.Linear(1, 1, device="meta")))
+
+    class Float8Linear(torchao_linear):  # type: ignore[misc]  # torchao has no types
+        def forward(self, input: Tensor) -> Tensor:
+            device_type = self.weight.device.type
+            # torchao looks at CUDA's autocast only. Elsewhere it would take an fp32 input as it is, and two dtypes
+            # would meet in the gradient of the weight.
+            if torch.is_autocast_enabled(device_type):
+                input = input.to(torch.get_autocast_dtype(device_type))
+            if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+                return self._multiply(input)
+            # In inference mode torch hands on `reshape` and `to` whole, and torchao's tensors know only their parts.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._multiply(input)
+
+        def _multiply(self, input: Tensor) -> Tensor:
+            output: Tensor = super().forward(input)
+            return output
+
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            return _new_float8_linear, (), self.__getstate__()  # pickle finds no class that a function has made
+
+    return Float8Linear
+
+
+def _new_float8_linear() -> nn.Linear:
+    linear = _float8_linear_class()
+    return linear.__new__(linear)

@@ -1,0 +1,192 @@
+"""Frozen weights under autocast: cast once, not at every use.
+
+torch's cache of cast weights takes only leaves that require a gradient, and forgets them after each forward. A frozen
+weight, as of the base model under adapters, is therefore cast at every use. Here the forward of each linear or
+convolutional module with a frozen parameter runs, under autocast, on a 16-bit copy of that parameter which is kept.
+
+The module itself stays as it is: its parameters, their names, the state dict. The copies cost 2 bytes per frozen
+parameter beside its 4.
+
+A copy is made when it is first needed. It is made anew when the weight was written to (the tensor's version counts
+that), moved or replaced, and when another loop takes over (training, validation, ...): what was written through
+``weight.data``, which torch does not count, is seen there and not before.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from lightning_mp.core import private_api
+from lightning_mp.modules.forward_wrapper import unwrap_forward
+from lightning_mp.policy.module_rules import run_covered
+
+__all__ = ["FrozenModule", "FrozenWeightCache", "run_on_copies"]
+
+
+def _linear(module: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _convolution(
+    function: Callable[..., Tensor], module: Any, weight: Tensor, bias: Tensor | None, x: Tensor
+) -> Tensor:
+    return function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+
+
+def _transposed_linear(module: Any, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[1])
+
+
+# What the forward of these classes, and of subclasses that keep it, does with its two parameters.
+_OPERATIONS: Mapping[Any, Callable[..., Tensor]] = {
+    nn.Linear.forward: _linear,
+    nn.Conv1d.forward: partial(_convolution, F.conv1d),
+    nn.Conv2d.forward: partial(_convolution, F.conv2d),
+    nn.Conv3d.forward: partial(_convolution, F.conv3d),
+}
+
+
+class FrozenModule:
+    """A module, and the 16-bit copies of its frozen parameters by name.
+
+    A deep copy is empty: a copied module casts as torch does.
+    """
+
+    def __init__(self, module: nn.Module | None, operation: Callable[..., Tensor] | None, dtype: torch.dtype) -> None:
+        self.module = module
+        self.operation = operation
+        self.dtype = dtype
+        self.copies: dict[str, nn.Parameter] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenModule":
+        return FrozenModule(None, None, self.dtype)
+
+    def __reduce__(self) -> Any:
+        return FrozenModule, (None, None, self.dtype)
+
+
+def run_on_copies(
+    forward: Callable[..., Any], frozen: FrozenModule, device_type: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a module's operation on the copies, if autocast would cast to their dtype; else the module's own forward."""
+    module, operation = frozen.module, frozen.operation
+    if (
+        module is None
+        or operation is None
+        or not torch.is_autocast_enabled(device_type)
+        or torch.get_autocast_dtype(device_type) != frozen.dtype
+    ):
+        return forward(*args, **kwargs)
+    weight = frozen.copies.get("weight", module.weight)
+    bias = frozen.copies.get("bias", module.bias)
+    return operation(module, weight, bias, *args, **kwargs)
+
+
+class _Copy(NamedTuple):
+    source: nn.Parameter
+    storage: Tensor
+    """The memory that was copied; kept alive, so that no other memory can come to its address."""
+    state: tuple[int, str]
+    parameter: nn.Parameter
+
+
+class FrozenWeightCache:
+    """The copies of one model's frozen weights.
+
+    Args:
+        modules: those whose weights autocast runs in 16 bit. Of linear and convolutional modules (not transposed ones,
+            and padded with zeros) the frozen parameters are kept; other modules, subclasses with a forward of their
+            own, parametrized modules, and those whose ``forward`` somebody else has set are left to autocast.
+        dtype: the 16-bit dtype.
+        device_type: of the run.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype, device_type: str) -> None:
+        self._dtype = dtype
+        self._device_type = device_type
+        self._candidates = [(module, operation) for module in modules if (operation := _operation_of(module))]
+        self._wrapped: dict[nn.Module, tuple[FrozenModule, partial[Any]]] = {}
+        self._copies: dict[int, _Copy] = {}
+
+    def refresh(self, loop: str) -> None:
+        """Makes the copies what the weights are now; called before each forward.
+
+        Args:
+            loop: name of the loop that runs the forward.
+        """
+        # Copies that were made in inference mode could not be used in training.
+        with torch.inference_mode(False), torch.no_grad():
+            for module, operation in self._candidates:
+                copies = {}
+                for name in ("weight", "bias"):
+                    parameter = getattr(module, name)
+                    if _is_frozen(parameter, self._device_type):
+                        copies[name] = self._copy_of(parameter, loop)
+                self._use(module, operation, copies)
+
+    def detach(self) -> None:
+        """Gives the modules their own forwards back and drops the copies."""
+        for module, operation in self._candidates:
+            self._use(module, operation, {})
+        self._copies.clear()
+
+    def _use(self, module: nn.Module, operation: Callable[..., Tensor], copies: dict[str, nn.Parameter]) -> None:
+        if not copies:
+            frozen, wrapper = self._wrapped.pop(module, (None, None))
+            if frozen is not None and wrapper is not None:
+                frozen.module = None
+                unwrap_forward(module, wrapper)
+            return
+        if module not in self._wrapped:
+            if not _forward_is_its_own(module):
+                return
+            frozen = FrozenModule(module, operation, self._dtype)
+            wrapper = partial(run_on_copies, module.forward, frozen, self._device_type)
+            module.forward = wrapper
+            self._wrapped[module] = frozen, wrapper
+        self._wrapped[module][0].copies = copies
+
+    def _copy_of(self, source: nn.Parameter, loop: str) -> nn.Parameter:
+        """The copy of a frozen parameter, shared by all modules that share the parameter."""
+        state = (private_api.version_of(source), loop)
+        known = self._copies.get(id(source))
+        if known is None or known.source is not source or known.parameter.device != source.device:
+            copy = nn.Parameter(source.to(self._dtype), requires_grad=False)
+        elif known.state != state or known.storage.data_ptr() != source.data_ptr():
+            copy = known.parameter
+            copy.copy_(source)  # at its old address, for graphs that were captured
+        else:
+            return known.parameter
+        self._copies[id(source)] = _Copy(source, source.detach(), state, copy)
+        return copy
+
+
+def _operation_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """What the module's forward computes; None if it is none that is known here."""
+    kind = type(module)
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):  # GPT-2's linear layer
+        return _transposed_linear
+    if parametrize.is_parametrized(module) or getattr(module, "padding_mode", "zeros") != "zeros":
+        return None
+    return _OPERATIONS.get(kind.forward)
+
+
+def _forward_is_its_own(module: nn.Module) -> bool:
+    """Whether nobody has set the module's forward, but perhaps a policy that lets it run in 16 bit."""
+    forward = vars(module).get("forward")
+    return forward is None or (isinstance(forward, partial) and forward.func is run_covered)
+
+
+def _is_frozen(parameter: Any, device_type: str) -> bool:
+    return (
+        type(parameter) is nn.Parameter  # not a DTensor, a quantized or a lazy one
+        and not parameter.requires_grad
+        and parameter.dtype == torch.float32
+        and parameter.device.type == device_type
+        and not parameter.is_inference()
+    )

@@ -1,0 +1,232 @@
+"""One optimizer step from top to bottom: from "backward is done" to "stepped or skipped"."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.core import private_api
+from lightning_mp.gradients.fused_optimizers import momentum_is_missing, one_mesh_per_group
+from lightning_mp.optimizer_step.closures import OptimizerMemory, StepClosure
+from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, who_is_shown_gradients
+from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+from lightning_mp.scaling.loss_scaler import LossScaleFloorError
+
+__all__ = ["GradientStep", "step_or_skip"]
+
+
+@dataclass
+class GradientStep:
+    """The step that is being made.
+
+    Attributes:
+        epilogue: its gradients, and what is planned for them; those of the last evaluation.
+        model: the module that it trains.
+        plugin: asked to clip where a module clips through Lightning's hook.
+        scaler: the loss scaler, if there is one.
+        dispatcher: told what came of it, if this is a fit.
+        closure: for an optimizer that may evaluate the loss itself; None for those that do not.
+        is_stepping: the optimizer's own ``step`` runs.
+    """
+
+    epilogue: GradientEpilogue
+    model: "pl.LightningModule"
+    plugin: Precision
+    scaler: torch.amp.GradScaler | None
+    dispatcher: StepOutcomeDispatcher | None
+    closure: StepClosure | None = None
+    is_stepping: bool = False
+    _gradients_may_have_changed: bool = False
+
+    def clip(self, limit: float, algorithm: "GradClipAlgorithmType | str") -> None:
+        """Plans to clip by the norm over all parameters and ranks, or limits every element."""
+        if algorithm == GradClipAlgorithmType.VALUE:
+            if self._gradients_may_have_changed:
+                self.epilogue.check_again()  # a limit would make a number of an inf that a hook has left
+            self.epilogue.clip_by_value(limit)
+        else:
+            self.epilogue.clip_by_norm(limit, fresh=self._gradients_may_have_changed)
+
+    def hand_out(
+        self,
+        closure: Callable[[], Any],
+        result: Any,
+        begin: Callable[[], GradientEpilogue],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Lets the optimizer evaluate the loss itself.
+
+        Args:
+            closure: forward and backward, which have run once.
+            result: of that.
+            begin: reads the gradients of another evaluation.
+            context: what its forward runs in.
+        """
+        evaluate = partial(_evaluate_again, self, closure, begin, context) if self.scaler is None else None
+        self.closure = StepClosure(self.epilogue.optimizer, result, evaluate, self.plugin)
+        # Who evaluates between two changes of the weights needs gradients as they are to be used, not a factor.
+        self.epilogue.in_kernel = self.epilogue.in_kernel and self.scaler is not None
+
+
+class _LaterOverflow(Exception):
+    """Leaves an optimizer's step when an evaluation of its own overflows."""
+
+
+def _make_ready(step: GradientStep) -> torch.Tensor | None:
+    """Makes gradients ready to be stepped with: reduced, decided on, planned for and shown.
+
+    Returns:
+        The items of the window over all ranks, where somebody counts them.
+    """
+    epilogue, model, trainer = step.epilogue, step.model, step.model.trainer
+
+    # Reduce: gradients are read once; their norm and the items of the window are added over all ranks.
+    controller = AccumulationController.of(trainer)
+    totals = epilogue.reduce(controller.window_totals(model.device) if controller is not None else None)
+
+    # Decide and plan: from here on every rank knows whether the step is skipped, and by what gradients are multiplied.
+    normalisation = controller.close_window(totals) if controller is not None and totals is not None else None
+    epilogue.plan_factor(normalisation)
+
+    # Show: who looks at gradients, or clips them by a hook, finds true ones. What is stepped with is what was checked,
+    # so whoever may have written them makes for another check.
+    shown_to = who_is_shown_gradients(trainer, model)
+    if shown_to != "nobody":
+        step._gradients_may_have_changed = shown_to == "writers"
+        epilogue.make_true()
+        if step.scaler is not None:
+            private_api.set_unscaled(step.scaler, epilogue.optimizer, epilogue.found_inf)
+        private_api.call_before_optimizer_step_hooks(model, epilogue.optimizer)
+        private_api.clip_through_module(step.plugin, model, epilogue.optimizer)
+        if step.scaler is not None and private_api.has_stepped(step.scaler, epilogue.optimizer):
+            raise RuntimeError(
+                "step() has already been called since the last update(): scaler.step was called by a hook that runs"
+                " before the optimizer's step. Leave it out; the step is made after the hooks."
+            )
+        if clips_by_itself(model) or (step._gradients_may_have_changed and not epilogue.is_checked):
+            epilogue.check_again()
+    elif model.automatic_optimization and trainer.gradient_clip_val:
+        step.clip(trainer.gradient_clip_val, trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM)
+    return totals[0] if totals is not None else None
+
+
+def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
+    """Makes the step that the closure has made gradients for, or skips it.
+
+    Args:
+        step: see there.
+        kwargs: for ``optimizer.step``.
+
+    Returns:
+        What ``optimizer.step`` returns; None if it was skipped.
+
+    Raises:
+        LossScaleFloorError: if gradients overflow at the smallest scale; names those that are not finite.
+    """
+    optimizer = step.epilogue.optimizer
+    items = _make_ready(step)
+    epilogue = step.epilogue
+
+    # Step or skip: the host waits for the decision, unless the optimizer's kernel takes it.
+    on_device = epilogue.in_kernel and not momentum_is_missing(optimizer)
+    output = None
+    if on_device or not epilogue.wait_for_decision():
+        memory = OptimizerMemory(optimizer) if step.closure is not None and step.closure.wants_memory else None
+        step.is_stepping = True
+        try:
+            if epilogue.in_kernel:
+                epilogue.tell_optimizer()
+            else:
+                epilogue.apply()
+            with one_mesh_per_group(optimizer):
+                output = optimizer.step(**kwargs) if step.closure is None else step.closure.step(**kwargs)
+        except _LaterOverflow:
+            epilogue = step.epilogue
+            _go_back(memory, optimizer)
+        finally:
+            step.is_stepping = False
+            epilogue.release()
+    # Manual optimization may go on with a forward under the same autocast, which has cached the old weights.
+    torch.clear_autocast_cache()
+
+    # Report.
+    if step.dispatcher is not None:
+        report = StepReport(
+            epilogue.found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms
+        )
+        step.dispatcher.record(optimizer, report, settle_now=not on_device)
+
+    # Update the scale: once per batch. In manual optimization the batch may hold more steps, so it waits for the next.
+    if step.scaler is None:
+        return output
+    if not epilogue.parameters and not epilogue.anyone_has_gradients():
+        private_api.forget_optimizers(step.scaler, [optimizer])
+        return output
+    private_api.record_found_inf(step.scaler, optimizer, epilogue.found_inf)
+    if step.model.automatic_optimization:
+        try:
+            step.scaler.update()
+        except LossScaleFloorError as error:
+            raise _with_names(error, step) from None
+    return output
+
+
+def _evaluate_again(
+    step: GradientStep,
+    closure: Callable[[], Any],
+    begin: Callable[[], GradientEpilogue],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    """Evaluates the loss once more, for an optimizer that asks for it inside of its step; see ``hand_out``.
+
+    Raises:
+        MisconfigurationException: if micro-batches are weighed and counted.
+    """
+    optimizer = step.epilogue.optimizer
+    controller = AccumulationController.of(step.model.trainer)
+    if controller is not None and controller.weight_by is not None:
+        raise MisconfigurationException(
+            "AccumulationScheduler and ChinchillaBudget cannot be used with"
+            f" {type(optimizer).__name__}, which evaluates the loss several times in one step: tokens and windows would"
+            " be counted more than once. Use another optimizer, or remove the callbacks."
+        )
+    torch.clear_autocast_cache()
+    with context():
+        result = closure()
+    step.epilogue = begin()
+    step.epilogue.in_kernel = False
+    _make_ready(step)
+    if step.epilogue.wait_for_decision():
+        raise _LaterOverflow
+    step.epilogue.apply()
+    return result
+
+
+def _go_back(memory: OptimizerMemory | None, optimizer: Optimizer) -> None:
+    if memory is None:
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"{name} evaluated the loss itself and its gradients overflowed, after weights had changed. In its first"
+            f" step {name} evaluated nothing, so the weights were not kept to go back to: resume from a checkpoint, and"
+            " let it evaluate the loss in every step or in none."
+        )
+    memory.restore()
+
+
+def _with_names(error: LossScaleFloorError, step: GradientStep) -> LossScaleFloorError:
+    names = {id(p): name for name, p in step.model.named_parameters()}
+    shards = zip(step.epilogue.parameters, step.epilogue.shards, strict=True)
+    bad = [names.get(id(p), "?") for p, shard in shards if not torch.isfinite(shard).all()]
+    return LossScaleFloorError(
+        f"Step {step.model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or 'none'}."
+    )

@@ -1,0 +1,156 @@
+"""Which weights of a module are held in 16 bit, and the cast in place."""
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from typing import cast
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+__all__ = ["cast_weights_", "keeps_float32", "uncast_weights_", "unit_of_two_dtypes"]
+
+# Their kernels want weights in the dtype of the running statistics, and those are fp32 (torch 2.13, CPU and CUDA).
+_WITH_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+_CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def keeps_float32(module: nn.Module) -> bool:
+    """Whether a module's own weights stay fp32: those of norms with running statistics, which are few."""
+    return isinstance(module, _WITH_STATISTICS)
+
+
+def cast_weights_(
+    module: nn.Module, dtype: torch.dtype, in_float32: Collection[nn.Module] = ()
+) -> dict[nn.Parameter, Tensor]:
+    """Casts a module's weights in place; parameters stay the same objects.
+
+    Cast are fp32, fp16 and bf16 parameters, and buffers that weights are computed with (those of parametrizations such
+    as ``spectral_norm``). All other buffers, the weights of norms with running statistics (:func:`keeps_float32`), and
+    parameters of other dtypes (fp64, complex) stay as they are.
+
+    Args:
+        module: also gets ``dtype`` as its ``module.dtype`` if it is a Lightning module.
+        dtype: fp16 or bf16.
+        in_float32: modules in it whose own weights are held in fp32. A weight that they share with others is, too.
+
+    Returns:
+        What each parameter that was cast held before. It shares the memory, so nothing was copied.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> before = cast_weights_(layer, torch.bfloat16)
+        >>> layer.weight.dtype, before[layer.weight].dtype
+        (torch.bfloat16, torch.float32)
+    """
+    held = {parameter: parameter.data for parameter in module.parameters()}
+    buffers = [
+        (owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    widened = _own_parameters(in_float32)
+    kept = widened | _own_parameters(owner for owner in module.modules() if keeps_float32(owner))
+    with_weights = _buffers_of_weights(module, kept)
+    other = {name: p.dtype for name, p in module.named_parameters() if p.dtype not in _CAST_DTYPES}
+    if other:
+        rank_zero_warn(f"Only fp32 weights are held in {dtype}. These stay as they are, without masters: {other}.")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Casting complex values to real")
+        # `to` and not `parameter.data =`: modules with an `_apply` of their own (RNNs, FSDP2) follow it.
+        module.to(dtype)
+    for parameter, data in held.items():
+        if data.dtype not in _CAST_DTYPES:
+            _put_back(parameter, data)
+        elif parameter in kept:
+            _put_back(parameter, data.float() if parameter in widened else data)
+    for owner, name, buffer in buffers:
+        if (owner, name) not in with_weights:
+            setattr(owner, name, buffer)
+    _tell_units(module, kept)
+    return {p: data for p, data in held.items() if p not in kept and data.dtype in _CAST_DTYPES}
+
+
+def uncast_weights_(module: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> None:
+    """Gives parameters other values, in the dtype that these have; their gradients are dropped.
+
+    Args:
+        module: holds the parameters.
+        values: by parameter, distributed as it is; may be kept, not copied.
+    """
+    for parameter, value in values.items():
+        parameter.grad = None
+        _put_back(parameter, value)
+    _tell_units(module, values.keys())
+
+
+def _tell_units(module: nn.Module, changed: Collection[nn.Parameter]) -> None:
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule) and any(parameter in changed for parameter in unit.parameters()):
+            unit.to(next(unit.parameters()).device)  # changes nothing, but lets FSDP2 find what was put back
+
+
+def unit_of_two_dtypes(module: nn.Module, in_float32: Collection[nn.Module]) -> tuple[str, list[str], list[str]] | None:
+    """The first FSDP2 unit whose trainable weights would not all have one dtype, which FSDP2 does not take.
+
+    Args:
+        module: the model.
+        in_float32: as for :func:`cast_weights_`.
+
+    Returns:
+        The unit's name, its weights in fp32 and its weights in 16 bit; None if there is no such unit.
+    """
+    kept = _own_parameters(in_float32)
+    owners: dict[nn.Parameter, str] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            owners |= dict.fromkeys(module.get_submodule(name).parameters(), name)
+    for unit in dict.fromkeys(owners.values()):
+        names = {p: name for name, p in module.named_parameters() if owners.get(p) == unit and p.requires_grad}
+        wide = [name for p, name in names.items() if p in kept]
+        narrow = [name for p, name in names.items() if p not in kept]
+        if wide and narrow:
+            return unit, wide, narrow
+    return None
+
+
+def _own_parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def _buffers_of_weights(module: nn.Module, kept: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
+    """Buffers that torch's parametrizations, and its older ``spectral_norm``, multiply weights with that are cast."""
+    found = set()
+    for owner in module.modules():
+        if parametrize.is_parametrized(owner):
+            for parametrization in cast(nn.ModuleDict, owner.parametrizations).values():
+                if any(p not in kept for p in parametrization.parameters(recurse=False)):
+                    parts = parametrization.children()
+                    found |= {(part, name) for child in parts for part in child.modules() for name in _own(part)}
+        for name, parameter in owner.named_parameters(recurse=False):
+            if name.endswith("_orig") and parameter not in kept:
+                vectors = {f"{name.removesuffix('_orig')}_{vector}" for vector in "uv"}
+                found |= {(owner, buffer) for buffer in vectors.intersection(_own(owner))}
+    return found
+
+
+def _own(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_buffers(recurse=False)}
+
+
+def _put_back(parameter: nn.Parameter, data: Tensor) -> None:
+    if isinstance(data, DTensor):
+        torch.utils.swap_tensors(parameter, nn.Parameter(data, parameter.requires_grad))
+    else:
+        parameter.data = data

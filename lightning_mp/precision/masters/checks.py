@@ -1,0 +1,128 @@
+"""What MasterWeightsPrecision refuses, at set-up and with what to do instead."""
+
+from collections.abc import Collection
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mp.core.messages import listed
+from lightning_mp.precision.autocast_context import why_no_autocast
+from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
+
+__all__ = ["DTYPES", "check_arguments", "check_autocast", "check_sharding_units", "check_strategy", "hint_at_dtypes"]
+
+#: The 16-bit dtype of each precision.
+DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+_STORAGES = ("fp32", "remainder")
+_NAMES_IN_AN_ERROR = 3
+
+
+def check_arguments(precision: str, storage: str, scaler: object) -> None:
+    """Refuses arguments that are unknown or contradict each other.
+
+    Raises:
+        ValueError: if ``precision`` or ``storage`` is unknown.
+        MisconfigurationException: if arguments contradict each other.
+    """
+    if precision not in DTYPES:
+        raise ValueError(
+            f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(DTYPES)}."
+            " For fp32 weights cast at each use take AutocastPrecision('bf16-mixed') or ('16-mixed')."
+        )
+    if storage not in _STORAGES:
+        raise ValueError(f"MasterWeightsPrecision(storage={storage!r}) is unknown; it must be one of {_STORAGES}.")
+    if storage == "remainder" and precision != "bf16-true":
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision({precision!r}, storage='remainder'): a fp32 number is not an fp16 number and 16"
+            " bits more, because fp16 has another exponent. Use storage='fp32', or 'bf16-true'."
+        )
+    if scaler is not None and precision == "bf16-true":
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision('bf16-true') takes no scaler, got {type(scaler).__name__}: bf16 has the range of"
+            " fp32. Leave the scaler out, or use '16-true'."
+        )
+
+
+def check_strategy(strategy: Strategy, module: nn.Module, *, storage: str, fp32_gradients: bool) -> None:
+    """Refuses strategies that cannot do what was asked for.
+
+    Raises:
+        MisconfigurationException: with what to do instead.
+    """
+    name = type(strategy).__name__
+    if isinstance(strategy, DeepSpeedStrategy):
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision cannot be used with {name}, which makes optimizer and masters itself."
+            " Use DeepSpeedStrategy with Trainer(precision=...), or strategy='ddp' or 'fsdp' with this plugin."
+        )
+    if isinstance(strategy, FSDPStrategy):
+        if storage == "remainder":
+            raise MisconfigurationException(
+                f"MasterWeightsPrecision(storage='remainder') cannot be used with {name}: its shards are fp32 already"
+                " and serve as masters. Leave storage out."
+            )
+        return
+    if fp32_gradients and not isinstance(strategy, SingleDeviceStrategy):
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision(fp32_gradients=True) works on a single device only, got {name}: gradients are"
+            " reduced over ranks in the dtype of the weights. Leave it out, or use strategy='fsdp', which reduces and"
+            " accumulates in fp32."
+        )
+    kept = {p for m in module.modules() if keeps_float32(m) for p in m.parameters(recurse=False)}
+    if any(isinstance(p, DTensor) for p in kept):
+        raise MisconfigurationException(
+            "MasterWeightsPrecision keeps norms with running statistics (BatchNorm) in fp32, and here their weights are"
+            f" sharded, under {name}. Leave them out of fully_shard (ignored_params), or use GroupNorm or LayerNorm."
+        )
+
+
+def check_autocast(precision: str, device_type: str) -> None:
+    """Refuses a policy on devices without autocast to the precision's dtype.
+
+    Raises:
+        MisconfigurationException: if there is none.
+    """
+    refusal = why_no_autocast(device_type, DTYPES[precision])
+    if refusal is not None:
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision({precision!r}, policy=...) cannot run on {device_type!r}: {refusal}"
+        )
+
+
+def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -> None:
+    """Refuses FSDP2 units that would hold weights in 16 bit and weights that the policy keeps in fp32.
+
+    Raises:
+        MisconfigurationException: if there is one.
+    """
+    found = unit_of_two_dtypes(module, in_float32)
+    if found is None:
+        return
+    unit, wide, narrow = found
+    kept, others = (listed(names, _NAMES_IN_AN_ERROR) for names in (wide, narrow))
+    raise MisconfigurationException(
+        f"The policy of MasterWeightsPrecision keeps {kept} in fp32, and fully_shard has put it into one unit"
+        f" ({unit or 'the model'}) with {others}, which is 16 bit; FSDP2 wants one dtype in a unit. In"
+        " configure_model shard the units that lightning_mp.policy.sharding_units.sharding_units makes of the policy,"
+        " or use AutocastPrecision."
+    )
+
+
+def hint_at_dtypes(precision: str, *, with_policy: bool) -> str:
+    """What to do about an error of torch that two dtypes met."""
+    dtype = DTYPES[precision]
+    if not with_policy:
+        return (
+            f"HINT: under MasterWeightsPrecision({precision!r}) weights and inputs are {dtype},"
+            " buffers are fp32, and what is computed with a buffer becomes fp32. Cast it where it is used:"
+            " `x + self.table.to(x.dtype)`; or use AutocastPrecision."
+        )
+    return (
+        f"HINT: under MasterWeightsPrecision({precision!r}, policy=...) weights are {dtype}, and an"
+        " operation that autocast leaves alone has met fp32 values beside them. Give its module a rule in fp32, or"
+        " cast where it is called; or use AutocastPrecision."
+    )

@@ -1,0 +1,117 @@
+"""fp32 gradients of 16-bit parameters, for as long as somebody works on them.
+
+The true gradient of an fp16 run with a loss scale of 2^16 often does not fit into fp16 at all: what is below 6e-8 would
+become zero. So whatever changes gradients (unscaling, normalising, clipping, a user's hook) is given fp32 copies.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_mp.core import private_api
+from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+
+__all__ = ["MainGradientEpilogue", "Fp32Gradients", "as_float32"]
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def as_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """fp32 copies of gradients; those that are not 16 bit are returned as they are.
+
+    Example:
+        >>> import torch
+        >>> [g.dtype for g in as_float32([torch.ones(2, dtype=torch.bfloat16)])]
+        [torch.float32]
+    """
+    narrow = [g for g in gradients if g.dtype in HALF_DTYPES and not g.is_sparse]
+    copies = [torch.empty_like(g, dtype=torch.float32) for g in narrow]
+    if narrow:
+        private_api.foreach_copy_([local_shard(c) for c in copies], [local_shard(g) for g in narrow])
+    ready = iter(copies)
+    return [g if g.dtype not in HALF_DTYPES else g.float() if g.is_sparse else next(ready) for g in gradients]
+
+
+class Fp32Gradients:
+    """Puts fp32 copies in the place of 16-bit gradients (``parameter.grad``), and takes them away again."""
+
+    def __init__(self) -> None:
+        # parameter -> its own gradient, the copy in its place
+        self._shown: dict[Tensor, tuple[Tensor, Tensor]] = {}
+
+    def show(self, parameters: Sequence[Tensor]) -> None:
+        """Replaces the gradients that are 16 bit."""
+        narrow = [p for p in parameters if p.grad is not None and p.grad.dtype in HALF_DTYPES]
+        own = [p.grad for p in narrow if p.grad is not None]
+        for parameter, gradient, copy in zip(narrow, own, as_float32(own), strict=True):
+            parameter.grad = None
+            parameter.grad_dtype = copy.dtype
+            parameter.grad = copy
+            self._shown[parameter] = (gradient, copy)
+
+    def put_back(self, parameters: Iterable[Tensor]) -> None:
+        """Gives parameters their own 16-bit gradients again, as they were before :meth:`show`: after a step."""
+        for parameter in parameters:
+            if parameter in self._shown:
+                own, copy = self._shown.pop(parameter)
+                self._replace(parameter, own.dtype, own if parameter.grad is copy else parameter.grad)
+
+    def settle(self) -> None:
+        """Casts what gradients are now to 16 bit: before another backward adds to them, and DDP looks for its own."""
+        shown, self._shown = self._shown, {}
+        for parameter, (own, _) in shown.items():
+            self._replace(parameter, own.dtype, parameter.grad)
+
+    @staticmethod
+    def _replace(parameter: Tensor, dtype: torch.dtype, gradient: Tensor | None) -> None:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        parameter.grad = None if gradient is None else gradient.to(dtype)
+
+
+class MainGradientEpilogue(GradientEpilogue):
+    """The epilogue over 16-bit gradients: it reads them as they are, and changes fp32 copies.
+
+    Args:
+        optimizer: see :class:`~lightning_mp.optimizer_step.gradient_epilogue.GradientEpilogue`.
+        scale: see there.
+        main_gradients: makes the copies.
+        ranks: see there.
+        device: see there.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor | None,
+        main_gradients: Fp32Gradients,
+        *,
+        ranks: GradientReplication,
+        device: torch.device,
+    ) -> None:
+        super().__init__(optimizer, scale, ranks=ranks, device=device)
+        self._main_gradients = main_gradients
+
+    def make_true(self) -> None:
+        """Shows true gradients, always in fp32."""
+        self._main_gradients.show(self.parameters)
+        super().make_true()
+
+    def clip_by_value(self, limit: float) -> None:
+        """Limits every element, measured on true gradients."""
+        self._main_gradients.show(self.parameters)
+        super().clip_by_value(limit)
+
+    def clip_scaled(self, limit: float, *, by_value: bool) -> None:
+        """Clips by the size of the true gradients but leaves them scaled; they stay fp32 until the step."""
+        self._main_gradients.show(self.parameters)
+        super().clip_scaled(limit, by_value=by_value)
+
+    def apply(self) -> None:
+        """Multiplies what was planned into the gradients."""
+        if self._plan.combined() is not None:
+            self._main_gradients.show(self.parameters)
+        super().apply()

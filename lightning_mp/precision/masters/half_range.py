@@ -1,0 +1,106 @@
+"""Weights at the end of fp16's range: refused at set-up, held there in training, and named.
+
+A step that makes a weight too large for fp16 is made, and the weight stays at ±65,504, its fp32 master with it. The
+step is not skipped: it is known only after the optimizer has changed masters and moments, so that taking it back would
+need a second copy of all of them; and no smaller loss scale would make the next one come out otherwise.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp.core import private_api
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.messages import listed
+from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.precision.masters.store import HALF_MAX
+
+__all__ = ["HalfRange", "check_half_range"]
+
+_NAMES_IN_A_MESSAGE = 3
+_REMEDIES = "Use 'bf16-true', AutocastPrecision('16-mixed') or a policy that keeps the module in fp32"
+
+
+def _largest(weights: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of each weight's local part, shape ``[num_weights]``."""
+    norms = private_api.foreach_norm([local_shard(w.detach()) for w in weights], torch.inf)
+    return torch.stack([norm.float() for norm in norms])
+
+
+def check_half_range(module: nn.Module, dtype: torch.dtype, in_float32: Iterable[nn.Module]) -> None:
+    """Refuses finite weights that would be infinite in fp16.
+
+    Args:
+        module: its weights, before they are cast.
+        dtype: what they are cast to.
+        in_float32: modules in it whose own weights are not cast.
+
+    Raises:
+        MisconfigurationException: names them.
+    """
+    if dtype != torch.float16:
+        return
+    kept = {p for part in in_float32 for p in part.parameters(recurse=False)}
+    too_large = []
+    for name, parameter in module.named_parameters():
+        if parameter in kept or parameter.is_meta or parameter.dtype not in (torch.float32, torch.bfloat16):
+            continue
+        local = local_shard(parameter.detach())
+        if local.numel() and float(local.abs().nan_to_num(posinf=0.0).max()) > HALF_MAX:
+            too_large.append(name)
+    if too_large:
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision('16-true'): {listed(too_large, _NAMES_IN_A_MESSAGE)} holds weights above 65,504,"
+            f" which fp16 does not have. {_REMEDIES}, or scale the weight down."
+        )
+
+
+class HalfRange:
+    """Says, one step late and without waiting for the device, which weights are held at the end of fp16's range.
+
+    Args:
+        names: gives the names of parameters.
+        copied: all ranks hold the same weights, so that one of them may speak for all.
+    """
+
+    def __init__(self, names: Callable[[], Mapping[Tensor, str]], *, copied: bool) -> None:
+        self._names = names
+        self._copied = copied
+        self._pending: tuple[HostCopy, list[Tensor]] | None = None
+        self._told: set[Tensor] = set()
+
+    def look(self, weights: Sequence[Tensor]) -> None:
+        """Takes the weights after a step; tells of those of the step before."""
+        self.tell()
+        present = [w for w in weights if local_shard(w.detach()).numel()]
+        if present:
+            self._pending = HostCopy(_largest(present)), present
+
+    def hold(self, optimizer: Optimizer, *_: object) -> None:
+        """After a step over fp32 weights that are gathered in fp16: holds them within its range."""
+        weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.float32]
+        with torch.no_grad():
+            private_api.foreach_clamp_([local_shard(w.detach()) for w in weights], HALF_MAX)
+        self.look(weights)
+
+    def tell(self) -> None:
+        """Warns of each weight once."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        largest, weights = pending[0].read(), pending[1]
+        held = {w for w, size in zip(weights, largest, strict=True) if size >= HALF_MAX} - self._told
+        self._told |= held
+        names = self._names()
+        here = [names.get(w, "?") for w in weights if w in held]
+        if here:
+            (rank_zero_warn if self._copied else warnings.warn)(
+                f"MasterWeightsPrecision('16-true'): elements of {listed(here, _NAMES_IN_A_MESSAGE)} have reached"
+                " ±65,504, the end of fp16's range, and are held there, their fp32 masters as well. Is the learning"
+                f" rate too high, or weight decay missing? {_REMEDIES}."
+            )

@@ -1,0 +1,187 @@
+"""Checkpoints with fp32 masters, in runs that have none or that come after such a run."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_mp.checkpoints.sharded import is_sharded_checkpoint, saved_names
+from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.precision.masters.store import refine_full
+
+__all__ = [
+    "MASTERS_KEY",
+    "MASTER_KEY",
+    "MastersIntoWeights",
+    "by_index",
+    "expecting_masters",
+    "leave_out_stale_masters",
+    "warn_of_other_weights",
+    "warn_of_rounded_weights",
+    "without_masters",
+]
+
+#: Where a master lies in ``optimizer.state_dict()["state"][i]``, always as full fp32.
+MASTER_KEY = "master_param"
+
+#: In a checkpoint: its run trained the masters in the optimizer states. Says in which precision the weights are.
+MASTERS_KEY = "lightning_mp_masters"
+
+
+def without_masters(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Tensor]]:
+    """An optimizer's state without masters, and the masters; the dictionaries that are given stay as they are.
+
+    Example:
+        >>> import torch
+        >>> without_masters({0: {"step": 1, "master_param": torch.ones(1)}})
+        ({0: {'step': 1}}, {0: tensor([1.])})
+    """
+    kept: dict[Any, Any] = {}
+    masters: dict[Any, Tensor] = {}
+    for index, entry in state.items():
+        if isinstance(entry, dict) and MASTER_KEY in entry:
+            entry = dict(entry)
+            masters[index] = entry.pop(MASTER_KEY)
+            if not entry:
+                continue
+        kept[index] = entry
+    return kept, masters
+
+
+def by_index(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
+    """Pairs of a parameter's number in the state dict and the parameter."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Of different length if the state is another optimizer's; torch's own error says so.
+    return list(zip(numbers, parameters, strict=False))
+
+
+def warn_of_other_weights(differing: int, masters: int) -> None:
+    """Says that masters of a checkpoint were not taken everywhere."""
+    rank_zero_warn(
+        f"The checkpoint's fp32 master weights and the model's weights differ in {differing} of {masters} parameters."
+        " The model's weights are taken where they differ: was the model loaded from another checkpoint than the"
+        " optimizer, or changed after the last step?"
+    )
+
+
+def warn_of_rounded_weights(precision: str) -> None:
+    """Says that a checkpoint was read in 16 bit where somebody has fp32 numbers."""
+    rank_zero_warn(
+        f"This run goes on from weights that are rounded as in {precision!r}: the run that wrote the checkpoint had"
+        " fp32 masters, and they were not read with its optimizers' states. Was it saved without them"
+        " (save_weights_only=True)?"
+    )
+
+
+def leave_out_stale_masters(checkpoint: dict[str, Any]) -> None:
+    """Takes masters out of the optimizer states of a checkpoint whose run did not train them.
+
+    Lightning's own plugins carry what they find in an optimizer's state along, unchanged, while the weights move on.
+    """
+    if MASTERS_KEY in checkpoint:
+        return
+    found = 0
+    for state_dict in checkpoint.get("optimizer_states", ()):
+        if isinstance(state_dict, dict) and isinstance(state_dict.get("state"), dict):
+            state_dict["state"], masters = without_masters(state_dict["state"])
+            found += len(masters)
+    if found:
+        rank_zero_warn(
+            f"The checkpoint carries fp32 master weights of {found} parameters that are older than its weights: a run"
+            " of Lightning's own precision came between, which neither used nor trained them. They are left out; the"
+            " run goes on from the checkpoint's weights, in the precision in which they were saved."
+        )
+
+
+class MastersIntoWeights:
+    """Lets an optimizer over fp32 weights load the state of one that had masters: its weights become the masters.
+
+    The weights of such a checkpoint are 16 bit, and the masters are the numbers that were rounded to them.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._masters: dict[Tensor, Tensor] = {}
+        self.taken = False
+        #: Parameters whose masters are in the checkpoint that is being read; what is not asked for is not read.
+        self.expected: frozenset[Tensor] = frozenset()
+        self._handles = [
+            optimizer.register_state_dict_post_hook(self._ask),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _ask(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = dict(state_dict["state"])
+        for index, parameter in by_index(optimizer, state_dict):
+            if parameter in self.expected:
+                room = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+                state[index] = {**state.get(index, {}), MASTER_KEY: room}
+        return {**state_dict, "state": state}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state, masters = without_masters(state_dict["state"])
+        parameters = dict(by_index(optimizer, state_dict))
+        self._masters = {parameters[index]: master for index, master in masters.items() if index in parameters}
+        return {**state_dict, "state": state}
+
+    @torch.no_grad()
+    def _after_load(self, optimizer: Optimizer) -> None:
+        masters, self._masters = self._masters, {}
+        self.taken = bool(masters)
+        differing = 0
+        for parameter, master in masters.items():
+            weight = local_shard(parameter.detach())
+            if isinstance(parameter, DTensor) and not isinstance(master, DTensor):
+                # torch cuts from a full checkpoint only what the optimizer has itself.
+                master = distribute_tensor(master, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            value = local_shard(master.detach()).to(device=weight.device, dtype=torch.float32)
+            if weight.dtype != torch.float32:
+                # Such a weight holds what it can hold already.
+                differing += not torch.equal(value.to(weight.dtype), weight)
+                continue
+            refined = refine_full(weight, value)
+            differing += not torch.equal(refined, value)
+            weight.copy_(refined)
+        if differing:
+            warn_of_other_weights(differing, len(masters))
+
+
+@contextmanager
+def expecting_masters(module: nn.Module, hooks: Iterable[MastersIntoWeights], path: Path) -> Iterator[None]:
+    """While this is open, optimizers ask for the masters that a checkpoint has, if it is a folder with shards.
+
+    Args:
+        module: by whose names the checkpoint calls parameters.
+        hooks: of its optimizers.
+        path: of the checkpoint.
+    """
+    hooks = list(hooks)
+    names = saved_names(path) if is_sharded_checkpoint(path) else ()
+    endings = {name.partition(".state.")[2] for name in names if name.endswith(f".{MASTER_KEY}")}
+    expected = frozenset(
+        parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if f"{name}.{MASTER_KEY}" in endings
+    )
+    for hook in hooks:
+        hook.expected = expected
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.expected = frozenset()

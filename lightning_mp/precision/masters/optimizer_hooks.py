@@ -1,0 +1,247 @@
+"""Master weights under any optimizer, through the hooks that every ``torch.optim.Optimizer`` has.
+
+For the time of a step, fp32 masters stand in the parameter groups where the 16-bit parameters were:
+
+.. code-block:: text
+
+    before the step   param_groups[g]["params"][i]: parameter -> master      state[parameter] -> state[master]
+                      master.grad = parameter.grad in fp32
+    the step          is the optimizer's own; it sees nothing but fp32
+    after the step    everything back, and parameter = master rounded
+
+The parameters themselves are never touched. Swapping ``parameter.data`` for fp32 data would be simpler, but a change
+of dtype makes autograd drop the gradient accumulator that DDP has hooked, and from the second step on the ranks would
+train apart, without an error.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.core import private_api
+from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, as_float32
+from lightning_mp.precision.masters.fp32_state import widen_early_state, widened
+from lightning_mp.precision.masters.loaded_masters import MASTER_KEY, by_index, warn_of_other_weights, without_masters
+from lightning_mp.precision.masters.store import MasterStore
+
+__all__ = ["MASTER_KEY", "MasterHooks"]
+
+
+class MasterHooks:
+    """Lends masters to one optimizer for its steps, and carries them through its checkpoints.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+        store: where the masters are. A 16-bit parameter that is not in it gets a master at its first step.
+    """
+
+    def __init__(self, optimizer: Optimizer, store: MasterStore) -> None:
+        self._optimizer = optimizer
+        self._store = store
+        self._lent: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._marks: list[tuple[Tensor | None, int]] = []
+        self._depth = 0
+        #: While it is set, the optimizer works as if there were no masters: its parameters are fp32.
+        self.paused = False
+        self._loading: dict[Tensor, dict[str, Any]] = {}
+        self._accumulating: set[Tensor] = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in store:
+                    widen_early_state(optimizer, group, parameter, store.get(parameter))
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._add_masters),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+        # Schedule-free optimizers change their weights outside of steps, by these names.
+        self._modes = [
+            InstancePatch(optimizer, name, partial(self._on_masters, getattr(optimizer, name)))
+            for name in ("train", "eval")
+            if callable(getattr(optimizer, name, None))
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks away; the optimizer goes on with the 16-bit parameters."""
+        self.swap_out()
+        for handle in self._handles:
+            handle.remove()
+        for mode in self._modes:
+            mode.restore()
+        self._handles, self._modes = [], []
+
+    def _on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._lent:
+            return method(*args, **kwargs)
+        try:
+            self._lend(only_with_gradient=False)
+            return method(*args, **kwargs)
+        finally:
+            self.swap_out()
+
+    def accumulate_in_float32(self) -> None:
+        """Lets gradients be fp32 from the next backward on, also of parameters that were added or unfrozen since."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._accumulating or parameter.grad is not None or not self._has_master(parameter):
+                    continue
+                if parameter not in self._store:
+                    self._store.set(parameter, parameter)
+                    widen_early_state(self._optimizer, group, parameter, self._store.get(parameter))
+                parameter.grad_dtype = torch.float32
+                self._accumulating.add(parameter)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.paused:
+            return None
+        if self._lent and self._gradients_are_the_same():
+            # torch calls the hooks again when a subclass's step calls its parent's: this is the same step.
+            self._depth += 1
+            return None
+        self.swap_out()  # what a step that raised may have left
+        self._depth = 1
+        # args[0] is the optimizer itself.
+        if len(args) > 1 and callable(args[1]):
+            changed = (args[0], self._with_weights(args[1]), *args[2:]), kwargs
+        elif callable(kwargs.get("closure")):
+            changed = args, kwargs | {"closure": self._with_weights(kwargs["closure"])}
+        else:
+            self._lend(only_with_gradient=True)
+            return None
+        self._lend(only_with_gradient=False)
+        return changed
+
+    def _with_weights(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure's forward needs the 16-bit weights, as they are by then."""
+
+        def run() -> Any:
+            depth = self._depth
+            self.swap_out()
+            result = closure()
+            self._lend(only_with_gradient=False)
+            self._depth = depth
+            return result
+
+        return run
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.paused:
+            return
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        changed = [p for p, version in self._versions.items() if private_api.version_of(p) != version]
+        self.swap_out()
+        if changed:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} changed {len(changed)} 16-bit weights by itself, not through its"
+                " param_groups, so that master weights cannot work with it. It probably wraps another optimizer or"
+                " keeps a list of parameters of its own. Use AutocastPrecision, which keeps fp32 weights."
+            )
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        return parameter in self._store or (parameter.requires_grad and parameter.dtype in HALF_DTYPES)
+
+    @torch.no_grad()
+    def _lend(self, *, only_with_gradient: bool) -> None:
+        for group in self._optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if not self._has_master(parameter) or (only_with_gradient and parameter.grad is None):
+                    continue
+                is_new = parameter not in self._store
+                master = self._store.swap_in(parameter)
+                if is_new:
+                    widen_early_state(self._optimizer, group, parameter, master)
+                group["params"][index] = master
+                self._lent[parameter] = master
+                self._versions[parameter] = private_api.version_of(parameter)
+                self._move_state(parameter, master)
+        with_gradient = [p for p in self._lent if p.grad is not None]
+        gradients = as_float32([p.grad for p in with_gradient if p.grad is not None])
+        for parameter, gradient in zip(with_gradient, gradients, strict=True):
+            self._lent[parameter].grad = gradient
+        self._marks = [_mark(parameter.grad, master) for parameter, master in self._lent.items()]
+
+    def _gradients_are_the_same(self) -> bool:
+        """Whether no backward and no ``zero_grad`` has come since masters were lent."""
+        return all(
+            parameter.grad is gradient and (gradient is None or version in (-1, private_api.version_of(gradient)))
+            for parameter, (gradient, version) in zip(self._lent, self._marks, strict=True)
+        )
+
+    def swap_out(self) -> None:
+        """Puts the 16-bit parameters back and writes them anew, if masters are lent; safe to call at any time."""
+        lent, self._lent = self._lent, {}
+        self._versions, self._marks, self._depth = {}, [], 0
+        if not lent:
+            return
+        parameter_of = {master: parameter for parameter, master in lent.items()}
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [parameter_of.get(p, p) for p in group["params"]]
+        for parameter, master in lent.items():
+            self._move_state(master, parameter)
+            master.grad = None
+        self._store.write_back(list(lent), list(lent.values()))
+
+    def _move_state(self, source: Tensor, target: Tensor) -> None:
+        state = self._optimizer.state.pop(source, None)
+        if state is not None:
+            self._optimizer.state[target] = state
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _add_masters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.paused:
+            return state_dict
+        self.swap_out()
+        # New dictionaries: torch's hold the optimizer's own.
+        state = dict(state_dict["state"])
+        for index, parameter in by_index(optimizer, state_dict):
+            if parameter in self._store:
+                state[index] = {**state.get(index, {}), MASTER_KEY: self._store.get(parameter).detach()}
+        return {**state_dict, "state": state}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Takes the masters out, and remembers the rest: torch casts it to the dtype of the 16-bit parameters.
+
+        Nothing is lent meanwhile, because a load that fails calls no hook that could give it back.
+        """
+        if self.paused:
+            return state_dict
+        self.swap_out()
+        parameters = dict(by_index(optimizer, state_dict))
+        state, masters = without_masters(state_dict["state"])
+        self._loading = {
+            parameter: {"state": state.get(index), "master": masters.get(index)}
+            for index, parameter in parameters.items()
+            # Also of frozen ones: on which epoch they are unfrozen is often known to a callback alone.
+            if (index in state or index in masters) and parameter.dtype in HALF_DTYPES
+        }
+        return {**state_dict, "state": state}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        loading, self._loading = self._loading, {}
+        with_master = {p: entry["master"] for p, entry in loading.items() if entry["master"] is not None}
+        differing = sum(not self._store.refine_from(p, master) for p, master in with_master.items())
+        for parameter, entry in loading.items():
+            if parameter in optimizer.state:
+                optimizer.state[parameter] = widened(optimizer.state[parameter], entry["state"])
+        if differing:
+            warn_of_other_weights(differing, len(with_master))
+
+
+def _mark(gradient: Tensor | None, master: Tensor) -> tuple[Tensor | None, int]:
+    """A gradient and its version; -1 if it is the master's own too, which the optimizer may change."""
+    return gradient, -1 if gradient is None or gradient is master.grad else private_api.version_of(gradient)

@@ -1,0 +1,256 @@
+"""fp32 master weights of 16-bit parameters: where they are kept, and which of the two is right when they differ."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mp.core import private_api
+from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.precision.masters.bf16_remainder import join, split
+
+__all__ = [
+    "HALF_MAX",
+    "FullMasters",
+    "MasterStore",
+    "RemainderMasters",
+    "Storage",
+    "distribute_like",
+    "make_store",
+    "refine",
+    "refine_full",
+    "rounds_to",
+]
+
+#: The largest fp16 number.
+HALF_MAX = torch.finfo(torch.float16).max
+
+Storage = Literal["fp32", "remainder"]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_shard(tensor.detach())
+
+
+def _as_parameter(value: Tensor, original: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(value)
+    # Other packages mark parameters by attributes, and their optimizers look for them.
+    vars(parameter).update(vars(original))
+    return parameter
+
+
+def distribute_like(local: Tensor, tensor: Tensor) -> Tensor:
+    """A local part as a tensor that is distributed like another one."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def rounds_to(value: Tensor, working: Tensor) -> Tensor:
+    """Where a float32 number rounds to a 16-bit one, to nearest, whichever way ties go.
+
+    Example:
+        >>> import torch
+        >>> rounds_to(torch.tensor([1.001, 1.1]), torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
+        tensor([ True, False])
+    """
+    same = value.to(working.dtype) == working
+    if working.dtype == torch.bfloat16:
+        same |= split(value)[0] == working
+    return same
+
+
+def refine(working: Tensor, value: Tensor) -> Tensor:
+    """The float32 number behind each 16-bit weight: ``value`` where it rounds to the weight, else the weight itself.
+
+    The weight says what the model is; a master only adds the bits below it.
+
+    Args:
+        working: fp16 or bf16, plain tensor.
+        value: float32, the same shape and device.
+    """
+    return torch.where(rounds_to(value, working), value, working.float())
+
+
+def refine_full(weight: Tensor, value: Tensor) -> Tensor:
+    """The float32 number behind each weight of a float32 tensor that may have been saved in 16 bit.
+
+    Where all of it are 16-bit numbers, it is refined as they are (:func:`refine`); else it is in full precision already
+    and stays, whatever ``value`` is.
+
+    Args:
+        weight: float32, plain tensor.
+        value: float32, the same shape and device.
+
+    Example:
+        >>> import torch
+        >>> refine_full(torch.tensor([1.0, 3.0]), torch.tensor([1.001, 3.0]))
+        tensor([1.0010, 3.0000])
+        >>> refine_full(torch.tensor([1.002, 3.0]), torch.tensor([1.001, 3.0]))
+        tensor([1.0020, 3.0000])
+    """
+    for dtype in (torch.bfloat16, torch.float16):
+        working = weight.to(dtype)
+        if torch.equal(working.float(), weight):
+            return refine(working, value)
+    return weight
+
+
+class MasterStore(ABC):
+    """The masters of a set of 16-bit parameters.
+
+    The parameters stay what they are all the time. A master is lent to the optimizer for one step as an fp32 parameter
+    of its own; when it comes back, the weight is written anew, once.
+
+    A parameter that was changed in place by somebody else (``load_state_dict``, clamping under ``torch.no_grad``) is
+    noticed by torch's version counter, and its master follows, see :func:`refine`. Changes through ``parameter.data``
+    are hidden from that counter by torch.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._given: set[Tensor] = set()
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._kept
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The 16-bit parameters that have a master."""
+        return list(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's masters, the 16-bit parameters not counted."""
+        return sum(_local(kept).nbytes for kept in self._kept.values())
+
+    def set(self, parameter: Tensor, value: Tensor, *, given: bool = False) -> None:
+        """Sets a master and, rounded, its parameter.
+
+        Args:
+            parameter: fp16 or bf16 parameter.
+            value: any floating-point dtype and device; may be kept, not copied.
+            given: it is the weight itself as somebody gave it in fp32, not what a 16-bit weight says of it. Until the
+                next step it counts more than what a checkpoint has.
+        """
+        value = value.detach().to(device=parameter.device, dtype=torch.float32)
+        self._kept[parameter] = self._new(parameter, value)
+        self.write_back([parameter], [value])
+        if given:
+            self._given.add(parameter)
+
+    def refine_from(self, parameter: Tensor, value: Tensor, *, given: bool = False) -> bool:
+        """Sets a master from a checkpoint, where it rounds to the weight that the model has now.
+
+        Args:
+            parameter: fp16 or bf16 parameter.
+            value: any dtype and device; if the parameter is distributed, distributed likewise.
+            given: see :meth:`set`.
+
+        Returns:
+            Whether it does everywhere.
+        """
+        working = _local(parameter)
+        local = _local(value).to(device=working.device, dtype=torch.float32)
+        if parameter in self._given and private_api.version_of(parameter) == self._versions[parameter]:
+            refined = refine_full(_local(self._read(parameter)), local)
+        else:
+            refined = refine(working, local)
+        agrees = torch.equal(refined, local)
+        self.set(parameter, distribute_like(refined, parameter), given=given)
+        return agrees
+
+    def get(self, parameter: Tensor) -> Tensor:
+        """The master, in fp32. Do not change it."""
+        if private_api.version_of(parameter) != self._versions[parameter]:
+            self._follow_change(parameter)
+            self._versions[parameter] = private_api.version_of(parameter)
+        return self._read(parameter)
+
+    def swap_in(self, parameter: Tensor) -> Tensor:
+        """The master as an fp32 parameter for an optimizer; hand it to :meth:`write_back`."""
+        if parameter not in self._kept:
+            self.set(parameter, parameter)
+        master = self.get(parameter)
+        return master if isinstance(master, nn.Parameter) else _as_parameter(master, parameter)
+
+    def write_back(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        """Keeps the masters and writes the 16-bit parameters, each cast once."""
+        if self._given:
+            self._given.difference_update(parameters)
+        with torch.no_grad():
+            self._write(parameters, masters)
+        for parameter in parameters:
+            self._versions[parameter] = private_api.version_of(parameter)
+
+    def follow_devices(self) -> None:
+        """Moves masters to where their parameters are."""
+        for parameter, kept in self._kept.items():
+            kept.data = kept.data.to(parameter.device)
+
+    @abstractmethod
+    def _new(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """What is kept of a master."""
+
+    @abstractmethod
+    def _read(self, parameter: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None: ...
+
+    @abstractmethod
+    def _follow_change(self, parameter: Tensor) -> None: ...
+
+
+class FullMasters(MasterStore):
+    """Masters kept in fp32: 4 bytes each; the optimizer works on the kept tensor itself.
+
+    Those of fp16 weights are held within ±65,504, the largest fp16 number: beyond it the weight would be infinite.
+    """
+
+    def _new(self, parameter: Tensor, value: Tensor) -> Tensor:
+        return _as_parameter(value, parameter)
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        return self._kept[parameter]
+
+    def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        sources = [_local(m) for m in masters]
+        half = [m for p, m in zip(parameters, sources, strict=True) if p.dtype == torch.float16]
+        if half:
+            private_api.foreach_clamp_(half, HALF_MAX)
+        private_api.foreach_copy_([_local(p) for p in parameters], sources)
+
+    def _follow_change(self, parameter: Tensor) -> None:
+        master = _local(self._kept[parameter])
+        master.copy_(refine(_local(parameter), master))
+
+
+class RemainderMasters(MasterStore):
+    """Masters of bf16 parameters kept as the 16 bits that the parameter lacks: 2 bytes each, fp32 while lent."""
+
+    def _new(self, parameter: Tensor, value: Tensor) -> Tensor:
+        return torch.empty_like(_local(parameter), dtype=torch.int16)
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        return distribute_like(join(_local(parameter), self._kept[parameter]), parameter)
+
+    def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        for parameter, master in zip(parameters, masters, strict=True):
+            working, remainder = split(_local(master))
+            _local(parameter).copy_(working)
+            self._kept[parameter].copy_(remainder)
+
+    def _follow_change(self, parameter: Tensor) -> None:
+        """Nothing to do: whatever the parameter is now, the number it makes with the old remainder rounds to it."""
+
+
+def make_store(storage: Storage) -> MasterStore:
+    """A store by its name."""
+    return FullMasters() if storage == "fp32" else RemainderMasters()

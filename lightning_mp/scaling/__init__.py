@@ -1,0 +1,1 @@
+"""The loss scale: its update rule and the scaler that follows it."""

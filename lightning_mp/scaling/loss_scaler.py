@@ -1,0 +1,382 @@
+"""A ``torch.amp.GradScaler`` with a floor, a ceiling and one decision on all ranks."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import fields
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.gradients import gradient_ops
+from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
+from lightning_mp.scaling.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
+
+__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler"]
+
+#: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
+FLOOR_PATIENCE_STEPS = 20
+
+# What a scale may be set to: float32 numbers whose inverse is one, too.
+_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+_LARGEST_SCALE = 2.0**126
+
+
+class LossScaleFloorError(RuntimeError):
+    """The loss scale is at its floor and the gradients still overflow."""
+
+
+_ON_FLOOR = ("raise", "warn", "ignore")
+
+# What `torch.amp.GradScaler.state_dict` holds.
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def _check_rule(rule: ScaleRule, init_scale: float, on_floor: str) -> None:
+    wrong = what_is_wrong_with(rule)
+    if wrong is None and not (
+        rule.min_scale <= init_scale <= rule.max_scale and _SMALLEST_SCALE <= init_scale <= _LARGEST_SCALE
+    ):
+        allowed = (
+            f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}, and from 2^-126 to 2^126: it is a"
+            " float32 number, and its inverse is one, too"
+        )
+        wrong = "init_scale", init_scale, allowed
+    if wrong is None and on_floor not in _ON_FLOOR:
+        wrong = "on_floor", on_floor, "'raise', 'warn' or 'ignore'"
+    if wrong is not None:
+        name, got, allowed = wrong
+        raise ValueError(f"LossScaler({name}={got!r}) is not valid: {name} must be {allowed}.")
+
+
+def _check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) -> None:
+    """Refuses what no LossScaler and no GradScaler has written, before anything is changed by it."""
+    remedy = " Load another checkpoint, or take the scaler's state out of this one."
+    wrong = what_is_wrong_with(rule)
+    if wrong is None and on_floor not in _ON_FLOOR:
+        wrong = "on_floor", on_floor, "'raise', 'warn' or 'ignore'"
+    for name in ("_growth_tracker", "_hysteresis_tracker", "_floor_tracker"):
+        count = state.get(name, 0)
+        # The tracker of hysteresis goes below zero while overflows go on.
+        if wrong is None and not (isinstance(count, int) and (count >= 0 or name == "_hysteresis_tracker")):
+            wrong = name, count, "a whole number of steps"
+    scale = state["scale"]
+    if wrong is None and not (isinstance(scale, int | float) and (math.isnan(scale) or scale >= 0)):
+        wrong = "scale", scale, "a positive number"
+    if wrong is not None:
+        name, got, allowed = wrong
+        raise ValueError(
+            f"The checkpoint's loss scaler has {name}={got!r}, which is not valid: {name} must be {allowed}.{remedy}"
+        )
+    if math.isnan(scale):
+        raise ValueError(
+            "The checkpoint's loss scale is nan: its weights and moments may hold nan, too. Load an earlier"
+            " checkpoint, or take the scaler's state out of this one."
+        )
+
+
+def _resolve_device_type(device: str | torch.device | None) -> str:
+    """The device type a scaler is for; the accelerator, else the CPU, when None."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None else "cpu"
+    device_type = torch.device(device).type
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"LossScaler(device={str(device)!r}): CUDA is not available on this machine."
+            " Leave `device` out to use the device that is there, or pass enabled=False."
+        )
+    return device_type
+
+
+class LossScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` that cannot run away, and that lets all ranks decide alike.
+
+    Use it wherever a ``GradScaler`` is asked for: in our plugins, in Lightning's, in Fabric, in a hand-written loop.
+    Differences from torch's class: the scale stays within ``[min_scale, max_scale]``; gradients may be fp16, plain
+    tensors and DTensors mixed; in a distributed run one reduction of one scalar makes all ranks skip together; the
+    scaled loss is fp32; overflows that go on at the floor end the run with a clear error. The update rule is printed in
+    :func:`lightning_mp.scaling.update_rule.update_scale_`.
+
+    Args:
+        device: device type; None takes the accelerator if there is one, else the CPU.
+        init_scale: first scale.
+        growth_factor: factor after ``growth_interval`` healthy steps in a row.
+        backoff_factor: factor after an overflow.
+        growth_interval: healthy steps in a row before the scale grows.
+        enabled: False makes every method a no-op, as in torch.
+        min_scale: floor. The default 2^-24 keeps the inverse scale finite.
+        max_scale: ceiling.
+        hysteresis: overflows before the scale is lowered; 1 is torch's rule.
+        hysteresis_refill: "step" or "growth", see :func:`lightning_mp.scaling.update_rule.update_scale_`.
+        on_floor: what happens after ``FLOOR_PATIENCE_STEPS`` (20) overflows in a row at the floor: "raise"
+            :class:`LossScaleFloorError`, "warn" or "ignore". It is noticed one step late, which spares a wait for the
+            device.
+        process_group: the ranks that step and skip together; None for all. For models that only some ranks train, in a
+            hand-written loop; such a scaler cannot be pickled.
+
+    A gradient whose square does not fit into float32 (above 1.8e19) counts as an overflow, too: it would put an inf
+    into Adam's second moment.
+
+    Raises:
+        ValueError: if an argument is out of range, or CUDA is asked for and not there.
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", 2017, section 3.2, https://arxiv.org/abs/1710.03740
+
+    Example:
+        >>> import torch
+        >>> from lightning_mp import LossScaler
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = LossScaler("cpu", init_scale=4.0)
+        >>> scaler.scale((weight * torch.tensor([1.0, float("inf")])).sum()).backward()
+        >>> _ = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.tolist(), scaler.get_scale()
+        ([1.0, 1.0], 2.0)
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 2.0**-24,
+        max_scale: float = 2.0**24,
+        hysteresis: int = 1,
+        hysteresis_refill: Literal["step", "growth"] = "step",
+        on_floor: Literal["raise", "warn", "ignore"] = "raise",
+        process_group: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        rule = ScaleRule(
+            growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, hysteresis_refill
+        )
+        _check_rule(rule, init_scale, on_floor)
+        device_type = _resolve_device_type(device) if enabled else (device or "cpu")
+        super().__init__(device_type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._min_scale = min_scale
+        self._max_scale = max_scale
+        self._hysteresis = hysteresis
+        self._hysteresis_refill = hysteresis_refill
+        self._on_floor = on_floor
+        self._process_group = process_group
+        # torch keeps no constants when it is disabled.
+        self._disabled_rule = None if enabled else rule
+        self._init_hysteresis_tracker = hysteresis
+        self._init_floor_tracker = 0
+        self._hysteresis_tracker: Tensor | None = None
+        self._floor_tracker: Tensor | None = None
+        self._floor_copy: HostCopy | None = None
+
+    @classmethod
+    def static(cls, scale: float, device: str | None = None, *, enabled: bool = True) -> Self:
+        """A scaler whose scale never changes; steps that overflow are still skipped.
+
+        Example:
+            >>> LossScaler.static(2.0**15, "cpu").get_scale()
+            32768.0
+        """
+        return cls(device, init_scale=scale, enabled=enabled, min_scale=scale, max_scale=scale)
+
+    @property
+    def rule(self) -> ScaleRule:
+        """The constants of the update rule; those it was made with if it is disabled."""
+        if self._disabled_rule is not None:
+            return self._disabled_rule
+        return ScaleRule(
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_scale,
+            self._max_scale,
+            self._hysteresis,
+            self._hysteresis_refill,
+        )
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+        self._floor_tracker = torch.full((), self._init_floor_tracker, dtype=torch.int32, device=dev)
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies a loss, or an iterable of losses, by the scale, in float32.
+
+        A 16-bit loss is cast up first: 2.0 times 2^16 does not fit into fp16.
+        """
+        if not self._enabled:
+            return outputs
+        return super().scale(_map_tensors(outputs, _to_at_least_float32))
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Makes the optimizer's step, or skips it on non-finite gradients, as ``torch.amp.GradScaler.step``.
+
+        Where a fused SGD is about to make its momentum, the device is waited for: a step skipped there would leave the
+        momentum uninitialised, with torch's class too.
+        """
+        if self._enabled and applies_grad_scale(optimizer) and momentum_is_missing(optimizer):
+            state = self._per_optimizer_states[id(optimizer)]
+            if not state["found_inf_per_device"]:
+                self.unscale_(optimizer)
+            if any(found_inf.item() for found_inf in state["found_inf_per_device"].values()):
+                return None
+        with one_mesh_per_group(optimizer) if self._enabled else nullcontext():
+            return super().step(optimizer, *args, **kwargs)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parameters = gradient_ops.parameters_with_gradient(optimizer)
+        gradient_ops.reduce_partial_gradients_(parameters)
+        shards = [gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None]
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        found_inf.copy_(~torch.isfinite(scale.reciprocal()))
+        if shards:
+            norms = gradient_ops.shard_norms(shards)
+            found = gradient_ops.any_overflow(norms * scale.reciprocal().to(norms))
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device, non_blocking=True)))
+            if not allow_fp16:  # torch passes it for fused optimizers, which multiply the scale in themselves
+                gradient_ops.multiply_(shards, inv_scale)
+        gradient_ops.sum_over_ranks_(found_inf, self._process_group)
+        return {found_inf.device: found_inf.clamp_(max=1.0)}
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale by its rule; call it once per step, after all optimizers.
+
+        Args:
+            new_scale: sets the scale instead; it is held within the bounds. A tensor is read on the host.
+
+        Raises:
+            ValueError: if ``new_scale`` is not a number.
+            LossScaleFloorError: see ``on_floor``.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            if math.isnan(new_scale):
+                raise ValueError("LossScaler.update(new_scale=nan): a loss scale must be a number, 2^-126 to 2^126.")
+            super().update(new_scale)
+            assert self._scale is not None
+            self._scale.clamp_(self._min_scale, min(self._max_scale, _LARGEST_SCALE))
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        assert self._hysteresis_tracker is not None
+        assert self._floor_tracker is not None
+        flags = [
+            flag.to(scale.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        if not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
+        state = ScaleState(scale, growth_tracker, self._hysteresis_tracker, self._floor_tracker)
+        update_scale_(state, found_inf, self.rule)
+        self._per_optimizer_states.clear()
+        self._watch_floor()
+
+    def _watch_floor(self) -> None:
+        if self._on_floor == "ignore":
+            return
+        assert self._floor_tracker is not None
+        previous, self._floor_copy = self._floor_copy, HostCopy(self._floor_tracker.reshape(1))
+        overflows = int(previous.read()[0]) if previous is not None else 0
+        if overflows == 0 or overflows % FLOOR_PATIENCE_STEPS:
+            return
+        message = (
+            f"The loss scale is at its floor {self._min_scale:g} and the last {overflows} steps in a row still"
+            " overflowed: the gradients are not finite at any scale. Look for the cause in the model or the data"
+            " (OverflowPostMortem names the parameters), or train in bf16. LossScaler(on_floor='warn') goes on."
+        )
+        if self._on_floor == "raise":
+            raise LossScaleFloorError(message)
+        rank_zero_warn(message, category=RuntimeWarning)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, then ours; ``GradScaler.load_state_dict`` takes it too."""
+        if not self._enabled:
+            return {}
+        return super().state_dict() | {
+            "min_scale": self._min_scale,
+            "max_scale": self._max_scale,
+            "hysteresis": self._hysteresis,
+            "hysteresis_refill": self._hysteresis_refill,
+            "on_floor": self._on_floor,
+            "_hysteresis_tracker": _read(self._hysteresis_tracker, self._init_hysteresis_tracker),
+            "_floor_tracker": _read(self._floor_tracker, self._init_floor_tracker),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a ``LossScaler`` or of a ``torch.amp.GradScaler``.
+
+        What a ``GradScaler`` does not know (bounds, hysteresis, floor policy) stays as it was; a scale outside the
+        bounds is brought inside, with a warning.
+
+        Raises:
+            ValueError: if an entry is missing or out of range; nothing is changed then.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            super().load_state_dict(state_dict)  # raises torch's error about an empty state
+        missing = [key for key in _TORCH_KEYS if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"The checkpoint's loss scaler lacks {', '.join(missing)}; it has {', '.join(state_dict)}. It must be"
+                " what the state_dict of a LossScaler or of a torch.amp.GradScaler holds."
+            )
+        rule = ScaleRule(
+            **{field.name: state_dict.get(field.name, getattr(self.rule, field.name)) for field in fields(ScaleRule)}
+        )
+        on_floor = state_dict.get("on_floor", self._on_floor)
+        _check_state(state_dict, rule, on_floor)
+        self._min_scale, self._max_scale, self._on_floor = rule.min_scale, rule.max_scale, on_floor
+        self._hysteresis, self._hysteresis_refill = rule.hysteresis, rule.hysteresis_refill
+        # The scale is a float32 number and the bounds need not be.
+        low, high = torch.tensor([self._min_scale, min(self._max_scale, _LARGEST_SCALE)], dtype=torch.float32).tolist()
+        scale = min(max(state_dict["scale"], low), high)
+        if scale != state_dict["scale"]:
+            rank_zero_warn(
+                f"The checkpoint's loss scale {state_dict['scale']:g} is outside [{self._min_scale:g},"
+                f" {self._max_scale:g}]; going on with {scale:g}. Widen min_scale or max_scale to keep it."
+            )
+        super().load_state_dict({**state_dict, "scale": scale})
+        self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
+        self._init_floor_tracker = state_dict.get("_floor_tracker", 0)
+        self._floor_copy = None
+        if self._hysteresis_tracker is not None and self._floor_tracker is not None:
+            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+            self._floor_tracker.fill_(self._init_floor_tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        if self._enabled:
+            state["_init_hysteresis_tracker"] = _read(self._hysteresis_tracker, self._init_hysteresis_tracker)
+            state["_init_floor_tracker"] = _read(self._floor_tracker, self._init_floor_tracker)
+        return state | {"_hysteresis_tracker": None, "_floor_tracker": None, "_floor_copy": None}
+
+
+def _read(tracker: Tensor | None, initial: int) -> int:
+    return initial if tracker is None else int(tracker.item())
+
+
+def _to_at_least_float32(output: Tensor) -> Tensor:
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def _map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(outputs, Tensor):
+        return function(outputs)
+    if isinstance(outputs, Iterable) and not isinstance(outputs, str | Mapping):
+        mapped = (_map_tensors(output, function) for output in outputs)
+        return type(outputs)(mapped) if isinstance(outputs, list | tuple) else mapped
+    return outputs

@@ -1,0 +1,100 @@
+"""Models under Lightning's ``FSDPStrategy`` (FSDP1): what it cannot shard is refused, batch norms stay in fp32."""
+
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from lightning_mp.core.messages import listed
+from lightning_mp.modules.names import named_modules
+from lightning_mp.sharding.odd_parameters import refuse_odd_parameters
+
+__all__ = ["FSDP1Model"]
+
+_NAMES_IN_MESSAGE = 6
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class FSDP1Model:
+    """Looks at a model before the strategy wraps it, and once more after.
+
+    Args:
+        model: not wrapped yet.
+        strategy: of the run.
+
+    Raises:
+        MisconfigurationException: if parameters are complex or float64, or have sparse gradients.
+    """
+
+    _by_strategy: ClassVar[WeakKeyDictionary[Strategy, "FSDP1Model"]] = WeakKeyDictionary()
+
+    def __init__(self, model: nn.Module, strategy: FSDPStrategy) -> None:
+        refuse_odd_parameters(model, "FSDPStrategy")
+        _refuse_float64(model)
+        _keep_batch_norms_in_fp32(model, strategy)
+        places: dict[int, list[tuple[str, nn.Module]]] = {}
+        for name, module in named_modules(model):
+            for inner, parameter in module.named_parameters(recurse=False):
+                places.setdefault(id(parameter), []).append((f"{name}.{inner}".strip("."), module))
+        self._tied = [several for several in places.values() if len(several) > 1]
+
+    @classmethod
+    def look_before_wrapping(cls, model: nn.Module, strategy: Strategy) -> None:
+        """Looks at a model that FSDP1 is about to wrap; at no other."""
+        if isinstance(strategy, FSDPStrategy) and not _is_wrapped(model):
+            cls._by_strategy[strategy] = cls(model, strategy)
+
+    @classmethod
+    def look_after_wrapping(cls, strategy: Strategy) -> None:
+        """Looks once more at what came of it.
+
+        Raises:
+            MisconfigurationException: if units share a parameter.
+        """
+        before = cls._by_strategy.pop(strategy, None)
+        if before is not None and strategy.model is not None:
+            before._check_units(strategy.model)
+
+    def _check_units(self, wrapped: nn.Module) -> None:
+        unit_of: dict[int, FullyShardedDataParallel] = {}
+        for unit in FullyShardedDataParallel.fsdp_modules(wrapped):  # outer ones first
+            unit_of |= {id(module): unit for module in unit.modules()}
+        for several in self._tied:
+            if len({id(unit_of.get(id(module))) for _, module in several}) > 1:
+                (first, _), (second, _), *_ = several
+                raise MisconfigurationException(
+                    f"FSDPStrategy: {first} and {second} are one parameter (tied weights), and auto_wrap_policy puts"
+                    " them into two units, each of which would free what the other needs. Leave the modules that share"
+                    " it out of auto_wrap_policy, so that the model itself holds them, or use strategy='ddp'."
+                )
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _refuse_float64(model: nn.Module) -> None:
+    wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
+    if wide:
+        raise MisconfigurationException(
+            f"FSDPStrategy gathers all parameters in one dtype, and {listed(wide, _NAMES_IN_MESSAGE)} are float64: they"
+            " would be rounded to that of the precision plugin. Use strategy=FSDP2Strategy(), which keeps them, store"
+            " them in fp32, or use strategy='ddp'."
+        )
+
+
+def _keep_batch_norms_in_fp32(model: nn.Module, strategy: FSDPStrategy) -> None:
+    """FSDP wraps them apart, in fp32, where it has a policy for wrapping: the one given here wraps nothing else.
+
+    Without it they would get 16-bit weights for fp32 statistics, which torch refuses (Lightning's own plugin makes the
+    statistics 16 bit, too).
+    """
+    has_one = any(isinstance(module, _BATCH_NORMS) for module in model.modules())
+    if has_one and strategy.kwargs.get("auto_wrap_policy") is None and strategy.mixed_precision is None:
+        strategy.kwargs["auto_wrap_policy"] = ModuleWrapPolicy(set())

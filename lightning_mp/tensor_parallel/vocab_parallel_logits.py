@@ -1,0 +1,164 @@
+"""Logits of which each rank holds the columns of some tokens: whole for whoever looks, in parts for the loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_mp.core import private_api
+from lightning_mp.tensor_parallel.vocab_parallel_loss import cross_entropy_of_part
+from lightning_mp.tensor_parallel.vocab_parallel_ops import run_on_parts
+from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts, VocabParallelSplit
+
+__all__ = ["VocabParallelSplit", "VocabParallelLogits", "cut_logits"]
+
+
+class VocabParallelLogits(InParts):
+    """A tensor of which this rank has some columns.
+
+    ``F.cross_entropy`` is computed on the parts. Casts, changes of shape, rows taken out and arithmetic leave it in
+    parts. Everything else gets the whole, gathered at once from the ranks, so all of them have to do it; ``detach()``
+    does so, too, and what it gives is a plain tensor that one rank alone can use.
+
+    Writing into a view of single columns (``logits[..., 3].zero_()``) is lost; ``logits[..., 3] = 0`` is not.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Above autograd: the loss, and what never comes to an operation of torch."""
+        with private_api.without_function_subclasses():
+            return _FUNCTIONS.get(func, func)(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub is of a function that is none of the class
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Below autograd: operations on the part, or else on the whole."""
+        return run_on_parts(func, args, kwargs or {})
+
+
+def cut_logits(part: Tensor, cut: VocabParallelSplit) -> Tensor:
+    """Logits of this rank's columns as one tensor, ``[..., vocabulary]``.
+
+    Where nothing is recorded for a backward (validation, generation) they are gathered at once.
+    """
+    if torch.is_grad_enabled() and part.requires_grad:
+        wrapped: Tensor = _FromPart.apply(part, cut)  # type: ignore[no-untyped-call]
+        return wrapped
+    return cut.whole(part, part.ndim - 1)
+
+
+class _FromPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: VocabParallelSplit) -> Tensor:
+        ctx.cut = cut
+        return VocabParallelLogits(part.detach(), part.ndim - 1, cut)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # What was computed from the whole is the same on all ranks, and so is its gradient.
+        own = gradient.part if isinstance(gradient, VocabParallelLogits) else ctx.cut.own(gradient, gradient.ndim - 1)
+        return own, None
+
+
+class _ToPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
+        ctx.layout = logits.dim_of_vocabulary, logits.cut
+        return logits.part.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return VocabParallelLogits(gradient, *ctx.layout)
+
+
+class _ToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
+        return logits.cut.whole(logits.part, logits.dim_of_vocabulary)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _whole(value: Any) -> Any:
+    return _ToWhole.apply(value) if isinstance(value, VocabParallelLogits) else value  # type: ignore[no-untyped-call]
+
+
+# -- above autograd ----------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    dim = 1 if input.ndim > 1 else 0
+    rows = (*input.shape[:dim], *input.shape[dim + 1 :])
+    in_parts = isinstance(input, VocabParallelLogits) and input.dim_of_vocabulary == dim
+    plain = type(target) is Tensor and target.dtype == torch.int64 and (weight is None or type(weight) is Tensor)
+    known = size_average is None and reduce is None and reduction in ("none", "mean", "sum")
+    if not (in_parts and plain and known and target.shape == rows and 0 <= label_smoothing <= 1):
+        # Probabilities as targets, and whatever torch refuses.
+        return F.cross_entropy(
+            _whole(input), _whole(target), weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    assert isinstance(input, VocabParallelLogits)
+    cut, device_type = input.cut, input.device.type
+    part: Tensor = _ToPart.apply(input)  # type: ignore[no-untyped-call]
+    by_autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    with torch.autocast(device_type, enabled=False):
+        losses = cross_entropy_of_part(
+            part.movedim(dim, -1).reshape(-1, part.shape[dim]),
+            target.reshape(-1),
+            first=cut.rank * part.shape[dim],
+            vocabulary=input.shape[dim],
+            group=cut.group,
+            weight=None if weight is None else weight.to(dtype),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    losses = losses if by_autocast else losses.to(input.dtype)
+    return losses.reshape(rows) if reduction == "none" else losses
+
+
+def _set_item(logits: Tensor, index: Any, value: Any) -> None:
+    if not isinstance(logits, VocabParallelLogits):
+        logits[index] = _whole(value)
+        return
+    whole = _whole(logits)
+    whole[index] = _whole(value)
+    logits.copy_(whole)
+
+
+def _plain_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_the_whole(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(_whole(logits), *args, **kwargs)
+
+    return on_the_whole
+
+
+def _shown(logits: VocabParallelLogits, **_: Any) -> str:
+    size, rank, ranks = tuple(logits.shape), logits.cut.rank, logits.cut.ranks
+    return f"VocabParallelLogits(part {rank} of {ranks}, size={size}, dtype={logits.dtype})"
+
+
+_PYTHON = (Tensor.detach, Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__deepcopy__, Tensor.__reduce_ex__)
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    Tensor.__setitem__: _set_item,
+    Tensor.__repr__: _shown,
+    **{function: _plain_first(function) for function in _PYTHON},
+}

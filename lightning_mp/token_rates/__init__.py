@@ -1,1 +1,0 @@
-"""The learning rate over tokens: the parts of ``TokenLearningRate``."""

@@ -1,0 +1,187 @@
+"""How much a batch weighs: its samples and its loss-bearing tokens, and how to hide tokens from the loss."""
+
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.core.nested_tensors import tensors_in
+
+__all__ = [
+    "IGNORE_INDEX",
+    "count_samples",
+    "declared_divisor",
+    "find_labels",
+    "loss_bearing",
+    "nonpad_tokens",
+    "replace_labels_",
+    "replaceable_labels",
+    "shifts_labels_inside",
+    "trim_labels_",
+]
+
+#: Label that the loss leaves out: the default ``ignore_index`` of ``torch.nn.functional.cross_entropy``.
+IGNORE_INDEX = -100
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+# Class names of Hugging Face models whose loss can shift labels (transformers 5, `ForCausalLMLoss`).
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def find_labels(batch: Any) -> Tensor | None:
+    """The token labels of a batch, or None.
+
+    They are ``batch["labels"]`` of a mapping, or the second entry of a list or tuple, if that is an integer tensor with
+    two dimensions or more, ``[batch, tokens, ...]``. One-dimensional labels are classes of whole samples, not tokens.
+
+    Example:
+        >>> import torch
+        >>> find_labels({"labels": torch.tensor([[1, 2, -100]])})
+        tensor([[   1,    2, -100]])
+        >>> find_labels([torch.randn(4, 8), torch.tensor([0, 1, 0, 1])]) is None
+        True
+    """
+    candidate: Any = None
+    if isinstance(batch, Mapping):
+        candidate = batch.get("labels")
+    elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 1:
+        candidate = batch[1]
+    if not isinstance(candidate, Tensor) or candidate.dtype not in _INTEGERS or candidate.ndim < 2:
+        return None
+    return candidate
+
+
+def shifts_labels_inside(module: nn.Module, batch: Any) -> bool:
+    """Whether a Hugging Face model in the module shifts the labels of such a batch by itself.
+
+    A causal language model given ``labels`` that repeat its ``input_ids`` compares position ``t`` with label ``t + 1``,
+    so that ``labels[:, 0]`` bears no loss. Labels that differ from the inputs (shifted already, masked language models,
+    translation) are used as they are.
+    """
+    labels = find_labels(batch)
+    input_ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if labels is None or not isinstance(input_ids, Tensor) or input_ids.shape != labels.shape:
+        return False
+    if not bool(((labels == input_ids) | (labels == IGNORE_INDEX)).all()):
+        return False
+    return any(_is_causal(submodule) for submodule in module.modules())
+
+
+def _is_causal(module: nn.Module) -> bool:
+    names = [cls.__name__ for cls in type(module).__mro__]
+    if "PreTrainedModel" not in names or not any(name.endswith(_CAUSAL_SUFFIXES) for name in names):
+        return False
+    return not getattr(module.config, "is_encoder_decoder", False)
+
+
+def loss_bearing(labels: Tensor, *, shifted: bool) -> Tensor:
+    """Boolean mask of the labels that reach the loss, same shape as ``labels``.
+
+    Args:
+        labels: integer tensor, shape ``[batch, tokens, ...]``.
+        shifted: the model shifts labels itself (:func:`shifts_labels_inside`), so the first column is left out.
+
+    Example:
+        >>> import torch
+        >>> loss_bearing(torch.tensor([[5, -100, 7]]), shifted=True)
+        tensor([[False, False,  True]])
+    """
+    mask = labels != IGNORE_INDEX
+    if shifted:
+        mask[:, 0] = False
+    return mask
+
+
+def count_samples(batch: Any) -> int:
+    """Size of the first dimension of the first tensor in the batch.
+
+    Raises:
+        ValueError: if there is no tensor with a dimension in the batch.
+
+    Example:
+        >>> import torch
+        >>> count_samples({"x": torch.zeros(3, 5)})
+        3
+    """
+    for tensor in tensors_in(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise ValueError(
+        f"No samples can be counted in a batch of type {type(batch).__name__!r}: it holds no tensor with a batch"
+        " dimension. Pass count=, a function from a batch to its number of items, or weight_by='batch'."
+    )
+
+
+def declared_divisor(batch: Any) -> int | Tensor | None:
+    """What a batch says its loss is divided by: ``batch["num_items_in_batch"]``, as Hugging Face models take it.
+
+    Their loss is then a sum over tokens divided by that number, not a mean over the tokens of this batch.
+
+    Example:
+        >>> declared_divisor({"num_items_in_batch": 96}), declared_divisor([1, 2])
+        (96, None)
+    """
+    declared = batch.get("num_items_in_batch") if isinstance(batch, Mapping) else None
+    if declared is None or isinstance(declared, Tensor):
+        return declared
+    return int(declared)
+
+
+def nonpad_tokens(batch: Any) -> Tensor | None:
+    """Tokens that ``batch["attention_mask"]`` does not hide, a scalar tensor; None if there is no such mask.
+
+    Example:
+        >>> import torch
+        >>> nonpad_tokens({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
+        tensor(3)
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    # Two dimensions, [batch, tokens]; a mask with more says who sees whom.
+    return (mask != 0).sum() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def replaceable_labels(batch: Any) -> bool:
+    """Whether the labels of this batch can be exchanged: they sit in a mutable mapping or list."""
+    return find_labels(batch) is not None and isinstance(batch, MutableMapping | MutableSequence)
+
+
+def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> Tensor:
+    """Hides all but the first ``keep_tokens`` loss-bearing tokens of a batch from the loss.
+
+    The label tensor is exchanged in its container, never written to: it may be a view of the data set.
+
+    Args:
+        batch: a batch with :func:`replaceable_labels`.
+        keep_tokens: loss-bearing tokens that stay, counted in row order.
+        shifted: see :func:`loss_bearing`.
+
+    Returns:
+        The labels before, for :func:`replace_labels_`.
+
+    Example:
+        >>> import torch
+        >>> batch = [torch.zeros(2, 2), torch.tensor([[1, 2], [3, 4]])]
+        >>> _ = trim_labels_(batch, 3, shifted=False)
+        >>> batch[1]
+        tensor([[   1,    2],
+                [   3, -100]])
+    """
+    labels = find_labels(batch)
+    assert labels is not None
+    mask = loss_bearing(labels, shifted=shifted)
+    position = mask.flatten().cumsum(0).view_as(labels)
+    # Bytes as labels cannot hold -100.
+    signed = labels.long() if labels.dtype == torch.uint8 else labels
+    trimmed = torch.where(mask & (position > keep_tokens), IGNORE_INDEX, signed)
+    replace_labels_(batch, trimmed)
+    return labels
+
+
+def replace_labels_(batch: Any, labels: Tensor) -> None:
+    """Puts other labels into a batch with :func:`replaceable_labels`."""
+    if isinstance(batch, MutableMapping):
+        batch["labels"] = labels
+    else:
+        batch[1] = labels

@@ -1,0 +1,277 @@
+"""Where a token budget ends: which micro-batch is the last, and how many of its tokens still count. Pure functions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_mp.gradients.gradient_ops import accumulation_dtype
+from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
+from lightning_mp.tokens.loss_weighting import Measure, Weighting
+
+__all__ = [
+    "LastBatch",
+    "LandingMode",
+    "OpenWindow",
+    "BudgetLimiter",
+    "TokenBudget",
+    "TrimFunction",
+    "is_spent",
+    "is_spent_already",
+    "split_last_batch",
+    "spent_tokens",
+]
+
+#: From a batch and the number of tokens to keep in the loss to a function that undoes it.
+TrimFunction = Callable[[Any, int], Callable[[], None]]
+
+LandingMode = Literal["exact", "floor", "ceil", "nearest"]
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """A number of loss-bearing tokens over all ranks, and how to end on it.
+
+    Args:
+        tokens: the budget.
+        landing: "exact" hides surplus tokens of the last micro-batch from the loss; "floor" ends before the first
+            micro-batch that would go past the budget; "ceil" ends after the first that reaches it; "nearest" ends
+            where the run is at most half a (largest) micro-batch away from it.
+        makes_up_for_skips: tokens of skipped optimizer steps do not count.
+        trim: hides surplus tokens of a batch where they are not its labels, for "exact".
+
+    Raises:
+        ValueError: if ``tokens`` is not positive or ``landing`` is unknown.
+    """
+
+    tokens: int
+    landing: LandingMode = "exact"
+    makes_up_for_skips: bool = False
+    trim: TrimFunction | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"The token budget is {self.tokens}; it must be 1 token or more.")
+        if self.landing not in get_args(LandingMode):
+            raise ValueError(f"landing={self.landing!r} is unknown; it must be one of {get_args(LandingMode)}.")
+
+
+@dataclass(frozen=True)
+class LastBatch:
+    """What happens to one micro-batch.
+
+    Attributes:
+        keep_tokens: for each rank the tokens that count.
+        is_last: whether the run ends with this micro-batch.
+    """
+
+    keep_tokens: tuple[int, ...]
+    is_last: bool
+
+
+def split_last_batch(counts: Sequence[int], remaining: int, mode: LandingMode, largest_micro_batch: int) -> LastBatch:
+    """Decides about the next micro-batch.
+
+    With "exact" every rank keeps one token or more, since a mean over no token is nan. Therefore the micro-batch before
+    the last one is shortened when it would leave fewer tokens than there are ranks. Where micro-batches have less than
+    two tokens per rank that cannot always be, and up to one token per rank too much is trained on.
+
+    Args:
+        counts: loss-bearing tokens of this micro-batch on each rank.
+        remaining: tokens that are left in the budget before it.
+        mode: see :class:`TokenBudget`.
+        largest_micro_batch: the most tokens that a micro-batch of this run can hold over all ranks ("floor",
+            "nearest").
+
+    Example:
+        >>> split_last_batch([512, 512], remaining=1500, mode="exact", largest_micro_batch=1024)
+        LastBatch(keep_tokens=(512, 512), is_last=False)
+        >>> split_last_batch([512, 512], remaining=476, mode="exact", largest_micro_batch=1024)
+        LastBatch(keep_tokens=(475, 1), is_last=True)
+        >>> split_last_batch([512, 512], remaining=1500, mode="floor", largest_micro_batch=1024)
+        LastBatch(keep_tokens=(512, 512), is_last=True)
+    """
+    total, num_ranks = sum(counts), len(counts)
+    after = remaining - total
+    if mode != "exact":
+        return LastBatch(tuple(counts), is_last=is_spent(after, mode, largest_micro_batch))
+    if after <= 0:
+        return LastBatch(_spread(counts, remaining), is_last=True)
+    if after < num_ranks:
+        return LastBatch(_spread(counts, remaining - num_ranks), is_last=False)
+    return LastBatch(tuple(counts), is_last=False)
+
+
+def is_spent(remaining: int, mode: LandingMode, largest_micro_batch: int) -> bool:
+    """Whether no further micro-batch belongs into a budget of which so many tokens remain.
+
+    Example:
+        >>> [is_spent(60, mode, largest_micro_batch=100) for mode in ("exact", "floor", "ceil", "nearest")]
+        [False, True, False, False]
+    """
+    if mode == "floor":
+        return remaining < max(largest_micro_batch, 1)
+    if mode == "nearest":
+        return 2 * remaining <= largest_micro_batch
+    return remaining <= 0
+
+
+def _spread(counts: Sequence[int], total: int) -> tuple[int, ...]:
+    """``total`` tokens given to the ranks in order, one at least to each that has one."""
+    kept = [min(1, count) for count in counts]
+    spare = total - sum(kept)
+    for rank, count in enumerate(counts):
+        more = max(0, min(count - kept[rank], spare))
+        kept[rank] += more
+        spare -= more
+    return tuple(kept)
+
+
+@dataclass(frozen=True)
+class OpenWindow:
+    """Where a run stands when a micro-batch begins.
+
+    Attributes:
+        totals: of the window's earlier micro-batches on this rank.
+        position: how many of them there are.
+        measure: the micro-batch that begins.
+        data_rank: this rank among those that see different data.
+        device: where counts are gathered.
+    """
+
+    totals: AccumulationTotals
+    position: int
+    measure: Measure
+    data_rank: int
+    device: torch.device
+
+
+def spent_tokens(budget: TokenBudget, counter: TokenCounter) -> int:
+    """Tokens of a counter that count for a budget."""
+    return counter.tokens - (counter.skipped_tokens if budget.makes_up_for_skips else 0)
+
+
+def is_spent_already(
+    budget: TokenBudget, counter: TokenCounter, window_tokens: int, growth: float | None, *, had_ended: bool
+) -> bool:
+    """Whether a run that starts, or is resumed, has spent its budget, which may be another one than before.
+
+    Args:
+        budget: of this fit.
+        counter: what was spent before.
+        window_tokens: tokens of a window that was left open.
+        growth: how many times as large micro-batches are now; None where the layout of data is what it was.
+        had_ended: the run ended on the budget that it had.
+    """
+    left = budget.tokens - spent_tokens(budget, counter) - window_tokens
+    if not had_ended and growth is None:
+        return left <= 0
+    return is_spent(left, budget.landing, round(counter.largest_micro_batch * (growth or 1.0)))
+
+
+class BudgetLimiter:
+    """Spends a budget.
+
+    Args:
+        budget: how much, and how to end.
+        counter: what was spent so far, over all ranks.
+        weighting: counts micro-batches.
+    """
+
+    def __init__(self, budget: TokenBudget, counter: TokenCounter, weighting: Weighting) -> None:
+        self._budget = budget
+        self._counter = counter
+        self._weighting = weighting
+        self._undo_trim: Callable[[], None] | None = None
+
+    def is_far_from_the_end(self, position: int, certain_tokens: int) -> bool:
+        """Whether the budget cannot end in the next micro-batch. All ranks answer alike, and nothing is waited for.
+
+        Tokens that are still on their way are bounded by twice the largest micro-batch so far, since lengths vary.
+
+        Args:
+            position: micro-batches of the window before this one.
+            certain_tokens: the most that this micro-batch can hold, if there is one rank; else 0, since the others'
+                are not known.
+        """
+        largest = self._counter.largest_micro_batch
+        in_flight = self._counter.unread_micro_batches + position + 2
+        return (
+            largest > 0
+            and spent_tokens(self._budget, self._counter) + 2 * largest * in_flight + certain_tokens
+            < self._budget.tokens
+        )
+
+    def begin_micro_batch(self, window: OpenWindow, batch: Any) -> tuple[bool, Measure]:
+        """Trims the micro-batch if it must. Waits for the device; ask :meth:`is_far_from_the_end` first.
+
+        Returns:
+            Whether the run ends with this micro-batch, and what it now measures.
+
+        Raises:
+            MisconfigurationException: at the first micro-batch of a run, if the budget cannot end as asked for.
+        """
+        self._counter.settle()
+        window_tokens, counts = _gather(window)
+        if self._counter.windows == 0 and window.position == 0:
+            self._check_first(batch, sum(counts))
+        remaining = self._budget.tokens - spent_tokens(self._budget, self._counter) - window_tokens
+        largest = max(self._counter.largest_micro_batch, window.measure.presented_tokens * len(counts))
+        landing = split_last_batch(counts, remaining, self._budget.landing, largest)
+        kept = landing.keep_tokens[window.data_rank]
+        if kept == counts[window.data_rank]:
+            return landing.is_last, window.measure
+        self._undo_trim = self._trim(batch, kept)
+        return landing.is_last, self._weighting.measure(batch)
+
+    def restore_labels(self) -> None:
+        """Puts the labels back into a trimmed batch: the data set may hold the very same container."""
+        undo, self._undo_trim = self._undo_trim, None
+        if undo is not None:
+            undo()
+
+    def _trim(self, batch: Any, keep_tokens: int) -> Callable[[], None]:
+        if self._budget.trim is not None:
+            return self._budget.trim(batch, keep_tokens)
+        labels = batch_tokens.trim_labels_(batch, keep_tokens, shifted=self._weighting.shifted)
+        return lambda: batch_tokens.replace_labels_(batch, labels)
+
+    def _check_first(self, batch: Any, tokens: int) -> None:
+        if self._budget.tokens < tokens:
+            raise MisconfigurationException(
+                f"The budget of {self._budget.tokens:,} tokens is smaller than one micro-batch, which has {tokens:,}"
+                " tokens over all ranks. Raise the budget or make the batch smaller."
+            )
+        if self._budget.landing != "exact" or self._budget.trim is not None:
+            return
+        if self._weighting.count is not None:
+            raise MisconfigurationException(
+                "landing='exact' trims labels, and with count= nobody knows what that does to the count."
+                " Give trim= too, choose landing='floor' or landing='ceil', or leave count= out."
+            )
+        if not batch_tokens.replaceable_labels(batch):
+            raise MisconfigurationException(
+                f"landing='exact' must hide surplus labels in the last batch, but a batch of type"
+                f" {type(batch).__name__!r} has no labels that can be exchanged. Give batches as a list"
+                " [inputs, labels] or a dict with 'labels', give trim=, or choose landing='floor' or landing='ceil'."
+            )
+
+
+def _gather(window: OpenWindow) -> tuple[int, list[int]]:
+    """Tokens of the open window over all ranks, and of this micro-batch on each rank that sees data of its own."""
+    dtype = accumulation_dtype(window.device)
+    rank = torch.full((), window.data_rank, dtype=dtype, device=window.device)
+    tokens = torch.as_tensor(window.measure.tokens, device=window.device)
+    local = torch.stack([rank, window.totals.tokens(window.device), tokens.to(dtype)])
+    rows = [local]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, local)
+    # Ranks that share their data (tensor parallel) say the same; each data rank counts once.
+    by_data_rank = {round(rank): (round(before), round(now)) for rank, before, now in torch.stack(rows).tolist()}
+    counts = [by_data_rank[rank] for rank in sorted(by_data_rank)]
+    return sum(before for before, _ in counts), [now for _, now in counts]

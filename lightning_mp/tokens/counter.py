@@ -1,0 +1,267 @@
+"""The run's account of tokens: global integers, exact, read from the device one window late."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.saved_state import COUNT, checked_state
+from lightning_mp.gradients.gradient_ops import accumulation_dtype
+
+__all__ = [
+    "LEDGER_KINDS",
+    "TokenCounterDelta",
+    "TokenCounterDeltas",
+    "NUM_TOTALS",
+    "TokenCounter",
+    "AccumulationTotals",
+]
+
+#: Entries of a counter's state; no part is larger than ``tokens``.
+_PARTS = ("skipped_tokens", "repeated_tokens", "last_window_tokens")
+_SUMS = ("tokens", "presented_tokens", "nonpad_tokens", "samples", "windows", "last_window_samples")
+LEDGER_KINDS = dict.fromkeys((*_SUMS, *_PARTS, "largest_micro_batch"), COUNT)
+
+#: Length of the vector that a window adds over all ranks, see :meth:`AccumulationTotals.tensor`.
+NUM_TOTALS = 6
+
+
+class AccumulationTotals:
+    """Running totals of one window on one rank, see :meth:`tensor`.
+
+    Numbers that the host knows stay on the host; counts made on the device stay there, as int64, so that nothing waits.
+    """
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+        self._host = [0.0] * NUM_TOTALS
+        self._device: list[Tensor | None] = [None] * NUM_TOTALS
+
+    def add(
+        self,
+        items: float | Tensor,
+        tokens: float | Tensor,
+        presented_tokens: int,
+        samples: int = 0,
+        nonpad_tokens: float | Tensor = 0,
+    ) -> None:
+        """Adds one micro-batch that was trained on."""
+        self.micro_batches += 1
+        for index, number in enumerate((items, tokens, presented_tokens, samples, nonpad_tokens)):
+            if isinstance(number, Tensor):
+                sum_before = self._device[index]
+                self._device[index] = number if sum_before is None else sum_before + number
+            else:
+                self._host[index] += number
+        self._host[5] = max(self._host[5], presented_tokens)
+
+    @property
+    def host_items(self) -> float | None:
+        """The items, if the host knows them all."""
+        return self._host[0] if self._device[0] is None else None
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Items; loss-bearing, presented tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
+
+        Summed over ranks, the last one bounds the largest micro-batch over all ranks from above.
+        """
+        dtype = accumulation_dtype(device)
+        return torch.stack([self._entry(index, device, dtype) for index in range(NUM_TOTALS)])
+
+    @classmethod
+    def of(cls, micro_batches: int, totals: "list[float]") -> Self:
+        """Totals that were saved."""
+        made = cls()
+        made.micro_batches = micro_batches
+        made._host = list(totals)
+        return made
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """The loss-bearing tokens, a scalar tensor on ``device``."""
+        return self._entry(1, device, accumulation_dtype(device))
+
+    def _entry(self, index: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        # `full` is a kernel; `torch.tensor(number, device=...)` would make the host wait for the device.
+        known = torch.full((), self._host[index], dtype=dtype, device=device)
+        counted = self._device[index]
+        return known if counted is None else known + counted.to(device=device, dtype=dtype)
+
+
+@dataclass
+class _Unread:
+    totals: HostCopy
+    micro_batches: int
+    repeated: bool
+    skipped: bool = False
+
+
+class TokenCounter:
+    """Global totals of all windows closed so far. They do not depend on the number of ranks.
+
+    Attributes:
+        tokens: loss-bearing tokens.
+        presented_tokens: tokens shown to the model, padding included.
+        nonpad_tokens: those of them that an attention mask does not hide.
+        samples: samples; 0 where nobody asked for them.
+        skipped_tokens: loss-bearing tokens of windows whose optimizer step was skipped.
+        repeated_tokens: loss-bearing tokens of windows after the first epoch.
+        windows: windows closed.
+        largest_micro_batch: upper bound of the presented tokens of the largest micro-batch over all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.presented_tokens = 0
+        self.nonpad_tokens = 0
+        self.samples = 0
+        self.skipped_tokens = 0
+        self.repeated_tokens = 0
+        self.windows = 0
+        self.largest_micro_batch = 0
+        self._last_window_tokens = 0
+        self._last_window_samples = 0
+        self._unread: deque[_Unread] = deque()
+
+    @property
+    def unread_micro_batches(self) -> int:
+        """Micro-batches of closed windows whose totals are still on their way."""
+        return sum(window.micro_batches for window in self._unread)
+
+    @property
+    def tokens_before_last_window(self) -> int:
+        """Tokens of all windows but the one closed last: the same whether or not that one has been read."""
+        return self.tokens if self._unread else self.tokens - self._last_window_tokens
+
+    @property
+    def samples_before_last_window(self) -> int:
+        """Samples of all windows but the one closed last."""
+        return self.samples if self._unread else self.samples - self._last_window_samples
+
+    def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> None:
+        """Takes the totals of a window, already summed over all ranks, and reads those of the windows before."""
+        self.settle()
+        self._unread.append(_Unread(HostCopy(totals), micro_batches, repeated))
+
+    def skip_last_window(self) -> None:
+        """The optimizer step of the window that was closed last turned out to be skipped."""
+        if self._unread:
+            self._unread[-1].skipped = True
+        else:
+            self.skipped_tokens += self._last_window_tokens
+
+    def settle(self) -> None:
+        """Reads everything that is still on its way."""
+        while self._unread:
+            window = self._unread.popleft()
+            _, tokens, presented_tokens, samples, nonpad, largest = (round(number) for number in window.totals.read())
+            self._last_window_tokens, self._last_window_samples = tokens, samples
+            self.tokens += tokens
+            self.presented_tokens += presented_tokens
+            self.nonpad_tokens += nonpad
+            self.samples += samples
+            self.skipped_tokens += tokens * window.skipped
+            self.repeated_tokens += tokens * window.repeated
+            self.windows += 1
+            self.largest_micro_batch = max(self.largest_micro_batch, largest)
+
+    def forget_sizes(self) -> None:
+        """Micro-batches to come have other sizes than those before."""
+        self.largest_micro_batch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """All totals, settled."""
+        self.settle()
+        return {
+            "tokens": self.tokens,
+            "presented_tokens": self.presented_tokens,
+            "nonpad_tokens": self.nonpad_tokens,
+            "samples": self.samples,
+            "skipped_tokens": self.skipped_tokens,
+            "repeated_tokens": self.repeated_tokens,
+            "windows": self.windows,
+            "largest_micro_batch": self.largest_micro_batch,
+            "last_window_tokens": self._last_window_tokens,
+            "last_window_samples": self._last_window_samples,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from saved totals.
+
+        Raises:
+            ValueError: if one is missing or cannot be; nothing is changed then.
+        """
+        state = checked_state(state, LEDGER_KINDS, "the token counter")
+        if too_large := [name for name in _PARTS if state[name] > state["tokens"]]:
+            raise ValueError(
+                f"The checkpoint's state of the token counter cannot be loaded: {too_large[0]!r} is"
+                f" {state[too_large[0]]:,}, more than its {state['tokens']:,} tokens. Nothing was changed. Resume from"
+                " another checkpoint."
+            )
+        self._unread.clear()
+        self.tokens = state["tokens"]
+        self.presented_tokens = state["presented_tokens"]
+        self.nonpad_tokens = state["nonpad_tokens"]
+        self.samples = state["samples"]
+        self.skipped_tokens = state["skipped_tokens"]
+        self.repeated_tokens = state["repeated_tokens"]
+        self._last_window_tokens = state["last_window_tokens"]
+        self._last_window_samples = state["last_window_samples"]
+        self.windows = state["windows"]
+        self.largest_micro_batch = state["largest_micro_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounterDelta:
+    """Sums over all ranks since the last look.
+
+    Attributes:
+        windows: accumulation windows read.
+        presented_tokens: tokens shown to the model, padding included.
+        nonpad_tokens: those of them that an attention mask does not hide.
+        useful_tokens: those again without the ones of skipped steps. Negative where a step turns out to be skipped
+            after its tokens were read.
+    """
+
+    windows: int
+    presented_tokens: int
+    nonpad_tokens: int
+    useful_tokens: int
+
+
+class TokenCounterDeltas:
+    """Looks at a counter again and again. The counter counts skipped tokens by their labels; here they count whole.
+
+    Args:
+        counter: what it holds now is not told again.
+    """
+
+    def __init__(self, counter: TokenCounter) -> None:
+        self._counter = counter
+        self._last_nonpad_tokens = 0
+        self._seen = self._look()
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something new."""
+        return self._look() != self._seen
+
+    def take(self) -> TokenCounterDelta:
+        """What is new; from now on it is old."""
+        before, self._seen = self._seen, self._look()
+        windows, tokens, skipped_tokens, presented_tokens, nonpad_tokens = (
+            after - earlier for after, earlier in zip(self._seen, before, strict=True)
+        )
+        if windows:
+            self._last_nonpad_tokens = nonpad_tokens
+            wasted_tokens = round(nonpad_tokens * skipped_tokens / tokens) if tokens else 0
+        else:
+            # A fused step: its tokens were read before its outcome.
+            wasted_tokens = self._last_nonpad_tokens if skipped_tokens else 0
+        return TokenCounterDelta(windows, presented_tokens, nonpad_tokens, nonpad_tokens - wasted_tokens)
+
+    def _look(self) -> tuple[int, int, int, int, int]:
+        counter = self._counter
+        return counter.windows, counter.tokens, counter.skipped_tokens, counter.presented_tokens, counter.nonpad_tokens

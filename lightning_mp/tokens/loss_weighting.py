@@ -1,0 +1,121 @@
+"""What a micro-batch weighs in the mean of its window: itself, its samples or its tokens."""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_mp.tokens import batch_tokens
+
+__all__ = ["CountFunction", "Measure", "WeightBy", "Weighting"]
+
+WeightBy = Literal["auto", "batch", "sample", "token"]
+
+#: From a batch to its number of items on this rank: an int, or an integer scalar tensor on any device.
+CountFunction = Callable[[Any], int] | Callable[[Any], Tensor] | Callable[[Any], int | Tensor]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One micro-batch on this rank.
+
+    Attributes:
+        items: what it weighs.
+        tokens: its loss-bearing tokens; 0 if they are not counted.
+        presented_tokens: an upper bound for ``tokens`` that the host knows from the shape.
+        samples: its samples; 0 if they are not counted.
+        divisor: what its loss was divided by, if that is not ``items``.
+        nonpad_tokens: tokens that an attention mask does not hide; 0 if tokens are not counted.
+    """
+
+    items: int | Tensor
+    tokens: int | Tensor
+    presented_tokens: int
+    samples: int = 0
+    divisor: int | Tensor | None = None
+    nonpad_tokens: int | Tensor = 0
+
+
+class Weighting:
+    """Measures micro-batches.
+
+    Args:
+        weight_by: "token" weighs by loss-bearing tokens, "sample" by batch size, "batch" all alike; "auto" takes tokens
+            if the first batch has token labels or ``count`` is given, else samples. The choice is printed.
+        count: counts the tokens of a batch, where they are not its labels.
+
+    Raises:
+        ValueError: if ``weight_by`` is unknown.
+    """
+
+    def __init__(self, weight_by: WeightBy = "auto", count: CountFunction | None = None) -> None:
+        if weight_by not in get_args(WeightBy):
+            raise ValueError(f"weight_by={weight_by!r} is unknown; it must be one of {get_args(WeightBy)}.")
+        if count is not None and not callable(count):
+            raise ValueError(f"count={count!r} must be a function from a batch to its number of tokens.")
+        self.weight_by: WeightBy = weight_by
+        self.count = count
+        self.shifted = False
+        self.counts_tokens = True
+        self.counts_samples = weight_by == "sample"
+
+    def resolve(self, first_batch: Any, *, shifted: bool, budgeted: bool) -> None:
+        """Settles "auto" and refuses what the first batch cannot give.
+
+        Args:
+            first_batch: the first batch of the run.
+            shifted: the model shifts its labels itself.
+            budgeted: a token budget needs tokens even if they are not the weight.
+
+        Raises:
+            MisconfigurationException: if tokens are needed and cannot be counted.
+        """
+        self.shifted = shifted
+        has_tokens = self.count is not None or batch_tokens.find_labels(first_batch) is not None
+        if not has_tokens and (budgeted or self.weight_by == "token"):
+            raise MisconfigurationException(
+                f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: there is no integer"
+                " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
+                " batch to its number of tokens."
+            )
+        if self.weight_by == "auto":
+            self.weight_by = "token" if has_tokens else "sample"
+            rank_zero_info(f"Gradient accumulation: micro-batches are weighted by their number of {self.weight_by}s.")
+        self.counts_tokens = has_tokens
+        self.counts_samples = self.counts_samples or self.weight_by == "sample"
+
+    def measure(self, batch: Any) -> Measure:
+        """Counts one micro-batch without waiting for the device."""
+        tokens, presented_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
+        samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
+        items = {"token": tokens, "sample": samples, "batch": 1}[self.weight_by]
+        nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
+        divisor = batch_tokens.declared_divisor(batch)
+        return Measure(
+            items,
+            tokens,
+            presented_tokens,
+            samples,
+            divisor,
+            presented_tokens if nonpad_tokens is None else nonpad_tokens,
+        )
+
+    def size(self, batch: Any, units: Set[str]) -> tuple[int, int]:
+        """Samples, and tokens with padding, that a batch presents on this rank; 0 for what ``units`` does not name."""
+        samples = batch_tokens.count_samples(batch) if "sample" in units else 0
+        return samples, self._tokens(batch)[1] if "token" in units else 0
+
+    def _tokens(self, batch: Any) -> tuple[int | Tensor, int]:
+        labels = batch_tokens.find_labels(batch)
+        if self.count is not None:
+            counted = self.count(batch)
+            return counted, labels.numel() if labels is not None else int(counted)
+        if labels is None:
+            raise MisconfigurationException(
+                f"The first batch had token labels, this batch of type {type(batch).__name__!r} has none."
+                " All batches of a run must look alike, or pass count=."
+            )
+        return batch_tokens.loss_bearing(labels, shifted=self.shifted).sum(), labels.numel()

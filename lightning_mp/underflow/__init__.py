@@ -1,1 +1,0 @@
-"""Exponent histograms on the device: the parts of ``UnderflowMonitor`` and ``UnderflowFraction``."""

@@ -1,0 +1,178 @@
+"""Cutting batches and joining outputs, apart from any training."""
+
+import dataclasses
+from collections import UserDict, namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+from transformers import BatchEncoding
+
+from lightning_mp.accumulation.batch_split import Chunk, chunk_bounds, merge_outputs, num_samples, split_batch, split_by
+
+Pair = namedtuple("Pair", ["x", "names"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    names: list[str]
+    scale: float = 2.0
+    doubled: Tensor = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", 2 * self.x)
+
+
+def rows(value: Any) -> list[Any]:
+    return [chunk.batch for chunk in split_batch(value, 2)]
+
+
+X = torch.arange(10.0).reshape(5, 2)
+NAMES = list("abcde")
+
+
+@given(st.integers(1, 200), st.integers(1, 50))
+def test_bounds_cover_the_batch_in_few_and_even_chunks(samples, size):
+    bounds = chunk_bounds(samples, size)
+    lengths = [stop - start for start, stop in bounds]
+    assert [index for start, stop in bounds for index in range(start, stop)] == list(range(samples))
+    assert max(lengths) <= size
+    assert max(lengths) - min(lengths) <= 1
+    assert len(bounds) == -(-samples // size)
+
+
+def test_tensor_is_viewed_and_not_copied():
+    chunks = split_batch(X, 2)
+    assert [chunk.samples for chunk in chunks] == [2, 2, 1]
+    assert torch.equal(torch.cat([chunk.batch for chunk in chunks]), X)
+    assert chunks[1].batch.data_ptr() == X[2:].data_ptr()
+
+
+def test_a_batch_that_fits_is_the_same_object():
+    assert split_batch(X, 5) == [Chunk(X, 5)]
+    assert split_batch(X, 5)[0].batch is X
+
+
+def test_nested_containers():
+    batch = {"x": X, "pair": (X[:, 0], [X[:, 1]]), "names": NAMES, "epoch": 3, "lr": torch.tensor(0.1), "none": None}
+    first, _, last = rows(batch)
+    assert torch.equal(last["x"], X[4:])
+    assert torch.equal(first["pair"][1][0], X[:2, 1])
+    assert type(first["pair"]) is tuple
+    assert (last["names"], last["epoch"], last["none"]) == (["e"], 3, None)
+    assert last["lr"] is batch["lr"]
+    assert batch["x"] is X
+
+
+def test_named_tuple():
+    assert type(rows(Pair(X, NAMES))[2]) is Pair
+    assert rows(Pair(X, NAMES))[2].names == ["e"]
+
+
+def test_frozen_dataclass_with_a_field_that_init_does_not_take():
+    chunks = rows(Sample(X, NAMES))
+    assert [type(chunk) for chunk in chunks] == [Sample] * 3
+    assert torch.equal(chunks[1].doubled, 2 * X[2:4])
+    assert (chunks[2].names, chunks[2].scale) == (["e"], 2.0)
+
+
+def test_batch_encoding_stays_one():
+    batch = BatchEncoding({"input_ids": X.long(), "attention_mask": torch.ones(5, 2)})
+    chunks = rows(batch)
+    assert all(type(chunk) is BatchEncoding for chunk in chunks)
+    assert torch.equal(chunks[2].input_ids, X[4:].long())
+    assert len(batch["input_ids"]) == 5
+
+
+def test_user_dict_and_arrays():
+    chunks = rows(UserDict(x=np.arange(5), y=X))
+    assert type(chunks[0]) is UserDict
+    assert chunks[1]["x"].tolist() == [2, 3]
+
+
+def test_texts_alone_are_samples():
+    assert rows(NAMES) == [["a", "b"], ["c", "d"], ["e"]]
+    assert num_samples({"texts": NAMES}) == 5
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": X, "mask": torch.ones(3)}, r"batch\['mask'\] has 3 rows, batch\['x'\] has 5"),
+        ([X, ["a", "b"]], r"batch\[1\] has 2 rows, batch\[0\] has 5"),
+        ({"x": X, "graph": SimpleNamespace()}, r"batch\['graph'\] is of type 'SimpleNamespace'"),
+        ([X, {1, 2}], r"batch\[1\] is of type 'set'"),
+        ([torch.tensor(1.0), 3], "a batch of type 'list' in which no tensor has a first dimension"),
+        (pack_sequence([torch.ones(2), torch.ones(1)]), "batch is a PackedSequence"),
+        ([X.to_sparse()], r"batch\[0\] is a nested or sparse tensor"),
+        ({"x": X[:0]}, "no tensor has a first dimension"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(batch, message):
+    with pytest.raises(MisconfigurationException, match=message + r".*Pass MicroBatchOnOOM\(split=\.\.\.\)"):
+        split_batch(batch, 2)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (
+            lambda batch, size: list(batch.split(size if size == 1 else 3)),
+            r"chunks of \[3, 2\] samples for",
+        ),
+        (lambda batch, size: list(batch.split(size))[: 5 // size], r"chunks of \[2, 2\] samples for"),
+        (lambda batch, size: [] if size == 2 else list(batch.split(size)), r"chunks of \[\] samples for"),
+    ],
+    ids=["too large", "lost", "none"],
+)
+def test_a_users_split_that_is_wrong_is_refused(split, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        split_by(split, X, 2)
+
+
+def test_a_users_split():
+    chunks = split_by(lambda batch, size: list(batch.split(size)), X, 2)
+    assert [chunk.samples for chunk in chunks] == [2, 2, 1]
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+def merged(*outputs: Any) -> Any:
+    """Of two chunks, 3 samples and 1, with as many tokens."""
+    return merge_outputs(outputs, [3, 1], [0.75, 0.25])
+
+
+def test_numbers_are_averaged():
+    assert merged(1.0, 3.0) == 1.5
+    assert torch.equal(merged(torch.tensor(1.0), torch.tensor(3.0)), torch.tensor(1.5))
+    assert torch.equal(merged(torch.tensor([1.0, 0.0]), torch.tensor([3.0, 4.0])), torch.tensor([1.5, 1.0]))
+
+
+def test_rows_are_joined():
+    assert torch.equal(merged(X[:3], X[3:4]), X[:4])
+    assert merged(["a", "b", "c"], ["d"]) == ["a", "b", "c", "d"]
+    assert merged({"y": (X[:3], 2.0)}, {"y": (X[3:4], 4.0)})["y"][1] == 4.0 - 1.5
+
+
+def test_of_anything_else_the_last_is_taken():
+    assert merged(1, 2) == 2
+    assert merged("a", "b") == "b"
+    assert merged(None, None) is None
+    assert merged(torch.tensor(1), torch.tensor(2)) == 2
+    assert torch.equal(merged(torch.ones(2, 3), torch.ones(4, 3)), torch.ones(4, 3))
+    assert merged([1, 2], [3]) == [3]
+    assert merged({"a": 1.0, "b": 2.0}, {"a": 3.0}) == {"a": 1.5}
+
+
+def test_one_output_is_itself():
+    output = {"y": X}
+    assert merge_outputs([output], [5], [1.0]) is output

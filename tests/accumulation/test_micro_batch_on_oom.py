@@ -1,0 +1,562 @@
+"""MicroBatchOnOOM on one process: the gradient of the whole micro-batch, whatever had to be split."""
+
+import gc
+import warnings
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from planted_oom import Limited, chunked_loop, out_of_memory
+from small_models import TokenModel, loader, quiet_trainer, regression_batches, token_batches, weights
+from torch import nn
+
+from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
+from lightning_mp.accumulation.oom_retry import forget_attempt
+from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
+
+
+def fit(model: pl.LightningModule, batches: list[Any], *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
+    trainer = quiet_trainer(callbacks=list(callbacks), **arguments)
+    trainer.fit(model, loader(batches))
+    return trainer
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def close(a: Any, b: Any, rtol: float) -> bool:
+    return all(torch.allclose(x, y, rtol=rtol, atol=rtol) for x, y in zip(a, b, strict=True))
+
+
+def precision(name: str) -> dict[str, Any]:
+    if name == "16-stock":
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))]}
+    if name == "bf16-stock":
+        return {"plugins": [MixedPrecision("bf16-mixed", "cpu")]}
+    if name == "16-ours":
+        return {"plugins": [AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**10))]}
+    return {}
+
+
+# -- the gradient ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("kind", ["32", "16-stock", "bf16-stock", "16-ours"])
+def test_what_fits_is_bit_equal_to_stock(kind, window):
+    """Also where the loss is divided by 3, and with random numbers."""
+    runs = []
+    for callbacks in ([], [MicroBatchOnOOM()]):
+        model = Limited(dropout=0.2)
+        torch.manual_seed(5)
+        fit(model, regression_batches(7), *callbacks, accumulate_grad_batches=window, **precision(kind))
+        runs.append(model)
+    assert all(equal(a, b) for a, b in zip(runs[0].gradients, runs[1].gradients, strict=True))
+    assert equal(weights(runs[0]), weights(runs[1]))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("limit", "chunks"), [(4, [4, 4]), (2, [2, 2, 2, 2])])
+def test_split_run_is_bit_equal_to_a_plain_loop_with_these_chunks(where, window, first, limit, chunks):
+    """Halved once or twice, at the first micro-batch or in the middle of a window; the same dropout masks too."""
+    batches = regression_batches(5, batch_size=8)
+    model = Limited(limit, where, first=first, dropout=0.3)
+    callback = MicroBatchOnOOM()
+    fit(model, batches, callback, accumulate_grad_batches=window)
+    reference = Limited(dropout=0.3)
+    torch.set_rng_state(model.random_state)
+    expected = chunked_loop(reference, batches, [[8]] * first + [chunks] * (5 - first), window)
+    assert callback.size == limit
+    assert all(equal(a, b) for a, b in zip(model.gradients, expected, strict=True))
+    assert equal(weights(model), weights(reference))
+    failed = [8] if limit == 4 else [8, 4]
+    assert [rows for index, rows in model.notes.rows if index == first] == [*failed, *chunks]
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("limit", [3, 1])
+def test_gradient_is_that_of_the_whole(dtype, rtol, limit):
+    batches = [[t.to(dtype) for t in batch] for batch in regression_batches(4, batch_size=7)]
+    model, whole = Limited(limit, "backward", dtype=dtype), Limited(dtype=dtype)
+    fit(model, batches, MicroBatchOnOOM(), accumulate_grad_batches=2)
+    fit(whole, batches, accumulate_grad_batches=2)
+    assert all(close(a, b, rtol) for a, b in zip(model.gradients, whole.gradients, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["16-stock", "bf16-stock", "16-ours"])
+def test_gradient_under_mixed_precision(kind):
+    """Loss scaling included: within the rounding of the 16-bit forward."""
+    batches = regression_batches(4, batch_size=8)
+    model, whole = Limited(2, "backward"), Limited()
+    fit(model, batches, MicroBatchOnOOM(), accumulate_grad_batches=2, **precision(kind))
+    fit(whole, batches, accumulate_grad_batches=2, **precision(kind))
+    tolerance = 4e-2 if kind == "bf16-stock" else 4e-3
+    assert all(close(a, b, tolerance) for a, b in zip(model.gradients, whole.gradients, strict=True))
+
+
+class Tokens(TokenModel):
+    """Refuses more than ``limit`` rows, and an empty mean."""
+
+    limit = 10**9
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(batch[0]) > self.limit:
+            out_of_memory()
+        loss = super().training_step(batch, batch_idx)
+        assert loss.isfinite()
+        self.log("tokens_loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients = [*getattr(self, "gradients", []), [p.grad.clone() for p in self.parameters()]]
+
+
+def ragged(lengths: list[int]) -> list[Any]:
+    """Rows of very different numbers of tokens; some have none."""
+    batches = token_batches(lengths, batch_size=4)
+    for _, y in batches:
+        y[1] = -100
+        y[0, : y.shape[1] // 2] = -100
+    return batches
+
+
+@pytest.mark.parametrize("limit", [2, 1])
+def test_ragged_tokens_weigh_what_they_are(limit):
+    """Chunks are weighed by loss-bearing tokens; a row without any is left out instead of being 0 / 0."""
+    batches = ragged([9, 30, 14, 21])
+    model, whole = Tokens().double(), Tokens().double()
+    model.limit = limit
+    trainers = [fit(model, batches, MicroBatchOnOOM()), fit(whole, batches)]
+    assert all(close(a, b, 1e-14) for a, b in zip(model.gradients, whole.gradients, strict=True))
+    logged = [trainer.callback_metrics["tokens_loss"] for trainer in trainers]
+    torch.testing.assert_close(*logged, rtol=1e-6, atol=0)
+
+
+def test_a_micro_batch_without_any_token_is_what_it_is_without_the_callback():
+    batches = ragged([9, 30])
+    batches[1][1].fill_(-100)
+    model = TokenModel()
+    callback = MicroBatchOnOOM()
+    callback.size = 2
+    fit(model, batches, callback)
+    whole = TokenModel()
+    fit(whole, batches)
+    assert all(close(a, b, 1e-6) for a, b in zip(weights(model), weights(whole), strict=True))
+
+
+@pytest.mark.parametrize("plugin", ["32", "16-ours", "16-stock"])
+def test_schedule_and_budget_see_one_micro_batch(plugin):
+    """Tokens are counted once, failed attempts not at all; the run ends on its budget, to the token."""
+    batches = ragged([9, 30, 14, 21, 17, 26])
+    presented = sum(int((y != -100).sum()) for _, y in batches)
+    runs = []
+    for limit in (10**9, 1):
+        model = Tokens()
+        model.limit = limit
+        budget = ChinchillaBudget(tokens=presented - 5)
+        callbacks = [MicroBatchOnOOM(), AccumulationScheduler({0: 2, 1: 3}, unit="step"), budget]
+        fit(model, batches, *callbacks, max_epochs=-1, **precision(plugin))
+        assert budget.tokens_seen == presented - 5
+        assert callbacks[0].size == (1 if limit == 1 else None)
+        runs.append(model)
+    tolerance = 1e-6 if plugin == "32" else 4e-3
+    assert len(runs[0].gradients) == len(runs[1].gradients) == 3
+    assert all(close(a, b, tolerance) for a, b in zip(runs[0].gradients, runs[1].gradients, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["16-stock", "16-ours"])
+def test_an_overflow_in_one_chunk_skips_the_step(kind):
+    batches = regression_batches(3, batch_size=8)
+    batches[1][0][5] = torch.inf
+    model = Limited(2)
+    before = []
+    monitor = OverflowMonitor()
+    callback = MicroBatchOnOOM()
+    trainer = fit(model, batches[:1], callback, **precision(kind))
+    before = weights(model)
+    trainer = fit(model, batches[1:2], callback, monitor, **precision(kind))
+    assert equal(weights(model), before)
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0**9
+
+
+# -- what else a step does ---------------------------------------------------------------------------------------------
+
+
+class Outputs(pl.Callback):
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.hooks: list[str] = []
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        self.hooks.append(f"before {loss.item():.6f}")
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.hooks.append("after")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.outputs.append(outputs)
+
+
+def test_outputs_logs_and_hooks_are_those_of_one_micro_batch():
+    batches = regression_batches(3, batch_size=8)
+    seen = []
+    for limit in (10**9, 3):
+        outputs = Outputs()
+        trainer = fit(Limited(limit, "backward"), batches, MicroBatchOnOOM(), outputs)
+        seen.append((outputs, dict(trainer.callback_metrics)))
+    (whole, whole_logs), (split, split_logs) = seen
+    assert split.hooks == whole.hooks
+    assert len(split.hooks) == 6
+    assert whole_logs.keys() == split_logs.keys() == {"loss", "loss_step", "loss_epoch"}
+    for name, value in whole_logs.items():
+        torch.testing.assert_close(split_logs[name], value, rtol=1e-6, atol=0)
+    for a, b, batch in zip(split.outputs, whole.outputs, batches, strict=True):
+        assert torch.equal(a["rows"], batch[0][:, 0])
+        for key in ("loss", "double"):
+            torch.testing.assert_close(a[key], b[key], rtol=1e-6, atol=0)
+            assert not a[key].requires_grad
+
+
+def test_a_failed_attempt_leaves_nothing_behind():
+    """Counters, running statistics and the random state; only what ran in the end counts."""
+
+    class Normed(Limited):
+        def __init__(self) -> None:
+            super().__init__(4, "backward")
+            self.net[2] = nn.BatchNorm1d(16)
+
+    model = Normed()
+    batches = regression_batches(2, batch_size=8)
+    with pytest.warns(UserWarning, match=r"1 layers \(net.2\) normalise over the samples of a batch"):
+        fit(model, batches, MicroBatchOnOOM())
+    assert model.steps == 4
+    assert int(model.net[2].num_batches_tracked) == 4
+    assert len(model.notes.rows) == 5
+
+
+class Box:
+    """Holds a tensor that autograd saved, for as long as its graph does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_that_was_saved_for_backward_is_left_when_the_next_attempt_begins(where):
+    boxes: list[Any] = []
+    left: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> Box:
+        box = Box(tensor)
+        boxes.append(weakref.ref(box))
+        return box
+
+    class Boxed(Limited):
+        def training_step(self, batch, batch_idx):
+            left.append(sum(box() is not None for box in boxes))
+            # An error may hold itself alive through its own frames.
+            kept = []
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+                try:
+                    return super().training_step(batch, batch_idx)
+                except torch.OutOfMemoryError as error:
+                    kept.append(error)
+                    raise
+
+    fit(Boxed(2, where), regression_batches(2, batch_size=8), MicroBatchOnOOM())
+    assert left == [0] * (2 + 4 + 4)
+    assert len(boxes) > 10
+
+
+def test_no_graph_of_a_chunk_is_left_when_the_next_one_begins():
+    """Not by what was logged or returned either."""
+    kept = []
+
+    class Counts(Limited):
+        def training_step(self, batch, batch_idx):
+            tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+            kept.append(sum(tensor.grad_fn is not None for tensor in tensors))
+            return super().training_step(batch, batch_idx)
+
+    callback = MicroBatchOnOOM()
+    callback.load_state_dict({"size": 2})
+    fit(Counts(), regression_batches(1, batch_size=8), callback)
+    assert kept == [kept[0]] * 4
+
+
+@pytest.mark.parametrize("chained", [True, False], ids=["cause", "context"])
+def test_what_a_wrapped_error_came_through_is_let_go_too(chained):
+    held = []
+
+    def fails():
+        activations = nn.Identity()
+        held.append(weakref.ref(activations))
+        out_of_memory()
+
+    def wraps():
+        try:
+            fails()
+        except torch.OutOfMemoryError as error:
+            if chained:
+                raise RuntimeError("out of memory in block 3") from error
+            raise RuntimeError("out of memory in block 3")  # noqa: B904
+
+    with pytest.raises(RuntimeError) as caught:
+        wraps()
+    assert held[0]() is not None
+    forget_attempt(caught.value)
+    assert held[0]() is None
+
+
+def test_gradients_are_moved_and_not_copied():
+    """In an empty window ``p.grad`` is the very tensor that the chunks gathered in."""
+    pointers: list[set[int]] = []
+
+    class Pointers(Limited):
+        def training_step(self, batch, batch_idx):
+            pointers.append({p.grad.data_ptr() for p in self.parameters() if p.grad is not None})
+            return super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer):
+            assert {p.grad.data_ptr() for p in self.parameters()} == pointers[-1]
+
+    callback = MicroBatchOnOOM()
+    callback.size = 4
+    fit(Pointers(), regression_batches(2, batch_size=8), callback)
+    assert len(pointers[1]) == 4
+
+
+def test_validation_may_call_the_training_step():
+    class Shared(Limited):
+        def validation_step(self, batch, batch_idx):
+            return self.training_step(batch, batch_idx)
+
+    trainer = quiet_trainer(callbacks=[MicroBatchOnOOM()])
+    batches = loader(regression_batches(2, batch_size=8))
+    trainer.fit(Shared(4, "forward", first=0), batches, loader(regression_batches(1)))
+    assert trainer.state.finished
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
+def test_a_mean_over_chunks_is_one_over_those_that_returned_something():
+    seen = []
+
+    class Some(Limited):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)["loss"]
+            return None if len(self.notes.rows) == 2 else {"loss": loss, "accuracy": 1.0}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(outputs["accuracy"])
+
+    callback = MicroBatchOnOOM()
+    callback.load_state_dict({"size": 2})
+    fit(Some(), regression_batches(1, batch_size=8), callback)
+    assert seen == pytest.approx([1.0])
+
+
+def test_a_step_without_loss_is_left_out_as_without_the_callback():
+    class Sometimes(Limited):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    runs = []
+    for callbacks in ([], [MicroBatchOnOOM()]):
+        model = Sometimes()
+        with warnings.catch_warnings():
+            # Lightning says so once per process.
+            warnings.filterwarnings("ignore", ".*returned `None`")
+            fit(model, regression_batches(4), *callbacks, accumulate_grad_batches=2)
+        runs.append(weights(model))
+    assert equal(*runs)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"), [({"los": 1.0}, "the 'loss' key needs to be"), ("loss", "must return a Tensor")]
+)
+def test_a_wrong_output_gets_lightnings_own_message(output, message):
+    class Wrong(Limited):
+        def training_step(self, batch, batch_idx):
+            return output
+
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(Wrong(), regression_batches(1), MicroBatchOnOOM())
+
+
+def test_everything_is_put_back_after_fit_and_after_an_error():
+    model = Limited(4)
+    fit(model, regression_batches(1, batch_size=8), MicroBatchOnOOM())
+    assert {"training_step", "log", "all_gather"}.isdisjoint(vars(model))
+    model = Limited(0)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(model, regression_batches(1, batch_size=8), MicroBatchOnOOM())
+    assert {"training_step", "log", "all_gather"}.isdisjoint(vars(model))
+    assert all(p.grad is None for p in model.parameters())
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_size_is_kept_and_resumed(tmp_path):
+    """No second failure after a resume."""
+    batches = regression_batches(3, batch_size=8)
+    callback = MicroBatchOnOOM()
+    model = Limited(3, "backward")
+    trainer = fit(model, batches, callback)
+    assert callback.size == 2
+    assert len(model.notes.rows) == 2 + 3 * 4
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again, resumed = Limited(3, "backward"), MicroBatchOnOOM()
+    trainer = quiet_trainer(callbacks=[resumed], max_epochs=2)
+    trainer.fit(again, loader(batches), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert resumed.size == 2
+    assert [rows for _, rows in again.notes.rows] == [2] * 12
+
+
+def test_a_resumed_size_is_not_below_min_size():
+    callback = MicroBatchOnOOM(min_size=3)
+    callback.load_state_dict({"size": 2})
+    assert callback.size == 3
+
+
+@pytest.mark.parametrize(("min_size", "tried"), [(1, "8, 4, 2, 1"), (3, "8, 4, 3"), (8, "8")])
+def test_at_min_size_the_original_error_says_what_was_tried(min_size, tried):
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        fit(Limited(0, "backward"), regression_batches(1, batch_size=8), MicroBatchOnOOM(min_size=min_size))
+    [note] = caught.value.__notes__
+    assert f"with at most {tried} samples at a time" in note
+    assert f"min_size={min_size} allows nothing smaller" in note
+    assert "recompute activations" in note
+    assert any(frame.name == "out_of_memory" for frame in caught.traceback)
+
+
+def test_other_errors_pass_through():
+    class Broken(Limited):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("shapes do not match")
+
+    model = Broken()
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        fit(model, regression_batches(1), MicroBatchOnOOM())
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+class Bag:
+    """A batch of a user's own."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+def split_bag(bag: Bag, size: int) -> list[Bag]:
+    return [Bag(x, y) for x, y in zip(bag.x.split(size), bag.y.split(size), strict=True)]
+
+
+class Bagged(Limited):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch.x, batch.y), batch_idx)["loss"]
+
+
+def test_a_users_split():
+    bags = [Bag(*batch) for batch in regression_batches(3, batch_size=7)]
+
+    model, whole = Bagged(3), Limited()
+    model.log = lambda *args, **kwargs: None  # Lightning cannot find the batch size of a Bag
+    fit(model, bags, MicroBatchOnOOM(split=split_bag))
+    fit(whole, regression_batches(3, batch_size=7))
+    assert all(close(a, b, 1e-6) for a, b in zip(model.gradients, whole.gradients, strict=True))
+    assert [rows for _, rows in model.notes.rows] == [7, 4, 2, 2, 2, 1] + 2 * [2, 2, 2, 1]
+
+
+def test_a_batch_that_cannot_be_split_is_refused_at_once():
+    bags = [Bag(*batch) for batch in regression_batches(1)]
+    with pytest.raises(MisconfigurationException, match=r"batch is of type 'Bag'\. Pass MicroBatchOnOOM\(split="):
+        fit(Bagged(), bags, MicroBatchOnOOM())
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("min_size", [0, -1, 1.5, True, "two", None])
+def test_min_size_must_be_a_whole_number(min_size):
+    with pytest.raises(ValueError, match="a whole number of samples, 1 or more"):
+        MicroBatchOnOOM(min_size=min_size)
+
+
+def test_arguments_may_be_strings():
+    assert MicroBatchOnOOM(min_size="2").min_size == 2
+    with pytest.raises(ValueError, match="split='halves'.* must be a function"):
+        MicroBatchOnOOM(split="halves")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
+def test_sharded_strategies_are_refused_with_the_reason(strategy):
+    callback = MicroBatchOnOOM()
+    trainer = quiet_trainer(callbacks=[callback])
+    chosen = {
+        "fsdp": pl.strategies.FSDPStrategy,
+        "model_parallel": pl.strategies.ModelParallelStrategy,
+    }[strategy]
+    trainer.strategy.__class__ = chosen
+    with pytest.raises(MisconfigurationException, match="repeats one alone waits for the others forever"):
+        callback.setup(trainer, Limited(), "fit")
+
+
+def test_manual_optimization_is_refused():
+    model = Limited()
+    model.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
+        fit(model, regression_batches(1), MicroBatchOnOOM())
+
+
+def test_two_are_refused():
+    class Named(MicroBatchOnOOM):
+        state_key = "another"
+
+    with pytest.raises(MisconfigurationException, match="two MicroBatchOnOOM"):
+        fit(Limited(), regression_batches(1), MicroBatchOnOOM(), Named())
+
+
+def test_lbfgs_is_refused():
+    model = Limited(make_optimizer=torch.optim.LBFGS)
+    with pytest.raises(MisconfigurationException, match="LBFGS, which evaluates the loss several times"):
+        fit(model, regression_batches(1), MicroBatchOnOOM())
+
+
+def test_a_step_that_fetches_its_batches_is_refused():
+    class Fetching(Limited):
+        def training_step(self, dataloader_iter):
+            raise AssertionError
+
+    callback = MicroBatchOnOOM()
+    with pytest.raises(MisconfigurationException, match="takes the batch out of the loader"):
+        callback.setup(quiet_trainer(callbacks=[callback]), Fetching(), "fit")
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_on_parameters_are_refused(kind):
+    model = Limited()
+    getattr(model.net[0].weight, kind)(lambda value: None)
+    with pytest.raises(MisconfigurationException, match=r"hooks on parameters \(net.0.weight\): they would run on"):
+        fit(model, regression_batches(1), MicroBatchOnOOM())
+
+
+def test_sync_batch_norm_is_refused_on_several_ranks():
+    class Normed(Limited):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[2] = nn.SyncBatchNorm(16)
+
+    trainer = SimpleNamespace(optimizers=[], world_size=2, strategy=None)
+    with pytest.raises(MisconfigurationException, match=r"SyncBatchNorm \(net\.2\) on several ranks"):
+        MicroBatchOnOOM().on_fit_start(trainer, Normed())

@@ -1,0 +1,170 @@
+"""SIGTERM, Ctrl-C and time limits: the window is finished, a checkpoint is written, all ranks leave together."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from gloo import run_ranks
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from small_models import Regression, ResumableLoader, adamw, quiet_trainer, regression_batches, weights
+
+from lightning_mp import AccumulationScheduler, StopAtBoundary
+
+BATCHES = regression_batches(16)
+
+
+class Send(Callback):
+    """A signal to this process in the middle of a micro-batch."""
+
+    def __init__(self, at: int, name: str = "SIGTERM", times: int = 1) -> None:
+        self.at, self.name, self.times = at, name, times
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if pl_module.seen_batches == self.at:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.Signals[self.name])
+
+
+def fit(module: pl.LightningModule, *callbacks: Callback, **arguments: Any) -> pl.Trainer:
+    ckpt_path = arguments.pop("ckpt_path", None)
+    trainer = quiet_trainer(callbacks=[AccumulationScheduler({0: 4}), *callbacks], **arguments)
+    trainer.fit(module, ResumableLoader(BATCHES), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("at", [1, 2, 4, 5])
+def test_a_signal_ends_the_run_with_its_window_and_a_resume_ends_as_if_it_had_not_come(
+    name: str, at: int, tmp_path: Path
+) -> None:
+    """Promise 6."""
+    straight = Regression(adamw)
+    fit(straight)
+    handler = signal.getsignal(signal.Signals[name])
+    module, stop = Regression(adamw), StopAtBoundary(signals=[name])
+    trainer = fit(module, stop, Send(at, name), default_root_dir=tmp_path)
+    steps = -(-at // 4)
+    assert (trainer.global_step, module.seen_batches) == (steps, 4 * steps)
+    assert (stop.stopped_by, stop.path) == (name, tmp_path / f"stopped-step-{steps}.ckpt")
+    assert signal.getsignal(signal.Signals[name]) == handler, "given back"
+
+    resumed = Regression(adamw)
+    again = fit(resumed, StopAtBoundary(), ckpt_path=stop.path)
+    assert again.global_step == 4
+    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(straight), strict=True))
+
+
+def test_a_second_signal_is_not_held_back() -> None:
+    class Second(Exception):
+        pass
+
+    def raises(*_: Any) -> None:
+        raise Second
+
+    before = signal.signal(signal.SIGUSR1, raises)
+    try:
+        with pytest.raises(Second):
+            fit(Regression(), StopAtBoundary(signals="SIGUSR1"), Send(2, "SIGUSR1", times=2))
+        assert signal.getsignal(signal.SIGUSR1) is raises
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_time_runs_out(tmp_path: Path) -> None:
+    stop = StopAtBoundary(max_seconds=1e-9, dirpath=tmp_path / "here")
+    trainer = fit(Regression(), stop)
+    assert (trainer.global_step, stop.stopped_by) == (1, "time")
+    assert (tmp_path / "here" / "stopped-step-1.ckpt").exists()
+
+
+@pytest.mark.parametrize(("filename", "written"), [("last", "last.ckpt"), ("at {step}", "at 1.ckpt")])
+def test_the_checkpoint_has_the_name_that_is_given(filename: str, written: str, tmp_path: Path) -> None:
+    stop = StopAtBoundary(max_seconds=1e-9, dirpath=tmp_path, filename=filename)
+    fit(Regression(), stop)
+    assert stop.path == tmp_path / written
+    assert stop.path.exists()
+
+
+def test_all_ranks_stop_when_one_is_told(tmp_path: Path) -> None:
+    """Promise 3. They agree one step after rank 1 was told, in step 1."""
+
+    def train(rank: int) -> tuple[int, str | None]:
+        stop = StopAtBoundary()
+        told = [Send(2)] if rank == 1 else []
+        trainer = fit(Regression(adamw), stop, *told, strategy="ddp", devices=2, default_root_dir=tmp_path)
+        return trainer.global_step, stop.stopped_by
+
+    assert run_ranks(train, 2) == [(2, "another rank"), (2, "SIGTERM")]
+    assert (tmp_path / "stopped-step-2.ckpt").exists()
+
+
+class SendAfterTheLastStep(Callback):
+    """In the validation after it, for instance."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_after_the_last_step_is_told_so_that_the_script_does_not_go_on(tmp_path: Path) -> None:
+    stop = StopAtBoundary(dirpath=tmp_path)
+    trainer = fit(Regression(), stop, SendAfterTheLastStep())
+    assert (trainer.global_step, stop.stopped_by, stop.path) == (4, "SIGTERM", None)
+    fit(Regression(), stop)
+    assert stop.stopped_by is None, "of another fit"
+
+
+@pytest.mark.parametrize("late", [Send(15), SendAfterTheLastStep()], ids=["last window", "after it"])
+def test_all_ranks_are_told_of_a_signal_that_came_too_late(late: Callback) -> None:
+    """Promise 3: whoever asks `stopped_by` after the fit decides alike on all ranks."""
+
+    def train(rank: int) -> tuple[int, str | None, Path | None]:
+        stop = StopAtBoundary()
+        told = [late] if rank == 1 else []
+        trainer = fit(Regression(adamw), stop, *told, strategy="ddp", devices=2)
+        return trainer.global_step, stop.stopped_by, stop.path
+
+    assert run_ranks(train, 2) == [(4, "another rank", None), (4, "SIGTERM", None)]
+
+
+def test_a_run_nobody_stops_is_left_alone() -> None:
+    stop = StopAtBoundary(max_seconds=3600)
+    assert fit(Regression(), stop).global_step == 4
+    assert (stop.stopped_by, stop.path) == (None, None)
+
+
+def test_it_saves_what_callbacks_after_it_in_the_list_have_counted(tmp_path: Path) -> None:
+    class Counting(Callback):
+        batches = 0
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.batches += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"batches": self.batches}
+
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    stop = StopAtBoundary()
+    fit(Regression(), stop, Send(2), Counting(), checkpoint, enable_checkpointing=True)
+    assert stop.path is not None
+    saved = torch.load(stop.path, weights_only=True)
+    assert next(state for key, state in saved["callbacks"].items() if "Counting" in key) == {"batches": 4}
+    assert stop.path.parent == tmp_path, "beside the other checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"signals": ["TERM"]}, "'TERM' is no signal here; give names such as 'SIGTERM'"),
+        ({"max_seconds": 0}, r"max_seconds=0\): it must be a positive number, or None"),
+        ({"max_seconds": float("nan")}, r"max_seconds=nan\): it must be a positive number, or None"),
+        ({"filename": "{epoch}"}, r"filename='{epoch}'\): it must be a name in which only {step} is filled in"),
+        ({"filename": Path("last")}, r"filename=PosixPath\('last'\)\): it must be a name"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StopAtBoundary(**arguments)

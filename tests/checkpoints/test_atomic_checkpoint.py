@@ -1,0 +1,342 @@
+"""Checkpoints appear in one step, synced before they are renamed; the latest complete one is found."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import Regression, loader, quiet_trainer, regression_batches, weights
+
+from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
+from lightning_mp.checkpoints.atomic import (
+    AtomicCheckpointIO,
+    begin_checkpoint,
+    commit_checkpoint,
+    is_complete,
+    marker_path,
+    remove_checkpoint,
+    temporary_path,
+)
+from lightning_mp.checkpoints.latest import latest_checkpoint
+
+BATCHES = regression_batches(4)
+
+
+def write_file(path: Path, step: int = 0) -> None:
+    torch.save({"global_step": step}, path)
+
+
+def write_directory(path: Path, step: int = 0) -> None:
+    (path / "inner").mkdir(parents=True)
+    (path / "inner" / "shard").write_bytes(b"\0" * 100)
+    torch.save({"global_step": step}, path / "meta.pt")
+
+
+def save(path: Path, write: Callable[[Path, int], None], step: int = 0) -> None:
+    begin_checkpoint(path)
+    write(temporary_path(path), step)
+    commit_checkpoint(path)
+
+
+def step_of(path: Path) -> int:
+    return int(torch.load(path / "meta.pt" if path.is_dir() else path)["global_step"])
+
+
+def set_time(path: Path, seconds: float) -> None:
+    os.utime(marker_path(path) if path.is_dir() else path, (seconds, seconds))
+
+
+KINDS = pytest.mark.parametrize("write", [write_file, write_directory], ids=["file", "directory"])
+OVER = pytest.mark.parametrize(
+    "before", [None, write_file, write_directory], ids=["new", "over-file", "over-directory"]
+)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+@OVER
+def test_everything_is_synced_before_the_rename_and_the_folder_after_it(
+    write: Any, before: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure, too, leaves the old checkpoint or the new one; as ext4 and POSIX ask for."""
+    path = tmp_path / "step=1.ckpt"
+    if before is not None:
+        save(path, before)
+    begin_checkpoint(path)
+    write(temporary_path(path), 1)
+    done: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        done.append(("sync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)))
+        fsync(descriptor)
+
+    def watched_replace(source: Path, target: Path) -> None:
+        done.append(("rename", target.name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    commit_checkpoint(path)
+    renamed = done.index(("rename", path.name))
+    temporary = temporary_path(path).name
+    inside = ["meta.pt", "inner", "inner/shard", ".complete.json", "."] if write is write_directory else ["."]
+    assert {name for kind, name in done[:renamed] if kind == "sync"} == {
+        os.path.normpath(os.path.join(temporary, name)) for name in inside
+    }
+    assert ("sync", ".") in done[renamed:]
+    if write is write_directory:
+        assert done[renamed - 1 - (before is not None)] == ("sync", temporary), "the marker and its entry come last"
+    assert (step_of(path), is_complete(path)) == (1, True)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@KINDS
+@OVER
+@pytest.mark.parametrize("operation", range(12))
+def test_there_is_a_complete_checkpoint_at_every_moment(
+    write: Any, before: Any, operation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before any of its file operations; the same save again, then, leaves nothing else behind."""
+
+    class Stopped(BaseException):
+        pass
+
+    path = tmp_path / "last.ckpt"
+    if before is not None:
+        save(path, before, 1)
+    count = 0
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > operation:
+                raise Stopped
+            return original(*arguments, **keywords)
+
+        return function
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "unlink")):
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        try:
+            save(path, write, 2)
+        except Stopped:
+            found = latest_checkpoint(tmp_path)
+            assert found is not None or before is None
+            assert found is None or step_of(found) in (1, 2)
+    known = 0 if (found := latest_checkpoint(tmp_path)) is None else step_of(found)
+    begin_checkpoint(path)
+    assert (step_of(path) if path.exists() else 0) == known, "beginning to write takes nothing away"
+    write(temporary_path(path), 3)
+    commit_checkpoint(path)
+    assert step_of(path) == 3
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_directory_that_is_being_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step=1.ckpt"
+    save(path, write_directory)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            remove_checkpoint(path)
+    assert latest_checkpoint(tmp_path) is None
+    save(tmp_path / "step=2.ckpt", write_file)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step=2.ckpt"], "the next save sweeps it up"
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_one_that_was_written_last_is_taken(tmp_path: Path) -> None:
+    for step, (name, write) in enumerate(
+        {"b.ckpt": write_file, "c.ckpt": write_directory, "a.ckpt": write_file}.items()
+    ):
+        save(tmp_path / name, write, step)
+        set_time(tmp_path / name, 1000 + step)
+    write_file(tmp_path / "weights.pt")
+    (tmp_path / "metrics.csv").write_text("step,loss")
+    assert latest_checkpoint(tmp_path) == tmp_path / "a.ckpt"
+    assert latest_checkpoint(str(tmp_path)) == tmp_path / "a.ckpt"
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "a.ckpt")
+    assert latest_checkpoint(tmp_path) == tmp_path / "a.ckpt", "not the link"
+    set_time(tmp_path / "c.ckpt", 2000)
+    assert latest_checkpoint(tmp_path) == tmp_path / "c.ckpt"
+    shutil.rmtree(tmp_path / "c.ckpt")
+    (tmp_path / "a.ckpt").unlink()
+    assert latest_checkpoint(tmp_path) == tmp_path / "b.ckpt", "the link leads nowhere"
+
+
+def cut_file(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 30)
+
+
+def cut_shard(path: Path) -> None:
+    os.truncate(path / "inner" / "shard", 50)
+
+
+def lose_shard(path: Path) -> None:
+    (path / "inner" / "shard").unlink()
+
+
+def cut_marker(path: Path) -> None:
+    cut_file(marker_path(path))
+
+
+def lose_marker(path: Path) -> None:
+    marker_path(path).unlink()
+
+
+@pytest.mark.parametrize(
+    ("write", "damage", "message"),
+    [
+        (write_file, cut_file, r"passes over .*new\.ckpt: the file ends too early.*delete it"),
+        *[
+            (write_directory, damage, r"passes over .*new\.ckpt: it has no valid \.complete\.json.*AtomicCheckpoints")
+            for damage in (cut_shard, lose_shard, cut_marker, lose_marker)
+        ],
+    ],
+)
+def test_a_damaged_one_is_passed_over_with_a_warning(write: Any, damage: Any, message: str, tmp_path: Path) -> None:
+    save(tmp_path / "old.ckpt", write_file)
+    set_time(tmp_path / "old.ckpt", 1000)
+    save(tmp_path / "new.ckpt", write)
+    assert latest_checkpoint(tmp_path) == tmp_path / "new.ckpt"
+    damage(tmp_path / "new.ckpt")
+    with pytest.warns(UserWarning, match=message):
+        assert latest_checkpoint(tmp_path) == tmp_path / "old.ckpt"
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "none") is None
+    with pytest.raises(ValueError, match=r"latest_checkpoint\('s3://bucket/run'\): only folders of a mounted"):
+        latest_checkpoint("s3://bucket/run")
+    write_file(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"a\.ckpt'\) is a file; give its folder, or give the file itself"):
+        latest_checkpoint(tmp_path / "a.ckpt")
+
+
+# -- in a Trainer ------------------------------------------------------------------------------------------------------
+
+
+class Expect(Callback):
+    """During fit the strategy's method is wrapped."""
+
+    wrapped = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.wrapped = "save_checkpoint" in vars(trainer.strategy)
+
+
+@pytest.mark.parametrize("plugin", [False, True], ids=["callback", "plugin"])
+def test_a_trainer_writes_the_same_file_as_without(plugin: bool, tmp_path: Path) -> None:
+    def fit(folder: str, *, atomic: bool) -> tuple[dict[str, Any], Any]:
+        checkpoint = ModelCheckpoint(tmp_path / folder, every_n_train_steps=1)
+        callbacks: list[Callback] = [checkpoint, Expect(), *([AtomicCheckpoints()] if atomic and not plugin else [])]
+        plugins = [AtomicCheckpointIO()] if atomic and plugin else []
+        trainer = quiet_trainer(callbacks=callbacks, plugins=plugins, enable_checkpointing=True)
+        trainer.fit(Regression(), loader(BATCHES))
+        assert callbacks[1].wrapped == (atomic and not plugin)  # type: ignore[attr-defined]
+        assert not {"save_checkpoint", "remove_checkpoint"} & vars(trainer.strategy).keys(), "given back"
+        assert os.listdir(tmp_path / folder) == ["epoch=0-step=4.ckpt"]
+        return torch.load(checkpoint.best_model_path), trainer
+
+    ours, trainer = fit("ours", atomic=True)
+    theirs, _ = fit("theirs", atomic=False)
+    assert ours.keys() == theirs.keys()
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours["state_dict"].values(), theirs["state_dict"].values(), strict=True)
+    )
+    trainer.save_checkpoint(tmp_path / "new" / "after.ckpt")
+    assert step_of(tmp_path / "new" / "after.ckpt") == 4
+
+
+def test_an_exception_gives_the_strategy_its_methods_back_after_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                raise RuntimeError("planted")
+
+    checkpoint = ModelCheckpoint(tmp_path, save_on_exception=True)
+    renamed: list[str] = []
+    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), checkpoint, Fails()], enable_checkpointing=True)
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (renamed.append(os.fspath(b)), replace(a, b)))
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer.fit(Regression(), loader(BATCHES))
+    assert not {"save_checkpoint", "remove_checkpoint"} & vars(trainer.strategy).keys()
+    (file,) = tmp_path.iterdir()
+    assert renamed == [str(file)]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"global_step": 1}, path)
+
+    def full(checkpoint: Any, file: Any) -> None:
+        file.write(b"\0" * 10)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        AtomicCheckpointIO().save_checkpoint({"global_step": 2}, path)
+    assert (os.listdir(tmp_path), step_of(path)) == (["last.ckpt"], 1)
+
+
+def test_paths_with_a_protocol_go_lightnings_way(tmp_path: Path) -> None:
+    path = f"memory://{tmp_path.name}/a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"global_step": 1}, path)
+    assert TorchCheckpointIO().load_checkpoint(path)["global_step"] == 1
+    AtomicCheckpointIO().remove_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        TorchCheckpointIO().load_checkpoint(path)
+    with pytest.raises(TypeError, match="storage_options"):
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
+    module, written = Regression(), f"memory://{tmp_path.name}/run"
+    checkpoint = ModelCheckpoint(written, every_n_train_steps=2)
+    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), checkpoint], enable_checkpointing=True)
+    trainer.fit(module, loader(BATCHES))
+    saved = TorchCheckpointIO().load_checkpoint(checkpoint.best_model_path)["state_dict"]
+    assert all(torch.equal(a, b) for a, b in zip(saved.values(), weights(module), strict=True))
+    assert os.listdir(tmp_path) == []
+
+
+def test_writing_in_the_background(tmp_path: Path) -> None:
+    """The callback refuses it and says what to use, and that works."""
+    fit: dict[str, Any] = {"enable_checkpointing": True, "plugins": [AsyncCheckpointIO()]}
+    with pytest.raises(MisconfigurationException) as error:
+        quiet_trainer(callbacks=[AtomicCheckpoints()], **fit).fit(Regression(), loader(BATCHES))
+    advice = "AsyncCheckpointIO(AtomicCheckpointIO())"
+    assert re.search(re.escape(f"Remove the callback and use plugins=[{advice}]"), str(error.value))
+    plugin = AsyncCheckpointIO(AtomicCheckpointIO())
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    quiet_trainer(callbacks=[checkpoint], enable_checkpointing=True, plugins=[plugin]).fit(
+        Regression(), loader(BATCHES)
+    )
+    path = latest_checkpoint(tmp_path)
+    assert path is not None
+    assert step_of(path) == 4
+
+
+def test_a_pytorch_lightning_trainer_is_refused() -> None:
+    trainer = pytorch_lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(MisconfigurationException, match=r"use `import lightning\.pytorch as pl`"):
+        AtomicCheckpoints().setup(trainer, Regression(), "fit")  # type: ignore[arg-type]

@@ -1,0 +1,193 @@
+"""kill -9 of any rank at any moment: the last checkpoint is usable and the restarted run ends as if never killed."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gloo import RankError
+from killed_runs import Result, Run, kill_after, kill_at_file_event, uninterrupted
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mp import StopAtBoundary
+from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
+from lightning_mp.checkpoints.latest import latest_checkpoint
+
+__all__ = ["uninterrupted"]
+
+pytestmark = [
+    # torch warns of in-place operations on a sharded layer's output; there are none here.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    # A restart writes where the run before it wrote.
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    # One that is asked to end has not spent its budget.
+    pytest.mark.filterwarnings("ignore:The run ended after .* budgeted tokens"),
+    # Lightning's FSDP1 and torch under it call what torch has deprecated.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated"),
+    pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+# Fifty in all.
+RANDOM_KILLS = {
+    "single": 8,
+    "ddp": 8,
+    "fsdp1": 4,
+    "fsdp1, one file": 3,
+    "model parallel": 6,
+    "fsdp2": 6,
+    "fsdp2, one file": 4,
+    "fsdp2, tensor": 3,
+    "fsdp2, hybrid": 2,
+    "fsdp2, 2-D": 2,
+    "pipeline": 4,
+}
+
+
+def goes_on(run: Run, straight: Result) -> None:
+    """From where the killed run was, at most one optimizer step earlier, to the same end."""
+    done = run.log.last_step
+    assert done - 1 <= run.saved_steps() <= done
+    assert run.to_the_end().equals(straight)
+    assert not [path for path in run.folder.iterdir() if path.name.startswith(".")], "leftovers are cleared away"
+
+
+@pytest.mark.parametrize(
+    ("kind", "only_last", "victim", "numbers"),
+    [
+        ("single", False, 0, (4, 6, 10)),
+        ("ddp", False, 0, (4,)),
+        pytest.param("model parallel", False, 1, (2,), marks=pytest.mark.full),
+        ("fsdp2", True, 0, (16,)),
+        *[
+            pytest.param(kind, last, 0, range(first, 60, stride), marks=pytest.mark.full)
+            for kind, first, stride in (
+                ("single", 1, 1),
+                ("fsdp1", 3, 6),
+                ("fsdp1, one file", 2, 4),
+                ("model parallel", 1, 3),
+                ("fsdp2", 2, 3),
+                ("fsdp2, one file", 1, 4),
+            )
+            for last in (False, True)
+        ],
+    ],
+)
+def test_a_kill_while_a_checkpoint_is_written(
+    kind: str,
+    only_last: bool,
+    victim: int,
+    numbers: Sequence[int],
+    uninterrupted: Callable[[str], Result],
+    tmp_path: Path,
+) -> None:
+    """Promise 6. Right before a chosen file operation of the fourth step: create, write, mark, rename, remove."""
+    kills = 0
+    for number in numbers:
+        run = Run(kind, tmp_path / str(number), only_last=only_last)
+        if not run.killed(victim, partial(kill_at_file_event, run, 4, number)):
+            break
+        kills += 1
+        goes_on(run, uninterrupted(kind))
+    more = isinstance(numbers, range)  # than there are operations
+    assert kills >= (1 if more else len(numbers)), "each operation was one to be killed at"
+
+
+class KillsItself(Callback):
+    """In the backward of the second micro-batch of a window."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2 and trainer.fit_loop.epoch_loop.batch_idx % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ddp",
+        *[pytest.param(kind, marks=pytest.mark.full) for kind in ("model parallel", "fsdp2", "fsdp2, 2-D", "pipeline")],
+    ],
+)
+def test_a_kill_in_the_middle_of_a_window(kind: str, uninterrupted: Callable[[str], Result], tmp_path: Path) -> None:
+    """Promise 6. The window is done again as a whole; its first micro-batches are not counted twice."""
+    run = Run(kind, tmp_path / "checkpoints", callbacks=lambda: [AtomicCheckpoints(), KillsItself()])
+    assert run.killed(1, lambda: None)
+    goes_on(Run(kind, run.folder), uninterrupted(kind))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "kills"), RANDOM_KILLS.items())
+def test_kills_at_random_moments(kind: str, kills: int, uninterrupted: Callable[[str], Result], tmp_path: Path) -> None:
+    """Promise 6. Fifty times over all kinds, from outside, at any instant of the run, start and end included."""
+    moments = random.Random(kind)
+    started = time.monotonic()
+    straight = uninterrupted(kind)
+    length = time.monotonic() - started
+    died = 0
+    for attempt in range(kills):
+        run = Run(kind, tmp_path / str(attempt), only_last=moments.random() < 0.5)
+        victim = moments.randrange(run.num_ranks)
+        died += run.killed(victim, partial(kill_after, moments.uniform(0.02, length)))
+        done = run.log.last_step
+        assert done - 1 <= run.saved_steps() <= done
+        assert run.to_the_end().equals(straight)
+    assert died >= kills // 2, "the others were done before"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_without_atomic_checkpoints_a_kill_breaks_the_last_one(
+    uninterrupted: Callable[[str], Result], tmp_path: Path
+) -> None:
+    """The kills above do harm: the strategy alone writes a directory in place, over the checkpoint before it."""
+    run = Run("model parallel", tmp_path / "checkpoints", only_last=True, callbacks=list)
+    assert run.killed(0, partial(kill_at_file_event, run, 4, 5))
+    with pytest.warns(UserWarning, match=r"passes over .*last\.ckpt: it has no valid \.complete\.json"):
+        assert latest_checkpoint(run.folder) is None
+    by_hand = replace(run, ckpt_path=run.folder / "last.ckpt")
+    assert (by_hand.folder / "last.ckpt" / "meta.pt").exists(), "it looks whole"
+    with contextlib.suppress(RankError):
+        assert not by_hand.to_the_end().equals(uninterrupted("model parallel"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1, one file", "model parallel", "fsdp2"])
+def test_a_kill_when_all_steps_so_far_were_skipped(kind: str, tmp_path: Path) -> None:
+    """Promise 6, where the first steps overflow: the optimizer's state in the checkpoint is empty."""
+    straight = Run(kind, tmp_path / "straight" / "checkpoints", init_scale=2.0**18)
+    run = replace(straight, folder=tmp_path / "killed" / "checkpoints")
+    for each in (straight, run):
+        each.folder.parent.mkdir()
+    assert run.killed(0, partial(kill_at_file_event, run, 2, 2))
+    goes_on(run, straight.to_the_end())
+
+
+class IsAskedToEnd(Callback):
+    """One rank gets SIGTERM in the first micro-batch of a window."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == 2 and trainer.fit_loop.epoch_loop.batch_idx % 2 == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "kind", ["fsdp2", *[pytest.param(kind, marks=pytest.mark.full) for kind in ("fsdp2, one file", "fsdp2, 2-D")]]
+)
+def test_sigterm_saves_and_nothing_is_done_twice(
+    kind: str, uninterrupted: Callable[[str], Result], tmp_path: Path
+) -> None:
+    """Promise 6. All ranks leave together at the end of the window after it, with a checkpoint."""
+    stopped = Run(kind, tmp_path / "checkpoints", callbacks=lambda: [IsAskedToEnd(), StopAtBoundary()]).to_the_end()
+    run = Run(kind, tmp_path / "checkpoints")
+    assert (run.folder / f"stopped-step-{stopped.steps}.ckpt").exists()
+    assert 3 <= stopped.steps == run.saved_steps() == run.log.last_step < uninterrupted(kind).steps
+    goes_on(run, uninterrupted(kind))

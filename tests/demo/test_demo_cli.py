@@ -1,0 +1,209 @@
+"""``lightning-mp demo``: one line and exit code 2 for every wrong input, and nothing written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_mp.__main__ import main
+
+TINY_RUN = ["--params", "9264", "--tokens-per-parameter", "0.3", "--batch-size", "4", "--precision", "32-true"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A text of 60,000 bytes, read in a moment."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"".join(b"line %d of a text\n" % number for number in range(3000)))
+    return str(path)
+
+
+def _refusal(capsys, *arguments):
+    """The only line that a wrong command prints."""
+    before = set(Path.cwd().rglob("*"))
+    with pytest.raises(SystemExit) as exit_info:
+        main(["demo", *arguments])
+    assert exit_info.value.code == 2
+    output = capsys.readouterr()
+    assert output.err.count("\n") == 1, output.err
+    assert "Traceback" not in output.err
+    assert set(Path.cwd().rglob("*")) == before, "nothing may be written"
+    return output.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--precision", "int4"],
+            "--precision int4 is unknown: choose 32-true, tf32, bf16-mixed, 16-mixed, bf16-true, 16-true or fp8",
+        ),
+        (["--precision", "fp8", "--recipe", "soup"], "--recipe soup is unknown: choose rowwise, tensorwise or"),
+        (["--recipe", "rowwise"], "--recipe is about fp8, and --precision is bf16-mixed: add --precision fp8"),
+        (["--precision", "bf16-true", "--storage", "tape"], "--storage tape is unknown: choose fp32 or remainder"),
+        (["--precision", "16-true", "--storage", "remainder"], "has no bf16 weights: add --precision bf16-true"),
+        (["--precision", "tf32", "--accelerator", "cpu"], "TF32Precision cannot run on this device: TF32 is a mode of"),
+        (
+            ["--tensor-parallel", "2", "--devices", "3"],
+            "--tensor-parallel 2 needs a multiple of 2 devices, got --devices 3",
+        ),
+        (
+            ["--tensor-parallel", "2", "--devices", "2", "--strategy", "ddp"],
+            "--tensor-parallel 2 needs --strategy mp_fsdp2, got ddp: leave --strategy out, or --tensor-parallel",
+        ),
+        (
+            ["--tensor-parallel", "2", "--devices", "2", "--params", "9264"],
+            "--tensor-parallel 2 does not divide the 1 heads of attention in a model of 9,264 parameters",
+        ),
+        (["--stages", "2", "--devices", "2"], "--stages is about --strategy mp_pipeline, and that is auto"),
+        (
+            ["--strategy", "mp_pipeline", "--stages", "2", "--devices", "3"],
+            "--stages 2 needs a multiple of 2 devices, got --devices 3",
+        ),
+        (
+            ["--strategy", "mp_pipeline", "--devices", "5", "--params", "9264"],
+            "cannot cut the 4 layers of a model of 9,264 parameters into 5 stages: give --stages 4 or less",
+        ),
+        (["--params", "many"], "argument --params: invalid int value: 'many'"),
+        (["--params", "0"], "--params 0 is not allowed: give a positive number"),
+        (["--params", "-5"], "--params -5 is not allowed: give a positive number"),
+        (["--params", "5000"], "a model of 5000 parameters cannot be built: the smallest has 9264"),
+        (["--batch-size", "0"], "--batch-size 0 is not allowed: give a positive number"),
+        (["--devices", "-1"], "--devices -1 is not allowed: give a positive number"),
+        (["--seed", "-1"], "--seed -1 is not allowed: give a number from 0 to 4294967295"),
+        (["--tokens-per-parameter", "0"], "--tokens-per-parameter 0 is not allowed: give a positive number"),
+        (["--tokens-per-parameter", "nan"], "--tokens-per-parameter nan is not allowed: give a positive number"),
+        (["--tokens-per-parameter", "inf"], "--tokens-per-parameter inf is not allowed: give a positive number"),
+        (["--max-minutes", "0"], "--max-minutes 0 is not allowed: give a positive number of minutes"),
+        (
+            ["--params", "9264", "--tokens-per-parameter", "0.1"],
+            "the budget of 926 tokens (0.1 for each of 9,264 parameters) is smaller than one batch of 1,024 tokens: "
+            "raise --tokens-per-parameter or --params, or lower --batch-size or --devices",
+        ),
+        (["--inject-overflow", "3"], "bf16-mixed has none: add --precision 16-mixed or 16-true"),
+        (["--precision", "16-mixed", "--inject-overflow", "-1"], "give an optimizer step, counted from 0"),
+        (
+            ["--precision", "16-mixed", "--inject-overflow", "9999"],
+            "lies past the end: this run has 1094 optimizer steps, so give a number from 0 to 1093",
+        ),
+        (["--accelerator", "abacus"], "--accelerator abacus is unknown: choose auto, cpu, cuda or mps"),
+        (["--resume"], "--resume finds no checkpoint under runs/demo: start a run without --resume"),
+        (["--text", "missing.txt"], "cannot be read (No such file or directory): give a readable file with --text"),
+        (["--text", "."], "cannot be read (Is a directory): give a readable file with --text"),
+        (["--strategy", "teleport"], "invalid strategy name: `strategy='teleport'`"),
+        (["--colour"], "unrecognized arguments: --colour"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_input_is_refused_in_one_line(capsys, arguments, message):
+    assert message in _refusal(capsys, *arguments)
+
+
+def test_an_unknown_command_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["dmeo"])
+    assert exit_info.value.code == 2
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_a_tiny_text_is_refused(capsys, tmp_path):
+    (tmp_path / "tiny.txt").write_text("too short")
+    message = _refusal(capsys, "--text", "tiny.txt")
+    assert "the text (tiny.txt) has 9 bytes, too few for one batch of 8 x 128 tokens" in message
+    assert "give a text of at least 2,580 bytes with --text FILE or a smaller --batch-size" in message
+
+
+def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = _refusal(capsys, "--accelerator", "cuda")
+    assert "--accelerator cuda is not available on this machine: choose cpu" in message
+
+
+def test_a_precision_that_the_device_lacks_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device: False)
+    message = _refusal(capsys, "--precision", "16-mixed", "--accelerator", "cpu")
+    assert "--precision 16-mixed does not work on cpu, for which torch has no such autocast: choose 32-true" in message
+
+
+def test_a_run_that_lightning_refuses_leaves_nothing_behind(capsys, text):
+    message = _refusal(capsys, *TINY_RUN, "--text", text, "--strategy", "fsdp", "--accelerator", "cpu")
+    assert "fsdp" in message
+
+
+def test_an_out_that_is_a_file_is_refused(capsys, tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert "--out taken is a file: give a folder" in _refusal(capsys, "--out", "taken")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--params", "20000"], "--params 20000 differs from the run to resume, which has 9264: leave --params out"),
+        (["--seed", "1"], "--seed 1 differs from the run to resume, which has 0"),
+        (["--precision", "bf16-mixed"], "--precision bf16-mixed differs from the run to resume, which has 32-true"),
+        (["--text", "other.txt"], "other.txt differs from the run to resume"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_resuming_a_run_with_other_settings_is_refused(capsys, finished_run, option, message):
+    assert message in _refusal(capsys, "--resume", "--out", str(finished_run), *option)
+
+
+def test_resuming_a_checkpoint_of_another_model_size_is_refused(capsys, finished_run):
+    path = finished_run / "version_0" / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["hyper_parameters"]["width"] = 32
+    torch.save(checkpoint, path)
+    message = _refusal(capsys, "--resume", "--out", str(finished_run))
+    assert "holds a model of another size (1 layer, 1 head, width 32) than this run's (1 layer, 1 head, width 16)" in (
+        message
+    )
+    assert "leave --params out, or start a new run without --resume" in message
+
+
+def test_resuming_with_a_changed_text_is_refused(capsys, finished_run, text):
+    with Path(text).open("ab") as file:
+        file.write(b"one more line\n")
+    message = _refusal(capsys, "--resume", "--out", str(finished_run))
+    assert "is not the one that the run in" in message
+    assert "bring that back, or start a new run without --resume" in message
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "cannot be read"),
+        (lambda path: torch.save({"state_dict": {}}, path), "was not written by this demo"),
+    ],
+    ids=["cut short", "foreign"],
+)
+def test_resuming_from_an_unusable_checkpoint_is_refused(capsys, finished_run, damage, message):
+    damage(finished_run / "version_0" / "checkpoints" / "last.ckpt")
+    refusal = _refusal(capsys, "--resume", "--out", str(finished_run))
+    assert message in refusal
+    assert "start a new run without --resume" in refusal
+
+
+@pytest.fixture
+def finished_run(tmp_path, text, capsys):
+    """The folder of a run that has spent its budget."""
+    out = tmp_path / "out"
+    assert main(["demo", *TINY_RUN, "--text", text, "--out", str(out)]) == 0
+    capsys.readouterr()
+    return out
+
+
+def test_resuming_a_finished_run_says_so_and_shows_its_summary(capsys, finished_run):
+    weights = torch.load(finished_run / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert main(["demo", "--resume", "--out", str(finished_run)]) == 0
+    output = capsys.readouterr().out
+    assert "has spent its whole budget already" in output
+    assert "2,779 (spent exactly)" in output
+    after = torch.load(finished_run / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(weights[name], after[name]) for name in weights)
+
+
+@pytest.mark.full
+def test_a_second_run_gets_its_own_folder(finished_run, text):
+    assert main(["demo", *TINY_RUN, "--text", text, "--out", str(finished_run)]) == 0
+    assert sorted(path.name for path in finished_run.iterdir()) == ["version_0", "version_1"]

@@ -1,0 +1,327 @@
+"""The demo from end to end, small: exact landing, exact resume, and a skipped step that explains itself."""
+
+import csv
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gloo import run_ranks
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_mp.demo.module
+import lightning_mp.demo.settings
+from lightning_mp import OverflowMonitor, WarmupCosine
+from lightning_mp.__main__ import main
+from lightning_mp.demo.data import HeldOutBatches, TextBatches, TextData, load_file
+from lightning_mp.demo.prepare import Options, prepare
+from lightning_mp.demo.run import assemble, fit, run_job
+
+TINY = {"parameters": 9264, "tokens_per_parameter": 2.4, "batch_size": 4, "precision": "16-mixed"}
+BUDGET_TOKENS = 22_234
+NOT_FUSED = {"fused": False}
+MICRO_BATCHES = 44  # of 512 tokens; 218 of the last one count
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_terminal() -> Iterator[None]:
+    """A shell starts jobs in the background with Ctrl-C ignored, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _short_windows(monkeypatch):
+    """Accumulation starts where such short runs get to."""
+    monkeypatch.setattr(lightning_mp.demo.settings, "ACCUMULATION", {0: 1, 6: 3})
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Text enough for less than one pass."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"".join(b"line %d of a text, %d\n" % (number, number**2) for number in range(700)))
+    return str(path)
+
+
+@pytest.fixture
+def _no_report(monkeypatch):
+    """Leaves out sample, picture and summary, which take as long as the training."""
+    monkeypatch.setattr("lightning_mp.demo.run.finish", lambda folder: None)
+
+
+class _At(Callback):
+    """Does something at the end of one micro-batch."""
+
+    def __init__(self, micro_batch, action):
+        self.micro_batch = micro_batch
+        self.action = action
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == self.micro_batch:
+            self.action()
+
+
+def _run(out, text, *callbacks, resume=False, max_minutes=None, **changes):
+    given = {} if resume else TINY | {"text": text} | changes
+    return run_job(prepare(Options(given, Path(out), resume=resume, max_minutes=max_minutes)), callbacks)
+
+
+def _checkpoint(out):
+    return torch.load(Path(out) / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def _history(out):
+    return json.loads((Path(out) / "version_0" / "history.json").read_text())
+
+
+def _interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, text):
+    """A run without a stop."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(lightning_mp.demo.settings, "ACCUMULATION", {0: 1, 6: 3})
+        out = tmp_path_factory.mktemp("uninterrupted")
+        assert _run(out, text) == 0
+    return out
+
+
+def test_a_run_lands_exactly_on_its_budget_and_leaves_its_files(uninterrupted):
+    folder = uninterrupted / "version_0"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["tokens"] == summary["budget_tokens"] == BUDGET_TOKENS
+    assert summary["optimizer_steps"] == 6 + -(-(MICRO_BATCHES - 6) // 3)
+    assert _checkpoint(uninterrupted)["global_step"] == summary["optimizer_steps"] == 19
+    assert summary["skipped_steps"] == 0
+    assert summary["validation_bits_per_byte"] < 7.8
+    assert summary["peak_memory_bytes"] > 2**20
+    assert _history(uninterrupted)["stopped_by"] is None
+    assert (folder / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (folder / "sample.txt").read_text(encoding="utf-8").startswith("def ")
+    assert "val/loss" in (folder / "csv" / "version_0" / "metrics.csv").read_text()
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_the_plan_foretells_the_steps_and_the_learning_rate_ends_with_the_budget(uninterrupted):
+    history = _history(uninterrupted)
+    tokens, rates = (history["steps"][name] for name in ("tokens", "learning_rate"))
+    assert len(tokens) == history["plan"]["optimizer_steps"]
+    schedule = WarmupCosine(warmup=0.05, final=0.1, start=0.02)
+    expected = [schedule(before / BUDGET_TOKENS) for before in (0, *tokens[:-1])]
+    assert [rate / history["plan"]["learning_rate"] for rate in rates] == pytest.approx(expected)
+
+
+def test_learning_rate_speed_and_the_last_values_are_logged(uninterrupted):
+    with (uninterrupted / "version_0" / "csv" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    last = next(row for row in reversed(rows) if row["train/loss"])
+    steps = _history(uninterrupted)["steps"]
+    assert int(last["step"]) == len(steps["tokens"]) - 1
+    assert float(last["train/learning_rate"]) == pytest.approx(steps["learning_rate"][-1])
+    assert float(last["mp/budget_fraction"]) == 1.0
+    assert float(last["mp/tokens_per_second"]) > 0
+
+
+@pytest.mark.full
+def test_piped_output_has_lines_only(text, capsys):
+    assert _run("out", text) == 0
+    output = "".join(capsys.readouterr())
+    assert not any(character in output for character in "\r\x1b\b")
+    assert "it/s" not in output
+    assert re.search(r"^22,234 tokens: train loss \d\.\d+, validation loss \d\.\d+$", output, re.MULTILINE)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_no_report")
+@pytest.mark.parametrize("stop_at", [0, 5, 7, 40], ids=lambda micro_batch: f"micro-batch {micro_batch}")
+def test_ctrl_c_and_resume_equal_no_stop_bit_for_bit(uninterrupted, text, capsys, stop_at):
+    assert _run("out", text, _At(stop_at, _interrupt)) == 130
+    assert "Go on with: lightning-mp demo --resume --out out/version_0" in capsys.readouterr().out
+    window_end = stop_at if stop_at < 6 else stop_at + 2 - stop_at % 3
+    assert _history("out")["steps"]["tokens"][-1] == 512 * (window_end + 1)
+    assert _run("out", text, resume=True) == 0
+    _assert_same_run("out", uninterrupted)
+    assert _history("out")["validation"] == _history(uninterrupted)["validation"]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_no_report")
+def test_stopping_after_every_step_equals_no_stop_bit_for_bit(uninterrupted, text):
+    _run("out", text, max_minutes=1e-9)
+    stops = 1
+    while _history("out")["stopped_by"] == "time":
+        _run("out", text, resume=True, max_minutes=1e-9)
+        stops += 1
+    assert stops == len(_history(uninterrupted)["steps"]["tokens"])
+    _assert_same_run("out", uninterrupted)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_no_report")
+def test_a_run_that_was_killed_goes_on_from_its_last_regular_checkpoint(uninterrupted, text):
+    class Killed(Exception):
+        pass
+
+    def kill():
+        raise Killed
+
+    with pytest.raises(Killed):
+        _run("out", text, _At(30, kill))
+    tokens_saved = _checkpoint("out")["callbacks"]["lightning_mp_demo"]["tokens"][-1]
+    assert 0 < tokens_saved < 31 * 512
+    assert _run("out", text, resume=True) == 0
+    _assert_same_run("out", uninterrupted)
+
+
+def _assert_same_run(out, reference):
+    got, expected = _checkpoint(out), _checkpoint(reference)
+    for part in ("state_dict", "optimizer_states", "LossScaler", "AutocastPrecision"):
+        assert _equal(got.get(part), expected.get(part)), part
+    rows, expected_rows = _history(out), _history(reference)
+    assert rows["steps"] == expected_rows["steps"]
+    assert rows["tokens"] == expected_rows["tokens"] == BUDGET_TOKENS
+
+
+def _equal(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return left == right
+
+
+@pytest.mark.usefixtures("_no_report")
+def test_the_second_ctrl_c_stops_at_once_and_says_what_is_left(text, capsys):
+    def interrupt_twice():
+        _interrupt()
+        _interrupt()
+
+    with pytest.raises(KeyboardInterrupt, match="No checkpoint had been written yet"):
+        _run("early", text, _At(0, interrupt_twice))
+    with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is late.version_0.*last.ckpt. Go on with: "):
+        _run("late", text, _At(40, interrupt_twice))
+
+
+def test_ctrl_c_before_the_first_batch_ends_the_run_at_once(text):
+    class Early(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            _interrupt()
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="No checkpoint had been written yet"):
+        _run("out", text, Early())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.full
+def test_ctrl_c_after_training_says_how_to_see_the_results(text, monkeypatch):
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_mp.demo.run.finish", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"The checkpoint is out.version_0.*Go on with: lightning-mp demo"):
+        _run("out", text)
+
+
+@pytest.mark.full
+def test_ctrl_c_in_the_last_step_does_not_spoil_a_finished_run(text, capsys):
+    assert _run("out", text, _At(MICRO_BATCHES - 1, _interrupt)) == 0
+    assert "22,234 (spent exactly)" in capsys.readouterr().out
+
+
+def test_ctrl_c_before_training_ends_without_a_traceback(text, capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_mp.demo.prepare.prepare", interrupted)
+    assert main(["demo"]) == 130
+    assert "Interrupted. Nothing has been written." in capsys.readouterr().err
+
+
+def test_the_time_limit_is_told_with_the_way_to_go_on(text, capsys):
+    assert _run("out", text, max_minutes=1e-9) == 0
+    output = capsys.readouterr().out
+    assert "22,234 (2.3% spent)" in output
+    assert "The time of --max-minutes is over. Go on with: lightning-mp demo --resume --out out/version_0" in output
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
+def test_an_injected_overflow_is_skipped_named_and_holds_the_learning_rate(text, capsys):
+    assert _run("out", text, inject_overflow=4) == 0
+    steps = _history("out")["steps"]
+    assert [index for index, skipped in enumerate(steps["skipped"]) if skipped] == [4]
+    assert steps["learning_rate"][4] == steps["learning_rate"][5] != steps["learning_rate"][6]
+    assert steps["loss_scale"][5] == steps["loss_scale"][4] / 2
+    report = json.loads(Path("out/version_0/overflow_step_4.json").read_text())
+    assert report["parameters"] == ["model.blocks.0.mlp.up.weight"]
+    output = capsys.readouterr().out
+    assert "4: loss scale 65536 -> 32768, learning rate held at" in output
+    assert "not finite: model.blocks.0.mlp.up.weight" in output
+
+
+@pytest.mark.usefixtures("_no_report")
+@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
+def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the_optimizer(text, monkeypatch):
+    fused = lightning_mp.demo.module.AdamW
+    monkeypatch.setattr(lightning_mp.demo.module, "AdamW", lambda *args, **kwargs: fused(*args, **kwargs | NOT_FUSED))
+    assert _run("out", text, inject_overflow=4) == 0
+    rates = _history("out")["steps"]["learning_rate"]
+    assert rates[3] != rates[4] == rates[5] != rates[6]
+
+
+@pytest.mark.usefixtures("_no_report")
+def test_a_checkpoint_knows_the_last_outcome_without_help_of_other_callbacks(text):
+    job = prepare(Options(TINY | {"text": text}, Path("out")))
+    trainer = assemble(job, [_At(5, lambda: trainer.save_checkpoint("middle.ckpt"))])
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, OverflowMonitor)]
+    fit(trainer, job)
+    saved = torch.load("middle.ckpt", weights_only=True)["callbacks"]["lightning_mp_demo"]
+    assert list(saved["outcomes"]) == list(range(6)) == list(range(len(saved["tokens"])))
+
+
+def test_a_run_that_is_refused_at_the_start_leaves_nothing_behind(text):
+    class Refuses(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            raise MisconfigurationException("not like this")
+
+    with pytest.raises(MisconfigurationException, match="not like this"):
+        _run("out", text, Refuses())
+    assert not Path("out/version_0").exists()
+
+
+def test_seed_rank_and_world_size_reach_the_batches(text):
+    corpus = load_file(Path(text))
+    data = TextData(corpus, batch_size=2, block_tokens=16, num_batches=3, max_validation_batches=2, seed=9)
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"rank": 1, "num_replicas": 2})
+    expected = TextBatches(corpus.train, batch_size=2, block_tokens=16, num_batches=3, seed=9, rank=1, world_size=2)
+    assert _equal(list(data.train_dataloader()), list(expected))
+    held_out = HeldOutBatches(corpus.validation, batch_size=2, block_tokens=16, max_batches=2, rank=1, world_size=2)
+    assert _equal(list(data.val_dataloader()), list(held_out))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_every_precision_lands_exactly(text, precision, capsys):
+    assert _run("out", text, precision=precision) == 0
+    assert _history("out")["tokens"] == BUDGET_TOKENS
+    assert "22,234 (spent exactly)" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
+def test_two_processes_land_exactly_and_skip_together(text):
+    given = TINY | {"text": text, "devices": 2, "batch_size": 2, "strategy": "ddp", "inject_overflow": 4}
+    job = prepare(Options(given, Path("out")))
+    assert run_ranks(lambda rank: run_job(job), 2) == [0, 0]
+    history = _history("out")
+    assert history["tokens"] == BUDGET_TOKENS
+    assert [index for index, skipped in enumerate(history["steps"]["skipped"]) if skipped] == [4]

@@ -1,0 +1,77 @@
+"""UnderflowFraction against real casts and lightning_mp.core.number_formats.fraction_lost, on one process and two."""
+
+import pytest
+import torch
+from gloo import process_group, run_ranks
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_mp.core.number_formats import FORMATS, fraction_lost
+from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
+from lightning_mp.metrics import UnderflowFraction, underflow_fraction
+
+
+def spread(seed: int, size: int = 2000) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(size, generator=generator) * torch.exp2(torch.randint(-40, 10, (size,), generator=generator))
+    values[::7] = 0
+    return values
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8_e5m2", "fp8_e4m3fn", "bf16"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**10, 1000.0])
+def test_it_equals_a_cast(name, scale):
+    # An exact tie if the scale is a power of two; else a little beside it, where fp32 would round the product.
+    tie = FORMATS[name].largest_rounded_to_zero / (scale if scale != 1000.0 else 1001.0)
+    values = torch.cat([spread(0), torch.tensor([tie, -tie, tie * 1.5])])
+    scaled = values * scale
+    became_zero = (scaled.to(FORMATS[name].torch_dtype).float() == 0) & (values != 0)
+    expected = became_zero.sum().item() / (values != 0).sum().item()
+    assert underflow_fraction(values, name, scale).item() == pytest.approx(expected, abs=1e-7)
+    assert underflow_fraction(values, name, torch.tensor(scale)).item() == pytest.approx(expected, abs=1e-7)
+    assert fraction_lost(values, name, scale).zero == pytest.approx(expected, abs=1e-7)
+    if scale != 1000.0:
+        assert ExponentHistogram.of(values).fraction_lost(name, scale).zero == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_batches_count_by_their_values(dtype):
+    batches = [spread(1, 100).to(dtype), spread(2, 900).to(dtype), torch.zeros(50, dtype=dtype)]
+    metric = UnderflowFraction("fp8_e5m2")
+    for batch in batches:
+        metric.update(batch)
+    assert metric.compute() == underflow_fraction(torch.cat(batches), "fp8_e5m2")
+    assert metric.lost_values.dtype == metric.nonzero_values.dtype == torch.int64
+
+
+def test_a_value_that_the_scale_brings_back_is_not_lost():
+    metric = UnderflowFraction()
+    metric.update(torch.tensor([1e-8]))
+    metric.update(torch.tensor([1e-8]), scale=torch.tensor(2.0**16))
+    assert metric.compute() == 0.5
+
+
+def test_zeros_only_give_zero():
+    assert underflow_fraction(torch.zeros(3)) == 0.0
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"Unknown number format 'fp17'\. Use one of fp64, fp32"):
+        UnderflowFraction("fp17")
+    with pytest.raises(ValueError, match=r"must be a floating-point tensor, got dtype torch.int64\. Call `.float\(\)`"):
+        UnderflowFraction().update(torch.arange(3))
+
+
+def test_shards_and_ranks_are_added():
+    values = spread(3, 64)
+
+    def count(rank):
+        with process_group():
+            mesh = init_device_mesh("cpu", (2,))
+            metric = UnderflowFraction()
+            metric.update(distribute_tensor(values, mesh, [Shard(0)]))
+            return metric.compute().item(), metric.nonzero_values.item()
+
+    (first, first_count), (second, second_count) = run_ranks(count, 2)
+    assert first == second == underflow_fraction(values).item()
+    assert first_count + second_count == (values != 0).sum().item()

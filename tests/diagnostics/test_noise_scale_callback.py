@@ -1,0 +1,401 @@
+"""GradientNoiseScale: what it hands to the estimator equals gradients computed by hand, on one process and on two."""
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from gloo import run_ranks
+from gradient_counter import VIEWS
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import Regression, TokenModel, loader, quiet_trainer, regression_batches, token_batches
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
+from lightning_mp.callbacks.gradient_noise_scale import GradientNoiseScale
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    """Weights stay as they are, so every gradient can be computed afterwards."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def still_fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0, fused=True)
+
+
+class Recording(GradientNoiseScale):
+    """Keeps what the estimator was given: squared norms, inverse sizes, tokens of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[list[float]] = []
+        add = self.average.add
+
+        def record(*numbers: float, tokens_per_sample: float) -> None:
+            self.given.append([*numbers, tokens_per_sample])
+            add(*numbers, tokens_per_sample=tokens_per_sample)
+
+        self.average.add = record  # type: ignore[method-assign]
+
+
+def gradient(module: pl.LightningModule, batch: Any) -> Tensor:
+    """Of one micro-batch, by plain torch in fp32."""
+    loss = module.training_step(batch, 0)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))]).double()
+
+
+def alike(batch: Any) -> float:
+    return 1.0
+
+
+def by_hand(module: Any, windows: list[list[Any]], weights: Any = alike, tokens: Any = None) -> Any:
+    rows = []
+    for window in windows:
+        gs = [gradient(module, batch) for batch in window]
+        ws = torch.tensor([float(weights(batch)) for batch in window], dtype=torch.float64)
+        big = sum(w * g for w, g in zip(ws, gs, strict=True)) / ws.sum()
+        sizes = [len(batch[0]) for batch in window]
+        seen = sum(tokens(batch) for batch in window) / sum(sizes) if tokens else 0.0
+        rows.append([float(gs[0] @ gs[0]), float(big @ big), 1 / sizes[0], 1 / sum(sizes), seen])
+    return rows
+
+
+def in_windows(batches: list[Any], length: int) -> list[list[Any]]:
+    return [batches[start : start + length] for start in range(0, len(batches), length)]
+
+
+def stock_fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+PLUGINS: dict[str, Any] = {
+    "stock fp32": list,
+    "stock bf16": lambda: [MixedPrecision("bf16-mixed", "cpu")],
+    "stock fp16": lambda: [stock_fp16()],
+    "fp16": lambda: [AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))],
+    "bf16": lambda: [AutocastPrecision("bf16-mixed")],
+    "masters": lambda: [MasterWeightsPrecision("bf16-true")],
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["Trainer", "AccumulationScheduler"])
+@pytest.mark.parametrize("optimizer", [still, still_fused])
+@pytest.mark.parametrize("name", PLUGINS)
+def test_norms_are_those_of_true_gradients(name: str, optimizer: Any, scheduled: bool) -> None:
+    """Loss scale, accumulation and clipping leave no trace; the last window is one short."""
+    batches = regression_batches(11)
+    module, callback = Regression(optimizer), Recording()
+    accumulation = (
+        {"callbacks": [callback, AccumulationScheduler({0: 4})]}
+        if scheduled
+        else {"callbacks": [callback], "accumulate_grad_batches": 4}
+    )
+    clip = {} if name.startswith("stock") and optimizer is still_fused else {"gradient_clip_val": 1e-3}
+    quiet_trainer(plugins=PLUGINS[name](), **accumulation, **clip).fit(module, loader(batches))
+    expected = by_hand(Regression(), in_windows(batches, 4))
+    tolerance = 1e-5 if name == "stock fp32" else 0.03 if "bf16" in name or name == "masters" else 0.01
+    assert torch.tensor(callback.given) == pytest.approx(torch.tensor(expected), rel=tolerance)
+    assert len(expected) == 3
+
+
+@pytest.mark.parametrize("name", ["stock fp32", "fp16"])
+@pytest.mark.parametrize("weight_by", ["token", "batch"])
+def test_weights_of_micro_batches_leave_no_trace_in_the_small_gradient(weight_by: str, name: str) -> None:
+    """The first micro-batch weighs 2 to 12 tokens; its gradient is the mean over its own."""
+    batches = token_batches([6, 3, 11, 2, 12, 5])
+    module, callback = TokenModel(still), Recording()
+    scheduler = AccumulationScheduler({0: 2}, weight_by=weight_by)
+    quiet_trainer(plugins=PLUGINS[name](), callbacks=[scheduler, callback]).fit(module, loader(batches))
+
+    def tokens(batch: Any) -> int:
+        return int((batch[1] != -100).sum())
+
+    weights = tokens if weight_by == "token" else alike
+    expected = by_hand(TokenModel(), in_windows(batches, 2), weights, tokens)
+    assert torch.tensor(callback.given) == pytest.approx(
+        torch.tensor(expected), rel=1e-5 if name == "stock fp32" else 0.01
+    )
+
+
+@pytest.mark.parametrize("name", ["stock fp16", "fp16"])
+@pytest.mark.parametrize("optimizer", [still, still_fused])
+def test_skipped_steps_are_left_out(name: str, optimizer: Any) -> None:
+    batches = regression_batches(8)
+    module, callback = Regression(optimizer, overflows=[2]), Recording()
+    quiet_trainer(plugins=PLUGINS[name](), callbacks=[callback], accumulate_grad_batches=2).fit(module, loader(batches))
+    windows = in_windows(batches, 2)
+    expected = by_hand(Regression(), [windows[0], *windows[2:]])
+    assert torch.tensor(callback.given) == pytest.approx(torch.tensor(expected), rel=0.01)
+
+
+def test_another_monitor_on_a_stock_plugin_does_not_disturb() -> None:
+    given = []
+    for others in ([], [OverflowMonitor()]):
+        callback = Recording()
+        trainer = quiet_trainer(callbacks=[callback, *others], plugins=[stock_fp16()], accumulate_grad_batches=2)
+        trainer.fit(Regression(still), loader(regression_batches(6)))
+        given.append(callback.given)
+    assert given[0] == given[1]
+    assert len(given[0]) == 3
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", ["stock fp32", "fp16"])
+def test_ddp_compares_each_ranks_own_gradient_with_the_reduced_one(name: str, micro_batches: int) -> None:
+    batches = regression_batches(8)
+
+    def train(rank: int) -> Any:
+        callback = Recording()
+        trainer = quiet_trainer(
+            devices=2,
+            strategy=DDPStrategy(process_group_backend="gloo"),
+            callbacks=[callback],
+            plugins=PLUGINS[name](),
+            accumulate_grad_batches=micro_batches,
+        )
+        trainer.fit(Regression(still), loader(batches[rank::2]))
+        return callback.given
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+    expected = []
+    for window in in_windows(batches, 2 * micro_batches):
+        row = by_hand(Regression(), [window])[0]
+        own = [gradient(Regression(), batch) for batch in window[:2]]  # both ranks' first micro-batches
+        expected.append([float(sum(g @ g for g in own)) / 2, *row[1:]])
+    assert torch.tensor(first) == pytest.approx(torch.tensor(expected), rel=1e-5 if name == "stock fp32" else 0.01)
+
+
+class Sharded(TokenModel):
+    def configure_model(self) -> None:
+        for layer in (self.head, self.embedding):
+            if not isinstance(layer.weight, DTensor):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.parametrize("name", ["stock fp32", "bf16"])
+def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name: str) -> None:
+    counts = [[6, 3, 11, 8], [4, 10, 2, 5]]
+    batches = [token_batches(row) for row in counts]
+
+    def train(rank: int) -> Any:
+        callback = Recording()
+        scheduler = AccumulationScheduler({0: 2}, weight_by="token", sync="micro_batch")
+        trainer = quiet_trainer(
+            devices=2,
+            strategy=ModelParallelStrategy(2, 1, process_group_backend="gloo"),
+            callbacks=[callback, scheduler],
+            plugins=PLUGINS[name](),
+        )
+        trainer.fit(Sharded(still), loader(batches[rank]))
+        return callback.given
+
+    def tokens(batch: Any) -> int:
+        return int((batch[1] != -100).sum())
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+    expected = []
+    for start in (0, 2):
+        both = [row[start + index] for index in (0, 1) for row in batches]
+        small = by_hand(TokenModel(), [both[:2]], tokens)[0]
+        row = by_hand(TokenModel(), [both], tokens, tokens)[0]
+        expected.append([small[1], row[1], small[3], row[3], row[4]])
+    assert torch.tensor(first) == pytest.approx(torch.tensor(expected), rel=1e-5 if name == "stock fp32" else 0.03)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+def test_fsdp2_that_reduces_once_per_window_has_no_small_gradient() -> None:
+    def train(rank: int) -> Any:
+        callback, scheduler = Recording(), AccumulationScheduler({0: 2}, sync="window")
+        strategy = ModelParallelStrategy(2, 1, process_group_backend="gloo")
+        trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[callback, scheduler])
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.fit(Sharded(still), loader(token_batches([6, 3, 11, 8])))
+        return callback.given, [str(warning.message) for warning in told]
+
+    (given, messages), (_, _) = run_ranks(train, 2)
+    assert given == []
+    assert sum("sync='micro_batch'" in message for message in messages if "GradientNoiseScale" in message) == 1
+
+
+# -- through the Trainer, with known noise -----------------------------------------------------------------------------
+
+
+class KnownNoise(pl.LightningModule):
+    """The gradient of a sample is the sample: a fixed vector and noise around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (batch @ self.weight).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.full
+def test_known_noise_is_found_within_a_tenth_after_400_windows() -> None:
+    """|G|^2 = 1, trace = 20."""
+    generator = torch.Generator().manual_seed(5)
+    true = torch.randn(64, generator=generator)
+    true /= true.norm()
+    samples = true + torch.randn(1600, 4, 64, generator=generator) * (20 / 64) ** 0.5
+    callback = GradientNoiseScale()
+    trainer = quiet_trainer(callbacks=[callback], accumulate_grad_batches=4)
+    trainer.fit(KnownNoise(), loader(list(samples)))
+    estimate = callback.estimate
+    assert estimate is not None
+    assert estimate.windows == 400
+    assert estimate.samples == pytest.approx(20.0, rel=0.1)
+    assert estimate.low < 20.0 < estimate.high
+    assert estimate.high - estimate.low < 8.0
+    assert trainer.callback_metrics["mp/noise_scale"] == pytest.approx(20.0, rel=0.1)
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+
+class _Cost(TorchDispatchMode):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.parameter_bytes = sum(p.nbytes for p in module.parameters())
+        self.shapes = {p.shape for p in module.parameters()}
+        self.norm_bytes = self.waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.waits += name == "aten::_local_scalar_dense"
+        if "norm" in name and name not in VIEWS:
+            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.shape in self.shapes]
+            self.norm_bytes += sum(t.nbytes for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+class MeasureCost(Callback):
+    """Norm passes over the gradients, and waits of the host, of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, int]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.mode = _Cost(pl_module)
+        self.mode.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step > len(self.steps):
+            self.steps.append((self.mode.norm_bytes / self.mode.parameter_bytes, self.mode.waits))
+            self.mode.norm_bytes = self.mode.waits = 0
+
+    def on_train_end(self, *_: Any) -> None:
+        self.mode.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("name", "passes"), [("fp16", 1), ("stock fp32", 2)])
+def test_one_pass_per_step_and_no_wait(name: str, passes: int) -> None:
+    """One small norm; the large one is there already with our plugins, and one more pass with stock ones."""
+    costs = []
+    for callbacks in ([], [GradientNoiseScale()]):
+        cost = MeasureCost()
+        trainer = quiet_trainer(callbacks=[*callbacks, cost], plugins=PLUGINS[name](), accumulate_grad_batches=4)
+        trainer.fit(Regression(still_fused), loader(regression_batches(16)))
+        costs.append(cost.steps)
+    for (norms_without, waits_without), (norms, waits) in zip(*costs, strict=True):
+        assert norms - norms_without == passes
+        assert waits == waits_without
+
+
+# -- messages and life cycle -------------------------------------------------------------------------------------------
+
+
+def test_without_two_sizes_it_says_so_once() -> None:
+    callback = Recording()
+    trainer = quiet_trainer(callbacks=[callback], max_epochs=2)
+    with pytest.warns(UserWarning, match="a step is one micro-batch and its gradients come from one process") as told:
+        trainer.fit(Regression(still), loader(regression_batches(4)))
+    messages = [str(warning.message) for warning in told if "GradientNoiseScale" in str(warning.message)]
+    assert len(messages) == 1
+    assert "AccumulationScheduler({0: 2})" in messages[0]
+    assert callback.given == []
+    assert callback.estimate is None
+
+
+def test_windows_that_grow_are_counted_as_they_come() -> None:
+    callback = Recording()
+    trainer = quiet_trainer(callbacks=[callback, AccumulationScheduler({0: 1, 1: 2})], max_epochs=2)
+    with pytest.warns(UserWarning, match="estimates nothing for now"):
+        trainer.fit(Regression(still), loader(regression_batches(4)))
+    assert len(callback.given) == 2
+
+
+def test_manual_optimization_is_refused() -> None:
+    module = Regression(still)
+    module.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
+        quiet_trainer(callbacks=[GradientNoiseScale()]).fit(module, loader(regression_batches(2)))
+
+
+@pytest.mark.parametrize("steps", [1, -3, 2.5, True, "100"])
+def test_average_steps_must_be_a_whole_number(steps: Any) -> None:
+    with pytest.raises(ValueError, match="must be a whole number of optimizer steps, 2 or more"):
+        GradientNoiseScale(average_steps=steps)
+
+
+@pytest.mark.parametrize("name", ["stock fp32", "fp16"])
+def test_a_resumed_run_ends_with_the_same_averages(name: str, tmp_path: Any) -> None:
+    batches = regression_batches(12)
+
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    def train(max_epochs: int, *others: Callback, ckpt_path: Any = None) -> Recording:
+        callback = Recording()
+        trainer = quiet_trainer(
+            callbacks=[callback, *others], plugins=PLUGINS[name](), accumulate_grad_batches=4, max_epochs=max_epochs
+        )
+        trainer.fit(Regression(), loader(batches), ckpt_path=ckpt_path)
+        return callback
+
+    straight, first = train(2), train(1, Saves())
+    resumed = train(2, Saves(), ckpt_path=tmp_path / "3.ckpt")
+    assert first.average.windows == 3
+    assert resumed.average.state_dict() == straight.average.state_dict()
+    assert straight.average.windows == 6
+
+
+def test_hooks_are_taken_away_and_gradients_are_not_touched() -> None:
+    class Fails(Callback):
+        def on_before_backward(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                raise RuntimeError("planted")
+
+    module = Regression()
+    with pytest.raises(RuntimeError, match="planted"):
+        quiet_trainer(callbacks=[GradientNoiseScale(), Fails()], accumulate_grad_batches=2).fit(
+            module, loader(regression_batches(8))
+        )
+    assert not any(p._backward_hooks for p in module.parameters())
+    weights = []
+    for callbacks in ([], [GradientNoiseScale()]):
+        module = Regression()
+        quiet_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(module, loader(regression_batches(8)))
+        weights.append([p.detach().clone() for p in module.parameters()])
+        assert not any(p._backward_hooks for p in module.parameters())
+    assert all(map(torch.equal, *weights))

@@ -1,0 +1,421 @@
+"""The post-mortem names overflows that were planted at a known place, and leaves no trace."""
+
+import math
+import random
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from planted_overflows import (
+    Attention,
+    LogOfZero,
+    Planted,
+    RootOfZero,
+    TimesInBackward,
+    TimesInForward,
+    numbered_batches,
+)
+from small_models import adamw, fused_adamw, loader, quiet_trainer
+from torch import nn
+
+from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem
+
+ROOT = Path(__file__).resolve().parents[2]
+SCALE = 1024.0
+INF = math.inf
+
+
+def ours() -> AutocastPrecision:
+    return AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=SCALE))
+
+
+def stock() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+
+
+def identity(trigger: Any) -> nn.Module:
+    return nn.Identity()
+
+
+def spoil_input(module: Planted, batch: Any) -> None:
+    batch[0][0, 0] = math.nan
+
+
+def spoil_weight(module: Planted, batch: Any) -> None:
+    module.body[1].up.weight.data[0, 0] = INF
+
+
+@dataclass
+class Case:
+    phase: str
+    module: str
+    tensor: str
+    verdict: str
+    model: Any
+    finite_scale: float | None = None
+    finite_in_fp32: bool | None = None
+
+
+PLACE = "body.1.place"
+PLANTED = {
+    "forward, too large for fp16": Case(
+        "forward", PLACE, "output", "range", partial(Planted, partial(TimesInForward, factor=1e6)), None, True
+    ),
+    "forward, log of zero": Case("forward", PLACE, "output", "model", partial(Planted, LogOfZero), None, False),
+    "forward, attention scores": Case(
+        "forward", PLACE, "argument 'input' of body.1.place.softmax", "range", partial(Planted, Attention), None, True
+    ),
+    "loss, in the training step": Case(
+        "loss", "", "the loss", "model", partial(Planted, identity, spoil_loss=lambda loss: loss / 0), None, False
+    ),
+    "loss, minus infinity": Case(
+        "loss", "", "the loss", "model", partial(Planted, identity, spoil_loss=lambda loss: loss * -INF), None, False
+    ),
+    "backward, loss scale too high": Case(
+        "backward",
+        PLACE,
+        "gradient of argument 'x'",
+        "scale",
+        partial(Planted, partial(TimesInBackward, factor=2e4)),
+        0,
+    ),
+    "backward, too large for fp16 at scale 1": Case(
+        "backward",
+        PLACE,
+        "gradient of argument 'x'",
+        "range",
+        partial(Planted, partial(TimesInBackward, factor=1e10)),
+        None,
+        True,
+    ),
+    "backward, custom function": Case(
+        "backward",
+        PLACE,
+        "gradient of argument 'x'",
+        "model",
+        partial(Planted, partial(TimesInBackward, factor=INF)),
+        None,
+        False,
+    ),
+    "backward, root of zero": Case(
+        "backward", PLACE, "gradient of argument 'x'", "model", partial(Planted, RootOfZero), None, False
+    ),
+    "backward, of the loss": Case(
+        "backward",
+        "",
+        "gradient of output of criterion",
+        "model",
+        partial(Planted, identity, spoil_loss=lambda loss: loss + (loss.detach() * 0 + 0 * loss).sqrt()),
+        None,
+        False,
+    ),
+    "data": Case("data", "", "batch[0]", "data", partial(Planted, identity, spoil=spoil_input)),
+    "weights": Case("weights", "body.1.up", "weight", "weights", partial(Planted, identity, spoil=spoil_weight)),
+    "behind a checkpoint, forward": Case(
+        "forward",
+        PLACE,
+        "output",
+        "range",
+        partial(Planted, partial(TimesInForward, factor=1e6), reentrant=False),
+        None,
+        True,
+    ),
+    "behind a checkpoint, backward": Case(
+        "backward",
+        PLACE,
+        "gradient of argument 'x'",
+        "model",
+        partial(Planted, partial(TimesInBackward, factor=INF), reentrant=False),
+        None,
+        False,
+    ),
+    "behind a reentrant checkpoint, forward": Case(
+        "forward",
+        PLACE,
+        "output",
+        "range",
+        partial(Planted, partial(TimesInForward, factor=1e6), reentrant=True),
+        None,
+        True,
+    ),
+    "behind a reentrant checkpoint, backward": Case(
+        "backward",
+        PLACE,
+        "gradient of argument 'x'",
+        "model",
+        partial(Planted, partial(TimesInBackward, factor=INF), reentrant=True),
+        None,
+        False,
+    ),
+}
+
+
+def fit(module: Any, plugin: Any, tmp_path: Path, num_batches: int = 4, **arguments: Any) -> OverflowPostMortem:
+    post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
+    callbacks = [post_mortem] if isinstance(plugin, AutocastPrecision) else [post_mortem, OverflowMonitor()]
+    trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **arguments)
+    with pytest.warns(RuntimeWarning, match="Optimizer step . was skipped"):
+        trainer.fit(module, loader(numbered_batches(num_batches)))
+    return post_mortem
+
+
+def check(post_mortem: OverflowPostMortem, case: Case) -> None:
+    report = post_mortem.reports[0]
+    assert report.step_index == 2
+    assert report.note == ""
+    assert len(report.findings) == 1, report
+    finding = report.findings[0]
+    culprit = finding.culprit
+    assert (culprit.phase, culprit.module, culprit.tensor) == (case.phase, case.module, case.tensor), report
+    assert (finding.verdict, finding.finite_in_fp32) == (case.verdict, case.finite_in_fp32), report
+    assert (finding.finite_scale is not None) == (case.finite_scale is not None)
+    assert (finding.batch_idx, finding.rank) == (2, 0)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_overflows_are_named(name: str, optimizer: Any, tmp_path: Path) -> None:
+    case = PLANTED[name]
+    check(fit(case.model(optimizer=optimizer), ours(), tmp_path), case)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
+@pytest.mark.parametrize(
+    "name", ["forward, too large for fp16", "backward, loss scale too high", "loss, in the training step", "data"]
+)
+def test_planted_overflows_are_named_with_stock_plugins(name: str, optimizer: Any, tmp_path: Path) -> None:
+    case = PLANTED[name]
+    check(fit(case.model(optimizer=optimizer), stock(), tmp_path), case)
+
+
+def test_without_a_loss_scale(tmp_path: Path) -> None:
+    """bf16: our plugin skips non-finite steps there, too."""
+    module = Planted(partial(TimesInBackward, factor=INF), optimizer=fused_adamw)
+    report = fit(module, AutocastPrecision("bf16-mixed"), tmp_path).reports[0]
+    (finding,) = report.findings
+    assert (report.loss_scale, finding.verdict, finding.culprit.module) == (1.0, "model", PLACE)
+    assert finding.culprit.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
+def test_the_micro_batch_of_a_window_is_named(optimizer: Any, tmp_path: Path) -> None:
+    module = Planted(partial(TimesInBackward, factor=INF), planted=[4], optimizer=optimizer)
+    post_mortem = fit(module, ours(), tmp_path, num_batches=9, accumulate_grad_batches=3)
+    (report,) = post_mortem.reports
+    (finding,) = report.findings
+    assert (report.step_index, finding.micro_batch, finding.num_micro_batches, finding.batch_idx) == (1, 1, 3, 4)
+    assert finding.culprit.module == PLACE
+
+
+@pytest.mark.parametrize(("micro_batches", "weight"), [(1, 1.0), (4, 1.0), (1, 64.0)])
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
+def test_the_largest_finite_scale_equals_that_of_a_plain_loop(
+    optimizer: Any, micro_batches: int, weight: float, tmp_path: Path
+) -> None:
+    """Also where the loss is divided by the length of the window, or weighed in place."""
+
+    class Weighed(Planted):
+        def on_before_backward(self, loss: torch.Tensor) -> None:
+            loss.mul_(weight)
+
+    def make() -> Planted:
+        module = Weighed(partial(TimesInBackward, factor=2e4), planted=[0], optimizer=optimizer)
+        module.body[3].p = 0.0
+        return module
+
+    scale, module, batch = SCALE, make(), numbered_batches(1)[0]
+    module.log = lambda *_, **__: None
+    module.trainer = quiet_trainer()
+    while True:
+        module.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = module.training_step(batch, 0)
+        (loss * scale / micro_batches * weight).backward()
+        if all(p.grad is None or p.grad.isfinite().all() for p in module.parameters()):
+            break
+        scale /= 2
+    post_mortem = fit(make(), ours(), tmp_path, num_batches=micro_batches, accumulate_grad_batches=micro_batches)
+    finding = post_mortem.reports[0].findings[0]
+    if scale >= 1.0:
+        assert finding.finite_scale == scale < SCALE
+    else:
+        assert (finding.finite_scale, finding.verdict) == (None, "range")
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
+def test_an_overflow_by_chance_comes_again(optimizer: Any, source: str, tmp_path: Path) -> None:
+    draw = {"torch": lambda: torch.rand(()).item(), "python": random.random, "numpy": np.random.rand}[source]
+    drawn: list[float] = []
+
+    class ByChance(TimesInForward):
+        """At one number that was drawn, and whenever it is drawn again."""
+
+        def forward(self, x: Any) -> Any:
+            number = draw()
+            if len(drawn) == 2:
+                wanted.append(number)
+            drawn.append(number)
+            return x * 1e6 if number in wanted else x
+
+    wanted: list[float] = []
+    module = Planted(partial(ByChance, factor=1e6), planted=[], optimizer=optimizer)
+    report = fit(module, ours(), tmp_path).reports[0]
+    assert (report.step_index, report.findings[0].culprit.module) == (2, PLACE)
+
+
+def test_fp32_draws_the_same_random_numbers(tmp_path: Path) -> None:
+    drawn: list[float] = []
+
+    class ByChance(TimesInForward):
+        """Never finite at one number that was drawn, in no format."""
+
+        def forward(self, x: Any) -> Any:
+            drawn.append(torch.rand(()).item())
+            return x * INF if drawn[-1] in drawn[2:3] else x
+
+    module = Planted(partial(ByChance, factor=1.0), planted=[])
+    (finding,) = fit(module, ours(), tmp_path).reports[0].findings
+    assert (finding.culprit.module, finding.finite_in_fp32, finding.verdict) == (PLACE, False, "model")
+
+
+def test_weights_in_16_bit_are_not_tried_in_fp32(tmp_path: Path) -> None:
+    from lightning_mp import MasterWeightsPrecision
+
+    class Lowered(Planted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.head(self.body(batch[0].to(self.head.weight))).float().mean()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trigger.on = batch_idx in self.planted
+
+    plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))
+    post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem])
+    with pytest.warns(RuntimeWarning, match="Optimizer step . was skipped"):
+        trainer.fit(Lowered(partial(TimesInForward, factor=1e6)), loader(numbered_batches(4)))
+    (finding,) = post_mortem.reports[0].findings
+    assert (finding.culprit.module, finding.finite_in_fp32, finding.verdict) == (PLACE, None, "model")
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
+@pytest.mark.parametrize("compiled", ["submodule", "module"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_under_torch_compile(compiled: str, optimizer: Any, tmp_path: Path) -> None:
+    class Compiled(Planted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.criterion(self.head(self.body(batch[0])).float(), batch[1])
+
+    class Kept(TimesInForward):
+        """Goes by the number in the batch, without a graph break."""
+
+        def forward(self, x: Any) -> Any:
+            return x * torch.where(x.abs().amax() > 50, self.factor, 1.0)
+
+    module = Compiled(partial(Kept, factor=1e6), optimizer=optimizer, spoil=lambda _, batch: batch[0].mul_(1e3))
+    module.body[1].norm = nn.Identity()
+    if compiled == "submodule":
+        module.body = torch.compile(module.body, backend="eager")
+    else:
+        module = torch.compile(module, backend="eager")
+    post_mortem = fit(module, ours(), tmp_path)
+    finding = post_mortem.reports[0].findings[0]
+    assert (finding.culprit.phase, finding.culprit.module, finding.verdict) == ("forward", PLACE, "range")
+    assert "body.1.up.weight" in post_mortem.reports[0].parameters
+
+
+def test_a_sum_of_finite_gradients_that_does_not_fit(tmp_path: Path) -> None:
+    """16-bit gradients are added up over the window."""
+    from lightning_mp import MasterWeightsPrecision
+
+    class Plain(Planted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            # Per micro-batch 40000 in the gradient of the bias; fp16 ends at 65504.
+            return (self.head.bias.sum() * 40000.0 * 4 / SCALE) if 2 <= batch_idx < 4 else self.head.bias.sum()
+
+    plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))
+    post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem], accumulate_grad_batches=4)
+    with pytest.warns(RuntimeWarning, match="every gradient is finite, their sum is not"):
+        trainer.fit(Plain(identity), loader(numbered_batches(4)))
+    (finding,) = post_mortem.reports[0].findings
+    assert (finding.verdict, finding.micro_batch, finding.culprit) == ("sum", 3, None)
+
+
+def test_weights_that_were_broken_all_along(tmp_path: Path) -> None:
+    module = Planted(identity, planted=[])
+    module.embedding.weight.data[:] = math.nan
+    report = fit(module, ours(), tmp_path, num_batches=1).reports[0]
+    assert report.findings[0].culprit.module == "embedding"
+    assert report.findings[0].verdict == "weights"
+
+
+def test_buffers_that_the_forward_spoilt_are_named(tmp_path: Path) -> None:
+    """A skipped step leaves nan in running statistics; they are not taken for its cause."""
+    report = fit(Planted(partial(TimesInForward, factor=1e6)), ours(), tmp_path).reports[0]
+    assert report.buffers == ["body.2.running_mean", "body.2.running_var"]
+    assert report.findings[0].verdict == "range"
+    assert "in the buffers body.2.running_mean" in str(report)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
+    """A byte-level GPT in fp16 at learning rate 3e-3 whose loss scale grows until the gradients overflow.
+
+    The largest finite scale is checked by plain PyTorch on the weights of that moment.
+    """
+    from lightning_mp.demo.model import GPT, GPTConfig
+
+    text = torch.frombuffer(bytearray((ROOT / "LICENSE").read_bytes()), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(len(text) - 33, (200, 8), generator=generator)
+    batches = [torch.stack([text[s : s + 33] for s in row]) for row in starts.tolist()]
+
+    class Language(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.gpt = GPT(GPTConfig(layers=2, heads=2, width=32, block_tokens=32))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self.gpt(batch[:, :-1])
+            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=3e-3, fused=fused)
+
+        def on_after_optimizer_step(self, optimizer: Any, outcome: Any) -> None:
+            if outcome.skipped and not self.trainer.should_stop:
+                self.trainer.should_stop = True
+                self.then = deepcopy(self.state_dict())
+
+        def is_finite(self, batch: Any, scale: float) -> bool:
+            self.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = self.training_step(batch, 0)
+            (loss * scale).backward()
+            return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.parameters())
+
+    module, post_mortem = Language(), OverflowPostMortem(replay=True, dirpath=tmp_path)
+    plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**12, growth_interval=4, max_scale=2.0**40))
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem])
+    with pytest.warns(RuntimeWarning, match="the loss scale was too high"):
+        trainer.fit(module, loader(batches))
+    report = post_mortem.reports[0]
+    (finding,) = report.findings
+    assert (finding.verdict, finding.culprit.phase) == ("scale", "backward")
+    module.load_state_dict(module.then)
+    assert finding.culprit.module in {name for name, _ in module.named_modules()}
+    batch = batches[report.step_index]
+    assert not module.is_finite(batch, report.loss_scale)
+    assert module.is_finite(batch, finding.finite_scale)
+    assert not module.is_finite(batch, 2 * finding.finite_scale)

@@ -1,0 +1,269 @@
+"""What of all that was seen is the culprit, and which scale is the largest: pure functions."""
+
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp.diagnostics.overflow.culprit import Culprit, find_culprit
+from lightning_mp.diagnostics.overflow.report import OverflowReport
+from lightning_mp.diagnostics.overflow.search import Finding, largest_finite_scale
+from lightning_mp.diagnostics.overflow.sightings import Place, Sighting, take_reading
+from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
+
+
+def run(net: nn.Module, x: torch.Tensor, *, reduce=torch.sum):
+    with TensorWatch(net) as watch:
+        watch.note(Place("batch", "", "", "batch"), x)
+        loss = reduce(net(x))
+        watch.note(Place("loss", "", "", "the loss"), loss)
+        with watch.backward():
+            loss.backward()
+    return find_culprit(watch.sightings())
+
+
+class Scores(nn.Module):
+    """Adds a mask in a module of its own, so that -inf passes between modules."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.mask, self.softmax, self.out = nn.Identity(), nn.Softmax(-1), nn.Linear(3, 3)
+        self.factor = factor
+
+    def forward(self, x):
+        masked = self.mask(x.masked_fill(torch.eye(3, dtype=torch.bool), -math.inf))
+        return self.out(self.softmax(masked)) * self.factor
+
+
+def test_a_mask_is_no_culprit():
+    assert run(Scores(1.0), torch.ones(3, 3, requires_grad=True)) is None
+    culprit = run(Scores(math.inf), torch.ones(3, 3, requires_grad=True))
+    assert (culprit.phase, culprit.module) == ("loss", "")
+
+
+def test_a_minus_infinity_that_is_not_taken_away_is_one():
+    class Lowest(nn.Module):
+        def forward(self, x):
+            return x.clamp(max=0).mul(0).sub(1e39)
+
+    net = nn.Sequential(nn.Linear(3, 3), Lowest(), nn.Linear(3, 3))
+    culprit = run(net, torch.ones(2, 3))
+    assert (culprit.phase, culprit.module, culprit.kind) == ("forward", "1", "-inf")
+
+
+def test_infinities_that_the_loss_does_not_see_do_no_harm():
+    class Where(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return torch.where(self.inner(x * math.inf).isfinite(), 0.0, x.detach() * self.inner.bias)
+
+    assert run(Where(), torch.ones(2, 3)) is None
+
+
+def test_of_two_modules_that_share_an_input_the_right_one_is_named():
+    class Bad(nn.Module):
+        def forward(self, x):
+            return x + (x * 0).sqrt()
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.bad, self.last = nn.Linear(3, 3), Bad(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.bad(x) + self.last(x)
+
+    culprit = run(Shared(), torch.ones(2, 3))
+    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "bad", "gradient of argument 'x'")
+
+
+def test_operations_between_modules_belong_to_the_module_that_makes_them():
+    class Between(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.up, self.down, self.factor = nn.Linear(3, 3), nn.Linear(3, 3), factor
+
+        def forward(self, x):
+            return self.down(self.up(x) * self.factor)
+
+    net = nn.Sequential(nn.Linear(3, 3), Between(math.inf))
+    culprit = run(net, torch.ones(2, 3))
+    assert (culprit.phase, culprit.module) == ("forward", "1")
+    assert culprit.tensor == "argument 'input' of 1.down"
+
+    class Kink(Between):
+        def forward(self, x):
+            y = self.up(x)
+            return self.down(y + (y * 0).sqrt())
+
+    culprit = run(nn.Sequential(nn.Linear(3, 3), Kink(1.0)), torch.ones(2, 3))
+    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "1", "gradient of output of 1.up")
+
+
+def test_a_parameter_gradient_is_named():
+    embedding = nn.Embedding(3, 3)
+    embedding.weight.register_hook(lambda gradient: gradient * math.inf)
+    culprit = run(nn.Sequential(embedding, nn.Linear(3, 3)), torch.tensor([0, 1]))
+    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "0", "gradient of weight")
+
+
+def test_structures_are_looked_into_and_left_alone():
+    class Pair(nn.Module):
+        def forward(self, x, *, extra):
+            assert extra["a"] is not None
+            return {"y": (x, [x * extra["a"]])}
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x):
+            output = self.pair(x, extra={"a": torch.tensor(math.inf)})
+            assert type(output) is dict
+            assert type(output["y"]) is tuple
+            return output["y"][0] + output["y"][1][0].nan_to_num(0, 0)
+
+    x = torch.ones(2, 3, requires_grad=True)
+    culprit = run(Outer(), x, reduce=lambda y: y.sum() + math.inf)
+    assert (culprit.module, culprit.tensor) == ("", "argument 'extra'['a'] of pair")
+
+
+@pytest.mark.parametrize("boundary", [1.0, 1.5, 7.0, 4096.0, 40000.0])
+@pytest.mark.parametrize("scale", [2.0**16, 65537.0, 2.0**24])
+def test_bisection_finds_the_largest_finite_scale(scale, boundary):
+    asked = []
+
+    def is_finite(candidate):
+        asked.append(candidate)
+        return candidate <= max(boundary, scale / 2 ** math.ceil(math.log2(scale)))
+
+    found = largest_finite_scale(scale, is_finite)
+    candidates = [scale / 2**k for k in range(1, math.ceil(math.log2(scale)) + 1)]
+    assert found == max(c for c in candidates if is_finite(c))
+    assert len(asked) - len(candidates) <= 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2])
+def test_readings(dtype):
+    reading = take_reading(torch.tensor([1.0, -4.0, math.inf]).to(dtype))
+    assert reading.tolist()[1:] == [1.0, 0.0, 4.0]
+    assert take_reading(torch.zeros(0, dtype=dtype)) is None
+    assert take_reading(torch.tensor([1])) is None
+
+
+def seen(role, module="m", *, inf=False, largest=1.0, shape=(4,), enclosing="", call=1):
+    place = Place(role, module, "Module", role, enclosing, call)
+    return Sighting(place, shape, torch.float16, nan=False, posinf=inf, neginf=False, largest=largest)
+
+
+def test_what_went_into_the_loss_is_the_last_output():
+    outputs = [seen("output", "first", largest=9.0, call=1), seen("output", "last", largest=5.0, call=2)]
+    assert find_culprit([*outputs, seen("loss", "", inf=True)]).largest_input == 5.0
+
+
+def test_what_went_into_a_backward_is_what_was_finite():
+    """A module that is used twice is given its own inf a second time."""
+    given = seen("output_gradient", largest=3.0)
+    spoilt = seen("output_gradient", inf=True, largest=6e4, call=2)
+    culprit = find_culprit([given, seen("input_gradient", inf=True), spoilt])
+    assert (culprit.phase, culprit.largest_input) == ("backward", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("enclosing", "shape", "phase"), [("", (), "loss"), ("m", (), "forward"), ("", (4,), "forward")]
+)
+def test_only_a_number_that_no_module_takes_in_is_the_loss(enclosing, shape, phase):
+    output = seen("output", inf=True, shape=shape, enclosing=enclosing)
+    assert find_culprit([output, seen("loss", "", inf=True)]).phase == phase
+
+
+def finding(rank, verdict, finite_scale=None):
+    culprit = Culprit("backward", "m", "Linear", "output", "inf", "float16", (4,), 1.0)
+    return Finding(rank, 0, 1, 0, verdict, culprit, finite_scale)
+
+
+def test_a_report_counts_the_halvings_that_a_scale_was_too_high():
+    text = str(OverflowReport(3, 1024.0, findings=[finding(0, "scale", 16.0)]))
+    assert "the loss scale was too high; at 16, 6 halvings below, the micro-batch is finite" in text
+
+
+def test_a_report_tells_four_ranks_in_full_and_names_the_others():
+    text = str(OverflowReport(3, 1024.0, findings=[finding(rank, "model") for rank in range(6)]))
+    assert [f"on rank {rank}:" in text for rank in range(6)] == [True] * 4 + [False] * 2
+    assert "The same kind of trouble on ranks 4, 5." in text
+
+
+@pytest.mark.parametrize("where", ["forward", "hook"])
+def test_a_module_that_failed_and_was_passed_over_calls_nobody(where):
+    def refuse(*_):
+        raise NotImplementedError
+
+    class Refuses(nn.Module):
+        def forward(self, x):
+            return refuse()
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fast, self.slow = Refuses(), nn.Linear(3, 3)
+            if where == "hook":
+                self.fast.register_forward_pre_hook(refuse)
+
+        def forward(self, x):
+            try:
+                return self.fast(x)
+            except NotImplementedError:
+                return self.slow(x * math.inf)
+
+    culprit = run(nn.Sequential(nn.Linear(3, 3), Tries()), torch.ones(2, 3))
+    assert (culprit.phase, culprit.module, culprit.tensor) == ("forward", "1", "argument 'input' of 1.slow")
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_what_a_checkpoint_computes_again_has_the_caller_of_the_first_time(reentrant):
+    class Kink(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def inner(self, x):
+            y = self.up(x)
+            return self.down(y + (y * 0).sqrt())
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    culprit = run(nn.Sequential(nn.Linear(3, 3), Kink()), torch.ones(2, 3))
+    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "1", "gradient of output of 1.up")
+
+
+def test_modules_get_what_they_were_given():
+    """A parameter, and containers of a class of their own, which know more than their entries."""
+
+    class Output(OrderedDict):
+        pass
+
+    class Inner(nn.Module):
+        def forward(self, x, weight):
+            assert isinstance(weight, nn.Parameter)
+            return Output(y=x * weight)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weight = Inner(), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            output = self.inner(x, self.weight)
+            assert type(output) is Output
+            return output["y"]
+
+    assert run(Outer(), torch.ones(2, 3)) is None

@@ -1,0 +1,100 @@
+"""Every code block of the README runs."""
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from small_models import Regression, loader, regression_batches
+
+from lightning_mp.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+EXAMPLE = next(code for code in PYTHON if "3. or" in code)
+LINES = [line.split("#")[0].strip() for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
+
+
+def test_every_block_is_of_a_kind_that_is_run() -> None:
+    assert {language for language, _ in BLOCKS} == {"python", "bash", "yaml"}
+    assert len(PYTHON) >= 3
+
+
+@pytest.mark.parametrize("index", [i for i, code in enumerate(PYTHON) if code is not EXAMPLE])
+def test_short_python_blocks_run(index: int) -> None:
+    exec(compile(PYTHON[index], "README.md", "exec"), {})
+
+
+def test_the_three_edits_example_runs_in_a_new_file_and_spends_its_budget(tmp_path: Path) -> None:
+    """Outside of the repository, as a reader would."""
+    look = "\nprint([c.tokens_seen for c in trainer.callbacks if isinstance(c, ChinchillaBudget)])\n"
+    (tmp_path / "example.py").write_text(EXAMPLE + look)
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[16000]"
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_commands_exist(line: str) -> None:
+    words = shlex.split(line)
+    assert words[0] == "make"
+    dry = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert dry.returncode == 0, dry.stderr
+    for option in re.findall(r"--[a-z-]+", " ".join(words[2:])):
+        assert option in demo_help()
+
+
+@cache
+def demo_help() -> str:
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as shown:
+        main(["demo", "--help"])
+    assert ended.value.code == 0
+    return shown.getvalue()
+
+
+# Lightning 2.6 calls jsonargparse by names that jsonargparse has since replaced.
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_the_yaml_block_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    config = yaml.safe_load(next(code for language, code in BLOCKS if language == "yaml"))
+    config["trainer"] |= {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    cli = LightningCLI(
+        Small,
+        args=["--config", str(tmp_path / "config.yaml")],
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    cli.trainer.fit(cli.model, loader(regression_batches(3)))
+    assert cli.trainer.precision_plugin.scaler.get_scale() == 1024.0
+    assert all(torch.isfinite(p).all() for p in cli.model.parameters())
+
+
+class Small(Regression):
+    def __init__(self) -> None:
+        super().__init__()

@@ -1,0 +1,395 @@
+"""FLOPs of a step of any module, counted: against hand formulas, torch's counter, and what checkpoints run again."""
+
+from typing import Any
+
+import pytest
+import torch
+from huggingface_models import gpt2, llama
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.flops.flop_counter import FlopTally, count_flops
+from lightning_mp.flops.model_shape import matmul_parameters, module_flops_per_token
+from lightning_mp.flops.operation_flops import operation_flops
+from lightning_mp.planning import flops_per_token
+
+CONFIG = GPTConfig(2, 2, 32, block_tokens=40)
+BATCH, TOKENS = 3, 16
+
+
+def ids(vocabulary: int = 256, tokens: int = TOKENS) -> Tensor:
+    return torch.randint(0, vocabulary, (BATCH, tokens))
+
+
+def language_batch(vocabulary: int, tokens: int = 10) -> dict[str, Tensor]:
+    batch = ids(vocabulary, tokens)
+    return {"input_ids": batch, "labels": batch}
+
+
+# -- against formulas and torch's own counter --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_a_gpt_equals_the_palm_formula_whatever_its_attention_kernel(meta: bool) -> None:
+    """torch's counter, before 2.15, sees no attention at all in the kernel that the CPU uses."""
+    model = GPT(CONFIG)
+    weights = 12 * CONFIG.layers * CONFIG.width**2 + CONFIG.vocab * CONFIG.width
+    expected = flops_per_token(weights, layers=CONFIG.layers, width=CONFIG.width, context_tokens=TOKENS)
+    fused = count_flops(model, ids(), meta=meta)
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = count_flops(model, ids(), meta=meta)
+    assert fused.model == plain.model == BATCH * TOKENS * expected
+    assert fused.backward == 2 * fused.forward
+    assert plain.recompute == 0
+    # The fused kernel of the CPU multiplies queries and keys again; on the meta device there is no such kernel.
+    scores = 2 * BATCH * CONFIG.layers * TOKENS**2 * CONFIG.width
+    assert fused.recompute == (0 if meta else scores)
+
+
+def test_the_cpu_attention_is_what_torch_does_not_count() -> None:
+    q = torch.randn(2, 4, 16, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, FlopTally() as tally:
+        scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    product = 2 * 2 * 4 * 16 * 16 * 8
+    # torch 2.15 does count it, and the scores that it computes again as if they were the model's
+    is_counted = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
+    assert counter.get_total_flops() == (7 * product if is_counted else 0)
+    assert (tally.count.forward, tally.count.backward, tally.count.recompute) == (
+        2 * product,
+        4 * product,
+        product,
+    )
+    assert tally.count.by_format == {"fp32": 6 * product}, "what is run again is no part of it"
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten())
+        self.head = nn.Linear(4 * 6 * 6, 5)
+        self.scores = nn.Bilinear(5, 5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(self.layers(x))
+        out: Tensor = self.scores(x, x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("module", "batch"),
+    [
+        (Convolutions(), torch.zeros(2, 3, 8, 8)),
+        (nn.LSTM(6, 8, 2, batch_first=True), torch.zeros(2, 5, 6)),
+        (nn.MultiheadAttention(8, 2, batch_first=True), (torch.zeros(2, 5, 8),) * 3),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(2, 5, 8)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_other_modules_equal_torchs_counter(module: nn.Module, batch: Any) -> None:
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        copy = type(module).__new__(type(module))
+        copy.__dict__ = module.to("meta").__dict__
+        inputs = [part.to("meta") for part in batch] if isinstance(batch, tuple) else [batch.to("meta")]
+        outputs = copy(*inputs)
+        output = outputs[0] if isinstance(outputs, tuple) else outputs
+        output.sum().backward()
+    assert count_flops(module, batch).hardware == counter.get_total_flops() > 0
+
+
+def test_grouped_queries_and_a_gated_mlp() -> None:
+    """Two query heads on one key head of size 8; SwiGLU has three matrices."""
+    width, inner, key_width, vocabulary = 16, 32, 8, 31
+    weights = 2 * (2 * width**2 + 2 * width * key_width + 3 * width * inner) + width * vocabulary
+    model = llama()
+    count = count_flops(model, language_batch(vocabulary))
+    assert count.model == BATCH * 10 * flops_per_token(weights, layers=2, width=width, context_tokens=10)
+    assert matmul_parameters(model).total == weights
+    assert module_flops_per_token(model, "palm", 10) * BATCH * 10 == count.model
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_each_channel_of_a_grouped_convolution_meets_its_own_group(groups: int, kind: Any) -> None:
+    """D55: torch's counter multiplies the gradient of the weight by the number of groups."""
+    layers = nn.Sequential(*(kind(8, 8, 3, padding=1, groups=groups, bias=False) for _ in range(2)))
+    one_product = 2 * (2 * 5 * 5) * 8 * (8 // groups) * 9
+    # Two forwards, two gradients of weights, and of inputs that of the second layer.
+    assert count_flops(layers, torch.zeros(2, 8, 5, 5)).model == 5 * one_product
+
+
+def test_a_mixture_of_experts_counts_the_experts_that_a_token_meets() -> None:
+    """D56: not all that there are."""
+    width, inner, key_width, vocabulary, experts, met = 16, 32, 8, 31, 4, 2
+    config = MixtralConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=24,
+        num_local_experts=experts,
+        num_experts_per_tok=met,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    block = 2 * width**2 + 2 * width * key_width + met * 3 * width * inner + width * experts
+    weights = 2 * block + width * vocabulary
+    count = count_flops(MixtralForCausalLM(config), language_batch(vocabulary), meta=False)
+    assert count.model == BATCH * 10 * flops_per_token(weights, layers=2, width=width, context_tokens=10)
+
+
+def test_frozen_weights_have_no_product_for_their_gradient() -> None:
+    """Two adapter matrices of rank 4 beside a frozen 32 x 32 in the middle; the layer below is frozen as well."""
+    frozen, rank, rows = 32, 4, 5
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below = nn.Linear(frozen, frozen, bias=False).requires_grad_(False)
+            self.base = nn.Linear(frozen, frozen, bias=False).requires_grad_(False)
+            self.down, self.up = nn.Linear(frozen, rank, bias=False), nn.Linear(rank, frozen, bias=False)
+            self.above = nn.Linear(frozen, frozen, bias=False).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.below(x)
+            out: Tensor = self.above(self.base(x) + self.up(self.down(x)))
+            return out
+
+    count = count_flops(Adapted(), torch.zeros(rows, frozen))
+    product, small = 2 * rows * frozen * frozen, 2 * rows * frozen * rank
+    assert count.forward == 3 * product + 2 * small
+    # Above: its input only. Up: both. Down: its weight only, as what lies below needs nothing.
+    assert count.backward == product + 2 * small + small
+
+
+def test_the_frozen_share_of_the_formula() -> None:
+    assert flops_per_token(100, convention="6N", frozen_parameters=40) == 6 * 60 + 4 * 40
+    with pytest.raises(ValueError, match=r"`frozen_parameters` \(200\) cannot be more than `parameters` \(100\)"):
+        flops_per_token(100, convention="6N", frozen_parameters=200)
+
+
+# -- what is run again -------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)
+        self.block = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
+        return out
+
+
+@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_is_kept_apart_and_stops_early(reentrant: bool, meta: bool) -> None:
+    """The last product of a block is not run again by a non-reentrant checkpoint: "times 4/3" overstates."""
+    rows = 5
+    first, product = 2 * rows * 64, 2 * rows * 128
+    count = count_flops(Checkpointed(reentrant=reentrant), torch.zeros(rows, 8), meta=meta)
+    assert count.forward == first + 2 * product
+    assert count.backward == first + 4 * product
+    assert count.recompute == (2 if reentrant else 1) * product
+    assert count.hardware == count.model + count.recompute
+
+
+def test_a_hugging_face_model_with_gradient_checkpointing() -> None:
+    plain, checkpointed = llama(), llama()
+    getattr(checkpointed, "activation_checkpointing_enable", checkpointed.gradient_checkpointing_enable)(
+        {"use_reentrant": False}
+    )
+    batch = language_batch(31)
+    with sdpa_kernel(SDPBackend.MATH):
+        without, count = (count_flops(model, batch, meta=False) for model in (plain, checkpointed))
+    assert count.model == without.model
+    assert without.recompute == 0
+    # All but the head and, in each of two blocks, the last matrix of the MLP.
+    tokens = BATCH * 10
+    assert count.recompute == without.forward - 2 * tokens * (16 * 31 + 2 * 16 * 32)
+
+
+# -- formats, steps, and what is left behind ---------------------------------------------------------------------------
+
+
+def test_formats_are_those_that_products_ran_in() -> None:
+    """D40: by the format of the products, not by a name."""
+
+    def step(module: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = module[0](batch)
+        out: Tensor = module[1](hidden.float()).sum()
+        return out
+
+    module = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 2))
+    count = count_flops(module, torch.zeros(5, 8), step, meta=False)
+    # Each forward and its weight gradient, and in fp32 the gradient of the hidden layer.
+    assert count.by_format == {"bf16": 2 * (2 * 5 * 8 * 64), "fp32": 3 * (2 * 5 * 64 * 2)}
+    assert count.main_format == "bf16"
+
+
+def test_a_step_with_its_loss() -> None:
+    def step(module: nn.Module, batch: Tensor) -> Tensor:
+        return cross_entropy(module(batch).flatten(0, 1), batch.flatten())
+
+    batch, model = ids(), GPT(CONFIG)
+    assert count_flops(model, batch, step) == count_flops(model, batch)
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_nothing_is_left_behind(meta: bool) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    gradient = torch.ones(8, 8)
+    module[0].weight.grad = gradient
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = torch.get_rng_state()
+    count_flops(module, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), meta=meta)
+    assert module[0].weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(8, 8))
+    assert module[3].weight.grad is None
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_forward_alone() -> None:
+    count = count_flops(nn.Linear(8, 4), torch.zeros(3, 8), backward=False)
+    assert (count.forward, count.backward) == (2 * 3 * 32, 0)
+
+
+@pytest.mark.full
+def test_a_model_far_too_large_for_this_machine_is_counted() -> None:
+    """GPT-3 175B: 96 blocks of width 12,288 at 2,048 tokens, without one byte of it."""
+    config = GPTConfig(96, 96, 12_288, block_tokens=2048, vocab=50_257)
+    with torch.device("meta"):
+        model = GPT(config)
+    count = count_flops(model, torch.zeros(1, 2048, dtype=torch.int64))
+    weights = 12 * 96 * 12_288**2 + 50_257 * 12_288
+    assert count.model == 2048 * flops_per_token(weights, layers=96, width=12_288, context_tokens=2048)
+
+
+# -- what cannot be counted --------------------------------------------------------------------------------------------
+
+
+class CountsTokens(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[: int((x > 0).sum())])
+
+
+def test_shapes_that_depend_on_numbers_need_the_numbers() -> None:
+    module, batch = CountsTokens(1, 1), torch.tensor([[1.0], [-1.0], [1.0]])
+    with pytest.raises(ValueError, match=r"could not run the step on the meta device.*Pass meta=False with a real"):
+        count_flops(module, batch)
+    assert count_flops(module, batch, meta=False).forward == 2 * 2
+
+
+def test_nothing_to_differentiate_is_said() -> None:
+    with pytest.raises(ValueError, match="found nothing to differentiate: no output of the step has a gradient"):
+        count_flops(nn.Linear(2, 2).requires_grad_(False), torch.zeros(1, 2))
+
+
+def test_an_error_of_the_module_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="must have same reduction dim|shapes cannot be multiplied"):
+        count_flops(nn.Linear(2, 2), torch.zeros(1, 3), meta=False)
+
+
+def test_operations_without_a_formula_are_named() -> None:
+    @torch.library.custom_op("lightning_mp_test::product", mutates_args=())
+    def product(x: Tensor) -> Tensor:
+        return x @ x
+
+    with FlopTally() as tally:
+        product(torch.zeros(3, 3))
+    assert tally.count.unknown == ("lightning_mp_test::product",)
+
+
+def test_a_dtensor_product_counts_as_one_ranks_share() -> None:
+    from gloo import process_group, run_ranks
+
+    def share(rank: int) -> tuple[int, str]:
+        with process_group():
+            mesh = init_device_mesh("cpu", (2,))
+            weight = DTensor.from_local(torch.zeros(8, 4), mesh, [Replicate()], run_check=False)
+            with FlopTally() as tally:
+                weight.t() @ weight
+            module = nn.Linear(4, 8)
+            module.weight = nn.Parameter(weight)
+            with pytest.raises(ValueError, match="Count before it is sharded") as caught:
+                count_flops(module, torch.zeros(1, 4))
+            return tally.count.forward, str(caught.value)
+
+    assert [flops for flops, _ in run_ranks(share, 2)] == [2 * 4 * 8 * 4 // 2] * 2
+
+
+# -- the shape of a module ---------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_products_are_all_but_tables_norms_and_biases() -> None:
+    model = GPT(CONFIG)  # its head is its table
+    model.blocks[0].requires_grad_(False)
+    parameters = matmul_parameters(model)
+    assert parameters.total == 12 * 2 * 32**2 + 256 * 32
+    assert parameters.frozen == 12 * 32**2
+
+
+@pytest.mark.parametrize("convention", ["6N", "palm", "megatron"])
+def test_conventions_of_a_hugging_face_model(convention: str) -> None:
+    # Of GPT-2's Conv1D weights and tied head: 12 w^2 a block, and the head.
+    expected = flops_per_token(2 * 12 * 16**2 + 31 * 16, layers=2, width=16, context_tokens=24, convention=convention)
+    assert module_flops_per_token(gpt2(), convention, 24) == expected
+
+
+def test_a_module_without_a_shape_says_what_to_give() -> None:
+    assert module_flops_per_token(nn.Linear(2, 3), "6N", 1) == 36
+    with pytest.raises(ValueError, match=r"'palm' convention needs the number of layers.*Give the number itself"):
+        module_flops_per_token(nn.Linear(2, 3), "palm", 1)
+    with pytest.raises(ValueError, match="Unknown FLOPs convention '8N'. Use one of 6N, palm, megatron, or 'exact'"):
+        module_flops_per_token(nn.Linear(2, 3), "8N", 1)
+
+
+def test_on_the_meta_device_plain_tensors_of_modules_are_there_too() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.tables = nn.Linear(4, 8), [torch.arange(8.0)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.tables[0]
+
+    module = Scaled()
+    assert count_flops(module, torch.zeros(3, 4)).forward == 2 * 3 * 4 * 8
+    assert module.tables[0].tolist() == list(range(8)), "the module itself does not change"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "flops"),
+    [
+        ((12, 5), (3, 5, 7), 2 * 12 * 5 * 7),
+        ((3, 4, 5), (5, 12), 2 * 4 * 5 * 12),
+        ((4, 12), (12, 7), 2 * 4 * 12 * 7),
+        ((3, 4, 5), (3, 5, 7), 2 * 3 * 4 * 5 * 7),
+    ],
+)
+def test_every_row_or_column_of_a_grouped_product_meets_one_matrix(
+    left: tuple[int, ...], right: tuple[int, ...], flops: int
+) -> None:
+    factors = torch.empty(left, device="meta"), torch.empty(right, device="meta")
+    assert operation_flops(torch.ops.aten._grouped_mm, factors, {}, None) == flops
+
+
+def test_scores_are_multiplied_again_over_all_keys() -> None:
+    """Cross attention: fewer queries than keys."""
+    q = torch.randn(2, 4, 6, 8, requires_grad=True)
+    k = torch.randn(2, 4, 16, 8, requires_grad=True)
+    with FlopTally() as tally:
+        scaled_dot_product_attention(q, k, k).sum().backward()
+    assert tally.count.recompute == 2 * 2 * 4 * 6 * 16 * 8

@@ -1,0 +1,143 @@
+"""Wrong types and rare combinations: refused in words, or made to work."""
+
+from typing import Any
+
+import huggingface_models as hf
+import jsonargparse
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import TokenModel, loader, quiet_trainer, token_batches
+from transformers import BatchEncoding, LlavaConfig, LlavaForConditionalGeneration
+
+from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
+from lightning_mp.tokens.loss_weighting import CountFunction
+
+
+class Lbfgs(TokenModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
+@pytest.mark.parametrize("callback", [AccumulationScheduler({0: 2}), ChinchillaBudget(tokens=20)])
+def test_lbfgs_is_refused_in_words(callback: Callback) -> None:
+    module = Lbfgs()
+    with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS.*Use another optimizer"):
+        quiet_trainer(callbacks=[callback]).fit(module, loader(token_batches([7] * 6)))
+    assert module.trained_tokens == 0
+
+
+@pytest.mark.parametrize("rival", [GradientAccumulationScheduler({0: 2}), StochasticWeightAveraging(1e-2)])
+def test_the_budget_refuses_what_sets_accumulation_itself(rival: Callback) -> None:
+    trainer = quiet_trainer(callbacks=[rival, ChinchillaBudget(tokens=42)], max_epochs=4)
+    with pytest.raises(MisconfigurationException, match=f"ChinchillaBudget .*{type(rival).__name__}"):
+        trainer.fit(TokenModel(), loader(token_batches([7] * 6)))
+
+
+def test_cached_batches_get_their_labels_back() -> None:
+    """A BatchEncoding is handed on as the same object, not as a copy."""
+    batches = [BatchEncoding(dict(batch)) for batch in hf.streamed_dicts()]
+    before = [batch["labels"].clone() for batch in batches]
+    module = hf.LanguageModel(hf.llama())
+    quiet_trainer(max_epochs=-1, callbacks=[ChinchillaBudget(tokens=100)]).fit(module, loader(batches))
+    assert module.loss_bearing_tokens == 100
+    assert all(torch.equal(a, b["labels"]) for a, b in zip(before, batches, strict=True))
+
+
+def test_labels_that_are_shifted_already_count_in_full_under_a_hugging_face_backbone() -> None:
+    class OwnLoss(hf.LanguageModel):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            x, y = batch
+            logits = self.model(input_ids=x).logits
+            logits.register_hook(self._count_positions)
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    ids = torch.randint(0, 31, (8, 2, 9))
+    module = OwnLoss(hf.gpt2())
+    batches = loader([[i[:, :-1], i[:, 1:]] for i in ids])
+    quiet_trainer(max_epochs=-1, callbacks=[ChinchillaBudget(tokens=50)]).fit(module, batches)
+    assert module.loss_bearing_tokens == 50
+
+
+def test_a_vision_language_model_shifts_inside_too() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 32, "model_type": "llama"}
+    vision = {**sizes, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"}
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=31)
+    module = hf.LanguageModel(LlavaForConditionalGeneration(config))
+    trainer = quiet_trainer(max_epochs=-1, callbacks=[ChinchillaBudget(tokens=100)])
+    trainer.fit(module, loader(list(hf.streamed_dicts())))
+    assert module.loss_bearing_tokens == 100
+
+
+def test_a_budget_used_for_a_second_model_counts_its_parameters() -> None:
+    budget = ChinchillaBudget(0.5)
+    small, large = TokenModel(), TokenModel(vocabulary=40)
+    for module in (small, large):
+        quiet_trainer(max_epochs=-1, callbacks=[budget]).fit(module, loader(token_batches([7] * 6)))
+    assert budget.budget_tokens == round(0.5 * sum(p.numel() for p in large.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": 10.5}, r"ChinchillaBudget\(tokens=10.5\): it must be a whole number of tokens"),
+        ({"tokens": "many"}, r"`tokens` cannot be read, got 'many'"),
+        ({"tokens": True}, r"ChinchillaBudget\(tokens=True\): it must be a whole number of tokens"),
+        ({"tokens_per_parameter": "20"}, r"ChinchillaBudget\(tokens_per_parameter='20'\) must be a positive number"),
+        ({"count": 3}, "count=3 must be a function"),
+    ],
+)
+def test_wrong_types_of_a_budget(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChinchillaBudget(**arguments)
+
+
+def test_a_budget_may_be_written_as_a_float() -> None:
+    budget = ChinchillaBudget(tokens=1e9)
+    assert budget.budget_tokens == 10**9
+    assert type(budget.budget_tokens) is int
+
+
+def test_a_first_micro_batch_of_one_token_can_be_landed_on() -> None:
+    module = TokenModel()
+    trainer = quiet_trainer(max_epochs=-1, callbacks=[ChinchillaBudget(tokens=30)])
+    trainer.fit(module, loader(token_batches([1] + [7] * 5)))
+    assert module.trained_tokens == 30
+
+
+def test_schedules_with_a_threshold_twice_or_with_numpy_integers() -> None:
+    with pytest.raises(ValueError, match="the threshold 0 is given twice"):
+        AccumulationScheduler({"0": 1, 0: 2})  # type: ignore[dict-item]
+    assert AccumulationScheduler({np.int64(0): np.int64(2)}).schedule == {0: 2}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("16-mixed", None, 1024), r"scaler=1024\): it must be a torch.amp.GradScaler"),
+        (("16-mixed", LossScaler("cpu")), "it must be a device type such as"),
+        (("bf16-mixed", "banana"), r"device='banana'\): it must be a device type"),
+    ],
+)
+def test_wrong_types_of_the_plugin(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AutocastPrecision(*arguments)
+
+
+def count_nothing(batch: object) -> int:
+    return 1
+
+
+def test_a_count_function_can_be_named_in_yaml() -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--count", type=CountFunction)
+    assert parser.parse_args([f"--count={__name__}.count_nothing"]).count is count_nothing
+
+
+def test_a_plugin_forgets_the_device_of_its_last_trainer() -> None:
+    plugin = AutocastPrecision("bf16-mixed")
+    quiet_trainer(plugins=[plugin]).fit(TokenModel(), loader(token_batches([7])))
+    assert plugin.device is None

@@ -1,0 +1,313 @@
+"""The harness that other tests stand on: what comes back, what is reported, and that nobody is left behind."""
+
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import RankError, process_group, run_ranks
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+
+@dataclass
+class Known:
+    rank: int
+
+
+def is_alive(pid):
+    """Whether the process runs; one that has ended and waits to be reaped does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()
+
+
+def ends(pid):
+    """Whether the process is gone or goes within a while."""
+    give_up = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    return not is_alive(pid)
+
+
+def write_pid(path):
+    """In one piece, so that who waits for the file never reads half of it."""
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+
+
+def test_ranks_compute_together_and_return_in_order():
+    offset = 10  # a closure, which no other way of starting processes would carry
+
+    def add_up(rank):
+        with process_group():
+            value = torch.tensor(float(rank + offset))
+            dist.all_reduce(value)
+            return rank, value.item(), torch.get_num_threads(), torch.arange(100_000)
+
+    results = run_ranks(add_up, 3)
+    assert [result[:3] for result in results] == [(0, 33.0, 1), (1, 33.0, 1), (2, 33.0, 1)]
+    assert all(torch.equal(result[3], torch.arange(100_000)) for result in results)
+
+
+def test_ranks_find_what_the_test_has_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("SET_BY_THE_TEST", "1")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "written_by_the_test.py").write_text("NAME = __name__\n")
+    torch.manual_seed(7)
+    with torch.random.fork_rng(devices=[]):
+        numbers = torch.rand(3)
+
+    def look_around(rank):
+        import written_by_the_test
+
+        with pytest.raises(UserWarning, match="an error here too"):
+            warnings.warn("an error here too", stacklevel=1)
+        return os.environ["SET_BY_THE_TEST"], os.getcwd(), written_by_the_test.NAME, torch.rand(3), Known(rank)
+
+    for rank, found in enumerate(run_ranks(look_around, 2)):
+        assert found[:3] == ("1", str(tmp_path), "written_by_the_test")
+        assert torch.equal(found[3], numbers)
+        assert found[4] == Known(rank), "a class of this file is the same on both sides"
+
+
+def test_filters_of_warnings_travel():
+    def warn(rank):
+        warnings.warn("this one is let through", stacklevel=1)
+        with pytest.raises(UserWarning, match="another"):
+            warnings.warn("another", stacklevel=1)
+        return rank
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "this one is .* through")
+        assert run_ranks(warn, 1) == [0]
+
+
+def test_what_ranks_print_is_the_output_of_the_test(capfd):
+    def speak(rank):
+        print("from a rank")
+        print("an error", file=sys.stderr)
+
+    run_ranks(speak, 1)
+    assert capfd.readouterr() == ("from a rank\n", "an error\n")
+
+
+def test_ranks_compute_where_the_test_process_could_not_be_forked():
+    """A backward or a graph in the test process starts threads, which a fork of it would lack."""
+
+    def train(rank):
+        weight = torch.ones(3, requires_grad=True)
+        (2 * weight).sum().backward()
+        return weight.grad
+
+    assert torch.equal(train(0), torch.full((3,), 2.0))
+    assert all(torch.equal(found, torch.full((3,), 2.0)) for found in run_ranks(train, 2))
+    assert run_ranks(lambda rank: os.getppid(), 2) != [os.getpid()] * 2
+
+
+def test_ranks_leave_their_process_group_together(tmp_path):
+    """Who has nothing to do waits for who has, instead of closing the connections."""
+
+    def work_on_zero(rank):
+        with process_group():
+            if rank == 0:
+                time.sleep(0.3)
+                (tmp_path / "done").touch()
+        return (tmp_path / "done").exists()
+
+    assert run_ranks(work_on_zero, 2) == [True, True]
+
+
+def test_lightning_takes_the_ranks_for_launched_ones():
+    def look_around(rank):
+        environment = LightningEnvironment()
+        return (
+            environment.creates_processes_externally,
+            environment.local_rank(),
+            environment.node_rank(),
+            environment.main_address,
+            environment.main_port,
+            rank_zero_only.rank,
+        )
+
+    first, second = run_ranks(look_around, 2)
+    assert first == (True, 0, 0, "127.0.0.1", first[4], 0)
+    assert second == (True, 1, 0, "127.0.0.1", first[4], 1)
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_an_exception_names_its_rank_and_line():
+    def fail_on_one(rank):
+        if rank == 1:
+            raise ValueError("the reason")
+        return rank
+
+    with pytest.raises(RankError, match=r"(?s)^Rank 1 raised:.*in fail_on_one.*ValueError: the reason\n$"):
+        run_ranks(fail_on_one, 2)
+
+
+def test_a_failed_assertion_is_reported_like_any_exception():
+    def fail(rank):
+        assert rank == 5, "not five"
+
+    with pytest.raises(RankError, match=r"(?s)AssertionError: not five.*AssertionError: not five"):
+        run_ranks(fail, 2)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error():
+    with pytest.raises(RankError, match=r"(?s)Rank 0 raised:.*pickle"):
+        run_ranks(lambda rank: (rank for _ in range(2)), 1)
+
+
+def test_a_hanging_rank_is_named_shown_and_ended(tmp_path):
+    def hang_on_one(rank):
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        if rank == 1:
+            time.sleep(600)
+
+    with pytest.raises(RankError, match=r"(?s)^Rank 1 did not finish within 0.5 seconds.*in hang_on_one"):
+        run_ranks(hang_on_one, 2, timeout_seconds=0.5)
+    assert [is_alive(int((tmp_path / str(rank)).read_text())) for rank in range(2)] == [False, False]
+
+
+def test_a_killed_rank_is_named_and_does_not_make_the_others_wait_for_the_time_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("gloo.GRACE_SECONDS", 0.2)
+
+    def die_on_zero(rank):
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    with pytest.raises(RankError, match=r"^Rank 0 was ended by SIGKILL\.\nRank 1 was still running and has been"):
+        run_ranks(die_on_zero, 2)
+    assert not is_alive(int((tmp_path / "1").read_text()))
+
+
+def test_a_rank_that_exits_without_a_result_is_reported():
+    with pytest.raises(RankError, match=r"^Rank 0 exited with code 3 and no result\.$"):
+        run_ranks(lambda _: os._exit(3), 1)
+
+
+def test_an_interrupted_parent_leaves_nobody_behind(tmp_path):
+    """A time limit of the test session raises out of the wait; the children end with it."""
+
+    parent = os.getpid()
+
+    def interrupt_parent(rank):
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        os.kill(parent, signal.SIGUSR2)
+        time.sleep(600)
+
+    def raise_interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, raise_interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(interrupt_parent, 1)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.full
+def test_a_killed_parent_takes_its_children_along(tmp_path):
+    def last_child(rank):
+        write_pid(tmp_path / "child")
+        time.sleep(600)
+
+    def parent_and_its_murderer(rank):
+        if rank == 0:
+            write_pid(tmp_path / "parent")
+            run_ranks(last_child, 1)
+        while not (tmp_path / "child").exists():
+            time.sleep(0.02)
+        os.kill(int((tmp_path / "parent").read_text()), signal.SIGKILL)
+
+    with pytest.raises(RankError, match="Rank 0 was ended by SIGKILL"):
+        run_ranks(parent_and_its_murderer, 2)
+    assert ends(int((tmp_path / "child").read_text()))
+
+
+@pytest.mark.full
+def test_a_killed_server_takes_its_children_along_and_is_started_again(tmp_path):
+    def kill_server(rank):
+        write_pid(tmp_path / str(rank))
+        while not (tmp_path / "0").exists() or not (tmp_path / "1").exists():
+            time.sleep(0.02)
+        if rank == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    with pytest.raises(RuntimeError, match=r"^the server of the ranks has ended with -9; see its standard error$"):
+        run_ranks(kill_server, 2)
+    assert all(ends(int((tmp_path / str(rank)).read_text())) for rank in range(2))
+    assert run_ranks(lambda rank: rank, 2) == [0, 1]
+
+
+FORKS = re.compile(
+    r"""\bfork(pty)?\(|\bmultiprocessing\b|["'](ddp_)?(fork|notebook)\w*["']|\bmp\.spawn\b"""
+    r"""|\bnum_workers=(?!0\b)(?!.*\bmultiprocessing_context=["'](spawn|forkserver)["'])"""
+)
+# the server; and scripts that are started as a user starts them, whose process has computed nothing before
+MAY_FORK = {
+    "rank_server.py",
+    "test_demo_launchers.py",
+    "test_gloo_harness.py",
+    "test_pipeline_launchers.py",
+    "test_strategy_launchers.py",
+}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os.fork()",
+        "from multiprocessing import Process",
+        'Trainer(strategy="ddp_fork")',
+        "Trainer(strategy='ddp_notebook_find_unused_parameters_false')",
+        'Pipeline(start_method="fork")',
+        "DataLoader(data, num_workers=2)",
+        'DataLoader(data, num_workers=2, multiprocessing_context="fork")',
+    ],
+)
+def test_a_fork_is_recognized(line):
+    assert FORKS.search(line)
+
+
+@pytest.mark.parametrize(
+    "line", ["DataLoader(data, num_workers=0)", 'DataLoader(data, num_workers=2, multiprocessing_context="spawn")']
+)
+def test_workers_that_are_not_forked_are_let_through(line):
+    assert not FORKS.search(line)
+
+
+def test_nothing_here_forks_but_the_server_of_ranks():
+    """After a backward on a CUDA build, or under a GPU's driver, a fork of the test process cannot compute."""
+    root = Path(__file__).parents[2]
+    files = [
+        file
+        for folder in ("tests", "notebooks", "scripts", "docs", ".ci")
+        for file in sorted((root / folder).rglob("*"))
+        if file.suffix in {"", ".ipynb", ".md", ".py", ".sh"} and file.is_file() and file.name not in MAY_FORK
+    ]
+    assert len(files) > 150
+    found = [
+        f"{file.relative_to(root)}:{number}: {line.strip()}"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if FORKS.search(line)
+    ]
+    assert not found, "\n".join(["start ranks with gloo.run_ranks, anything else with subprocess:", *found])

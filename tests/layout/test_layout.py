@@ -1,0 +1,141 @@
+"""The shape of the repository: what the build lists, what the folders hold, what the house rules say of a file."""
+
+import ast
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lightning_mp
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "lightning_mp"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LINKED = ("callbacks", "strategies")
+LONGEST_FILE_LINES = 400
+LONGEST_FUNCTION_LINES = 50
+
+
+def source_files() -> list[Path]:
+    """Every module of the package, each once, at its real place."""
+    folders = [PACKAGE, *(ROOT / name for name in LINKED)]
+    files = [file for folder in folders for file in folder.rglob("*.py") if not is_behind_link(file)]
+    assert files
+    return sorted(files)
+
+
+def is_behind_link(file: Path) -> bool:
+    return file.resolve() != file
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def functions_of(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [
+        node
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function, its docstring not counted."""
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+def distribution_name(requirement: str) -> str:
+    """The normalised name in a requirement such as `Foo_bar[extra]>=1`."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement).group()).lower()
+
+
+def pinned_versions() -> dict[str, str]:
+    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pins = [line.split("==") for line in lines if line]
+    assert all(len(pin) == 2 for pin in pins), f"constraints.txt pins with == only, got {pins}"
+    return {distribution_name(name): version for name, version in pins}
+
+
+def required_by(*extras: str) -> set[str]:
+    """Names that installing the package with these extras asks for directly, extras within extras followed."""
+    project = PYPROJECT["project"]
+    requirements = list(project["dependencies"])
+    for extra in extras:
+        for requirement in project["optional-dependencies"][extra]:
+            if distribution_name(requirement) == project["name"]:
+                inner = re.search(r"\[(.*)\]", requirement).group(1).split(",")
+                requirements.extend(required_by(*inner))
+            else:
+                requirements.append(requirement)
+    return {distribution_name(requirement) for requirement in requirements}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_link_in_the_package_leads_to_the_folder_at_the_top(name):
+    link = PACKAGE / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+    assert link.resolve() == ROOT / name
+
+
+def test_build_lists_exactly_the_folders_that_are_packages():
+    tops = {"lightning_mp": PACKAGE, **{f"lightning_mp.{name}": ROOT / name for name in LINKED}}
+    found = {
+        ".".join([prefix, *init.parent.relative_to(folder).parts])
+        for prefix, folder in tops.items()
+        for init in folder.rglob("__init__.py")
+        if not is_behind_link(init)
+    }
+    assert found == set(PYPROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_no_folder_of_modules_lacks_its_init_file():
+    assert [name_of(file) for file in source_files() if not (file.parent / "__init__.py").exists()] == []
+
+
+def test_version_of_the_package_is_the_one_the_build_reads():
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lightning_mp._version.__version__"}
+    assert lightning_mp.__version__ == importlib.import_module("lightning_mp._version").__version__
+
+
+def test_command_starts_a_function_that_exists():
+    module_name, function_name = PYPROJECT["project"]["scripts"]["lightning-mp"].split(":")
+    assert callable(getattr(importlib.import_module(module_name), function_name))
+
+
+@pytest.mark.parametrize("name", lightning_mp.__all__)
+def test_public_name_is_importable(name):
+    assert getattr(lightning_mp, name) is not None
+
+
+def test_public_names_are_listed_once():
+    assert len(lightning_mp.__all__) == len(set(lightning_mp.__all__))
+
+
+@pytest.mark.parametrize("file", source_files(), ids=name_of)
+def test_source_file_follows_the_house_rules(file):
+    text = file.read_text()
+    assert file.name != "utils.py", "name the file after the concept it holds"
+    assert ast.get_docstring(ast.parse(text)), "a module says in its docstring what it is for"
+    assert len(text.splitlines()) <= LONGEST_FILE_LINES, "a second idea in the file: make it two files"
+    long = {f.name: code_lines(f) for f in functions_of(file) if code_lines(f) > LONGEST_FUNCTION_LINES}
+    assert long == {}, f"more than {LONGEST_FUNCTION_LINES} lines besides the docstring: split them"
+
+
+def test_constraints_pin_everything_that_is_installed_for_the_tests():
+    assert required_by("dev") - pinned_versions().keys() == set()
+    assert pinned_versions()["torch"] == "2.13.0"
+
+
+def test_file_names_of_tests_are_unique():
+    """The tests folder is no package, so two files of one name would shadow each other."""
+    names = [file.name for file in (ROOT / "tests").rglob("*.py")]
+    assert sorted(names) == sorted(set(names))
+    assert not list((ROOT / "tests").rglob("__init__.py"))

@@ -1,0 +1,210 @@
+"""scripts/make_venv.sh: what it asks pip for, and one line for each thing that can go wrong; nothing half-made stays.
+
+Without a network: the Python that makes the environment, and df, are stand-ins.
+"""
+
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Makes an "environment" whose python is this script too. Of pip it writes down what is asked for.
+PYTHON = """\
+#!/bin/sh
+case "$*" in
+*"-m venv"*) for folder; do :; done; mkdir -p "$folder/bin"; cp "$0" "$folder/bin/python" ;;
+*"-m pip --version"*) ;;
+*"-m pip install"*) echo "$*" >> asked.txt; sleep 0; . ./pip.sh ;;
+*) exec "{python}" "$@" ;;
+esac
+"""
+NO_NETWORK = """\
+WARNING: Retrying (Retry(total=1)) after connection broken by 'NewConnectionError': Failed to establish a new connection
+ERROR: Could not find a version that satisfies the requirement torch===2.13.0 (from versions: none)"""
+UNKNOWN = """\
+ERROR: Could not find a version that satisfies the requirement torch===2.99.0 (from versions: 2.11.0, 2.12.0, 2.13.0)
+ERROR: No matching distribution found for torch===2.99.0"""
+
+NOT_ALLOWED = """\
+ERROR: Cannot install torch===2.99.0 because these package versions have conflicting dependencies.
+ERROR: ResolutionImpossible: for help visit the page about conflicts"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for name in ("pyproject.toml", "constraints.txt", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "bin").mkdir()
+    executable(tmp_path / "bin" / "some-python", PYTHON.format(python=sys.executable))
+    free(tmp_path, 100_000_000)
+    says(tmp_path, "")
+    return tmp_path
+
+
+def executable(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def free(checkout: Path, kib: int) -> None:
+    table = f"Filesystem 1024-blocks Used Available Capacity Mounted\\ndisk 999999999 1 {kib} 1%% /"
+    executable(checkout / "bin" / "df", f'#!/bin/sh\nprintf "{table}\\n"\n')
+
+
+def says(checkout: Path, error: str) -> None:
+    """What pip answers: it fails with this error, or succeeds if there is none."""
+    (checkout / "pip.sh").write_text(f"cat >&2 <<'END'\n{error}\nEND\nexit 1\n" if error else "exit 0\n")
+
+
+def command(checkout: Path, torch: str) -> list[str]:
+    return ["sh", "scripts/make_venv.sh", ".venv-torch" if torch else ".venv", "some-python", torch]
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    return os.environ | {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}
+
+
+def make(checkout: Path, torch: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(checkout, torch), cwd=checkout, env=environment(checkout), capture_output=True, text=True, check=False
+    )
+
+
+def asked(checkout: Path) -> list[str]:
+    file = checkout / "asked.txt"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_another_torch_is_asked_for_to_the_letter_and_the_rest_stays_pinned(checkout):
+    assert make(checkout, "2.11.0").returncode == 0
+    first, second = asked(checkout)
+    assert first.endswith(" setuptools>=77 wheel torch===2.11.0")  # 2.11.0+cpu would not do
+    assert second.endswith(" --no-build-isolation --editable .[dev]")
+    assert all("--constraint .venv-torch/constraints.txt" in line for line in (first, second))
+    pins = (checkout / ".venv-torch" / "constraints.txt").read_text().splitlines()
+    given = (ROOT / "constraints.txt").read_text().splitlines()
+    assert set(given) - set(pins) == {line for line in given if line.startswith(("torch==", "setuptools=="))}
+    assert set(pins) - set(given) == {"torch===2.11.0"}
+
+
+def test_the_build_at_hand_is_the_pinned_one(checkout):
+    assert make(checkout).returncode == 0
+    assert [line.split("--constraint ")[1] for line in asked(checkout)] == [
+        "constraints.txt setuptools wheel torch",
+        "constraints.txt --no-build-isolation --editable .[dev]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("torch", "error", "line"),
+    [
+        (
+            "2.99.0",
+            UNKNOWN,
+            r"error: there is no torch 2\.99\.0 for Python 3\S+ here\. The newest are: 2\.11\.0 2\.12\.0 2\.13\.0",
+        ),
+        (
+            "2.99.0",
+            NOT_ALLOWED,
+            r"error: pip's own settings allow no torch 2\.99\.0 here; see: python -m pip config list",
+        ),
+        (
+            "2.13.0",
+            NO_NETWORK,
+            r"error: the package index does not answer, so \.venv-torch was not made\. Is there a network\?",
+        ),
+        ("", NO_NETWORK, r"error: the package index does not answer, so \.venv was not made\. Is there a network\?"),
+        (
+            "2.13.0",
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
+            r"error: no room is left for \.venv-torch on the disk; it takes 8\.6 GB with a CUDA build of torch, "
+            r"and 102\.4 GB are free",
+        ),
+        (
+            "2.5.1",
+            "",
+            r"error: lightning_mp needs torch 2\.11 or newer, but TORCH=2\.5\.1",
+        ),
+        (
+            "nightly",
+            "",
+            r"error: TORCH=nightly is no release of torch\. Give all three numbers, for instance: "
+            r"make test TORCH=2\.13\.0",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_one_line_and_leaves_nothing(torch, error, line, checkout):
+    says(checkout, error)
+    done = make(checkout, torch)
+    assert done.returncode == 1
+    assert re.fullmatch(line + "\n", done.stderr), done.stderr
+    assert not list(checkout.glob(".venv*"))
+
+
+def test_another_error_of_pip_is_shown(checkout):
+    says(checkout, "ERROR: Cannot install torch==2.13.0 because these package versions have conflicting dependencies.")
+    done = make(checkout, "2.13.0")
+    assert done.returncode == 1
+    assert "conflicting dependencies" in done.stderr
+    assert done.stderr.endswith("error: pip could not install into .venv-torch; see above\n")
+    assert not list(checkout.glob(".venv*"))
+
+
+def test_too_little_room_is_seen_before_anything_is_downloaded(checkout):
+    free(checkout, 2_000_000)
+    done = make(checkout, "2.13.0")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: .venv-torch takes 8.6 GB with a CUDA build of torch, but only 2.0 GB are free on the disk. "
+        "Make room, or take the build at hand: make test\n"
+    )
+    assert not asked(checkout)
+    assert not list(checkout.glob(".venv*"))
+
+
+def test_an_environment_that_was_finished_once_is_not_removed(checkout):
+    assert make(checkout, "2.13.0").returncode == 0
+    says(checkout, NO_NETWORK)
+    assert make(checkout, "2.13.0").returncode == 1
+    assert (checkout / ".venv-torch" / "bin" / "python").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_interrupted_leaves_nothing(number, checkout):
+    (checkout / "pip.sh").write_text("touch begun\nexec sleep 600\n")
+    running = subprocess.Popen(command(checkout, "2.13.0"), cwd=checkout, env=environment(checkout))
+    give_up = time.monotonic() + 30
+    while not (checkout / "begun").exists() and time.monotonic() < give_up:
+        time.sleep(0.02)
+    running.send_signal(number)
+    assert running.wait(30) == 128 + number
+    assert not list(checkout.glob(".venv*"))
+
+
+@pytest.mark.parametrize("torch", ["../2.13.0", "2.13.0 2.11.0"])
+def test_make_takes_no_other_folder(torch, checkout):
+    done = subprocess.run(["make", "demo", f"TORCH={torch}"], cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f'TORCH="{torch}" is no release of torch. Give all three numbers' in done.stderr
+
+
+def test_make_keeps_an_environment_for_each_torch_and_removes_them_all(checkout):
+    plan = subprocess.run(
+        ["make", "-n", "test", "TORCH=2.11.0"], cwd=checkout, capture_output=True, text=True, check=True
+    )
+    assert 'make_venv.sh .venv-torch-2.11.0 "" "2.11.0"' in plan.stdout
+    assert ".venv-torch-2.11.0/bin/python -m pytest" in plan.stdout
+    for name in (".venv", ".venv-torch-2.11.0", ".venv-torch-2.15.0"):
+        (checkout / name).mkdir()
+    subprocess.run(["make", "clean"], cwd=checkout, capture_output=True, check=True)
+    assert not list(checkout.glob(".venv*"))

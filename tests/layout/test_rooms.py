@@ -1,0 +1,140 @@
+"""The rooms of the package: imports go down only, and two files alone touch what others keep private."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ROW_OF_A_ROOM = re.compile(r"^\| (\d+) \| `(\w+)` \|", re.MULTILINE)
+# From the ground up; a room imports from itself and from the floors below. The page has the same list.
+FLOORS = [
+    {"_version", "core"},
+    {"checkpoints", "modules"},
+    {"flops", "gradients", "policy"},
+    {
+        "activation_checkpointing",
+        "diagnostics",
+        "distributed",
+        "metrics",
+        "optimizer_step",
+        "planning",
+        "scaling",
+        "sharding",
+        "tokens",
+    },
+    {"accumulation", "cli", "lr_schedule", "tensor_parallel"},
+    {"pipelining", "precision"},
+    {"callbacks", "strategies"},
+    {"demo", "__main__"},
+]
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS, start=1) for room in rooms}
+# The command line's front door names the demo's verb; nobody imports it.
+BESIDES = {("__main__", "demo")}
+OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics"}
+PRIVATE = {"lightning_mp.core.private_api", "lightning_mp.core.private_sharding_api"}
+FRONT_DOOR = ("demo", "__main__")
+
+
+def modules() -> dict[str, Path]:
+    """Name and file of every module but the package's own front door, which imports all of them."""
+    files = {file.relative_to(ROOT / "lightning_mp"): file for file in (ROOT / "lightning_mp").rglob("*.py")}
+    for name in ("callbacks", "strategies"):
+        files |= {file.relative_to(ROOT): file for file in (ROOT / name).rglob("*.py")}
+    dotted = {".".join(["lightning_mp", *path.with_suffix("").parts]): file for path, file in files.items()}
+    return {name.removesuffix(".__init__"): file for name, file in dotted.items() if name != "lightning_mp.__init__"}
+
+
+MODULES = modules()
+FOLDERS = {name.split(".")[1] for name in MODULES if len(name.split(".")) > 2}
+
+
+def room_of(module: str) -> str:
+    """The folder that a module lives in; what is imported from the front door is in none."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF else ""
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Every name a file imports, in full, also inside functions and for type checking only."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: write the import in full"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def names_used(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name, as `torch.amp.GradScaler`."""
+    for node in ast.walk(tree):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name):
+            yield ".".join([node.id, *reversed(parts)])
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def test_every_folder_has_a_floor():
+    assert FOLDERS - FLOOR_OF.keys() == set(), "give the new folder a floor here and a row in docs/architecture.md"
+    assert FLOOR_OF.keys() - FOLDERS == {"_version", "__main__"}
+
+
+def test_the_root_of_the_package_holds_folders_and_three_files():
+    assert {file.name for file in (ROOT / "lightning_mp").glob("*.py")} == {"__init__.py", "__main__.py", "_version.py"}
+
+
+def test_the_page_lists_every_room_on_its_floor():
+    listed = {(room, int(floor)) for floor, room in ROW_OF_A_ROOM.findall(PAGE)}
+    assert listed == {(room, floor) for room, floor in FLOOR_OF.items() if not room.startswith("_")}
+
+
+def test_every_file_that_the_page_names_exists():
+    files = set(re.findall(r"\b((?:\w+/)+\w+\.py)\b", PAGE))
+    assert len(files) > 15
+    assert {f for f in files if not any((ROOT / top / f).exists() for top in ("", "lightning_mp"))} == set()
+
+
+@pytest.mark.parametrize("room", sorted(FOLDERS))
+def test_a_room_says_what_lives_there(room):
+    top = ROOT if room in ("callbacks", "strategies") else ROOT / "lightning_mp"
+    assert len(ast.get_docstring(ast.parse((top / room / "__init__.py").read_text())) or "") > 30
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down_only(module):
+    room = room_of(module)
+    ours = {name for name in imports_of(MODULES[module]) if name.split(".")[0] == "lightning_mp"}
+    elsewhere = {name for name in ours if room_of(name) not in ("", room) and (room, room_of(name)) not in BESIDES}
+    assert {name for name in elsewhere if FLOOR_OF[room_of(name)] >= FLOOR_OF[room]} == set()
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) not in FRONT_DOOR])
+def test_no_module_below_the_demo_imports_the_front_door(module):
+    """`from lightning_mp import X` inside the package would run all of it, in an order nobody chose."""
+    through_the_door = {
+        name
+        for name in imports_of(MODULES[module])
+        if name.split(".")[0] == "lightning_mp" and name not in MODULES and name.rsplit(".", 1)[0] not in MODULES
+    }
+    assert through_the_door == set()
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) in ("flops", "planning")])
+def test_planning_and_flops_need_no_trainer(module):
+    assert {name for name in imports_of(MODULES[module]) if name.split(".")[0] in OTHERS - {"torch"}} == set()
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in PRIVATE])
+def test_only_two_files_touch_private_names_of_lightning_and_torch(module):
+    tree = ast.parse(MODULES[module].read_text())
+    used = {*imports_of(MODULES[module]), *names_used(tree)}
+    assert {name for name in used if name.split(".")[0] in OTHERS and is_private(name)} == set()

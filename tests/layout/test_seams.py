@@ -1,0 +1,502 @@
+"""What the pack relies on in Lightning and torch without their promise; a failure names what an upgrade changed."""
+
+import ast
+import inspect
+import threading
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import loops
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from small_models import Regression, loader, quiet_trainer, regression_batches
+from torch import nn
+from torch.amp import GradScaler
+
+from lightning_mp.callbacks._common import log_host_number
+from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.gradients.fused_optimizers import applies_grad_scale
+
+SEAMS = ast.parse(Path(private_api.__file__).read_text())
+SHARDING_SEAMS = ast.parse(Path(private_sharding_api.__file__).read_text())
+
+# No class has them as attributes, so the list cannot; `test_grad_scaler_keeps_its_state...` guards them.
+MADE_BY_INIT = {"_per_optimizer_states"}
+# The same; tests/accumulation/test_straddled_epochs.py guards it.
+MADE_BY_A_LOOP = {"_batches_that_stepped"}
+# The same; tests/flops/test_whole_parameters.py guards them.
+MADE_BY_FSDP1 = {"_handle", "_params", "_shapes", "_param_infos", "_shared_param_infos"}
+# The same; tests/policy/test_policy_sharding.py, tests/strategies/test_fsdp2_strategy.py, test_fsdp2_resting_layers.py
+# and test_agreed_units.py guard them.
+MADE_BY_SHARDING = {
+    "_mp_policy",
+    "_data_parallel_size",
+    "_all_gather_comm",
+    "_fsdp_param_group",
+    "_init_mp_dtypes",
+    "_orig_dtype",
+}
+# The same; tests/planning/test_communication.py guards them.
+MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks"}
+# The same; tests/strategies/test_fsdp2_strategy.py guards it.
+MADE_BY_THE_TRAINER = {"_layer_sync"}
+# The same; `test_a_logged_number_is_overwritten_as_log_would` guards them.
+MADE_BY_LOGGING = {"_current_fx_name", "_logger_connector"}
+
+
+# -- the list ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "reason"), private_api.PRIVATE_NAMES, ids=[name for _, name, _ in private_api.PRIVATE_NAMES]
+)
+def test_every_private_name_is_still_there(owner, name, reason):
+    assert hasattr(owner, name)
+    assert reason
+
+
+def test_the_list_has_no_doubles():
+    keys = [(owner, name) for owner, name, _ in private_api.PRIVATE_NAMES]
+    assert len(set(keys)) == len(keys)
+
+
+def test_every_private_name_that_the_seams_touch_is_listed():
+    """Attributes of others and imported functions."""
+    attributes = {
+        node.attr
+        for node in (*ast.walk(SEAMS), *ast.walk(SHARDING_SEAMS))
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    }
+    imported = {
+        alias.name
+        for node in (*ast.walk(SEAMS), *ast.walk(SHARDING_SEAMS))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    private = {name for name in attributes | imported if name.startswith("_") and not name.startswith("__")}
+    guarded_elsewhere = set().union(
+        MADE_BY_INIT,
+        MADE_BY_A_LOOP,
+        MADE_BY_SHARDING,
+        MADE_BY_FSDP1,
+        MADE_BY_MODULES,
+        MADE_BY_THE_TRAINER,
+        MADE_BY_LOGGING,
+    )
+    assert private - guarded_elsewhere - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
+
+
+def test_every_seam_is_exported():
+    for tree, exported in ((SEAMS, private_api.__all__), (SHARDING_SEAMS, private_sharding_api.__all__)):
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert functions == {*exported} - {"PRIVATE_NAMES", "FlatPart"}
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def test_grad_scaler_keeps_its_state_where_a_subclass_finds_it():
+    scaler = GradScaler("cpu", 8.0, 3.0, 0.25, 7)
+    expected = {
+        "_enabled": True,
+        "_init_scale": 8.0,
+        "_growth_factor": 3.0,
+        "_backoff_factor": 0.25,
+        "_growth_interval": 7,
+        "_init_growth_tracker": 0,
+        "_scale": None,
+        "_growth_tracker": None,
+    }
+    assert expected.items() <= vars(scaler).items()
+    assert vars(scaler).keys() >= MADE_BY_INIT
+    scaler.scale(torch.ones(()))
+    scale, tracker = scaler._check_scale_growth_tracker("test")
+    assert scale is scaler._scale
+    assert tracker is scaler._growth_tracker
+    assert (scale.dtype, scale.shape, tracker.dtype, tracker.shape) == (torch.float32, (), torch.int32, ())
+
+
+def test_grad_scaler_asks_its_subclass_to_unscale_on_both_paths():
+    """Names, order and values of the arguments; what is returned becomes the decision."""
+    names = ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
+    assert list(inspect.signature(GradScaler._unscale_grads_).parameters) == names
+    calls = []
+
+    class Recording(GradScaler):
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            calls.append((inv_scale.item(), found_inf.item(), allow_fp16))
+            return {found_inf.device: torch.ones(())}
+
+    for fused in (False, True):
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        scaler = Recording("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(torch.optim.SGD([parameter], lr=0.1, fused=fused))
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert torch.equal(parameter, torch.ones(2))
+    assert calls == [(0.25, 0.0, False), (1.0, 0.0, True)]
+
+
+def test_grad_scaler_makes_its_tensors_where_a_subclass_can_add_its_own():
+    made = []
+
+    class Recording(GradScaler):
+        def _lazy_init_scale_growth_tracker(self, dev):
+            super()._lazy_init_scale_growth_tracker(dev)
+            made.append((dev, self._scale.item()))
+
+    scaler = Recording("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.scale([torch.ones(())])
+    assert made == [(torch.device("cpu"), 4.0)]
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_optimizer_says_so_and_is_handed_scale_and_decision_for_one_step(make_optimizer):
+    """torch's protocol, which the plugins use too."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    assert not getattr(make_optimizer([parameter], lr=0.1), "_step_supports_amp_scaling", False)
+    optimizer = make_optimizer([parameter], lr=0.1, fused=True)
+    if make_optimizer is torch.optim.Adagrad and torch.__version__.startswith("2.11."):
+        assert not applies_grad_scale(optimizer)
+        pytest.skip("torch 2.11 does not say that its fused Adagrad unscales, so its gradients are unscaled before")
+    assert optimizer._step_supports_amp_scaling is True
+    seen = []
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append((o.grad_scale, o.found_inf.item())))
+    for unscale_first in (False, True):
+        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert not hasattr(optimizer, "grad_scale")
+        assert not hasattr(optimizer, "found_inf")
+    assert seen == [(4.0, 0.0), (None, 0.0)]
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_fused_optimizer_divides_by_grad_scale_and_skips_on_found_inf(make_optimizer, found_inf):
+    plain, fused = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
+    plain.grad, fused.grad = torch.tensor([0.5, 3.0]), torch.tensor([0.5, 3.0]) * 8
+    reference = make_optimizer([plain], lr=0.1)
+    optimizer = make_optimizer([fused], lr=0.1, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found_inf)
+    optimizer.step()
+    if not found_inf:
+        reference.step()
+    torch.testing.assert_close(fused, plain, rtol=1e-6, atol=0)
+
+
+def test_update_scale_is_torchs_own():
+    scale, tracker = torch.tensor(8.0), torch.tensor(1, dtype=torch.int32)
+    private_api.amp_update_scale_(scale, tracker, torch.tensor(0.0), 2.0, 0.5, 2)
+    assert (scale.item(), tracker.item()) == (16.0, 0)
+    private_api.amp_update_scale_(scale, tracker, torch.tensor(1.0), 2.0, 0.25, 2)
+    assert (scale.item(), tracker.item()) == (4.0, 0)
+
+
+def test_unscale_works_in_place_and_raises_the_flag():
+    shards = (torch.tensor([4.0, 8.0]), torch.tensor([16.0]))  # any sequence
+    found_inf = torch.zeros(())
+    private_api.amp_unscale_(shards, found_inf, torch.tensor(0.25))
+    assert [shard.tolist() for shard in shards] == [[1.0, 2.0], [4.0]]
+    assert found_inf.item() == 0.0
+    private_api.amp_unscale_([torch.tensor([torch.inf])], found_inf, torch.tensor(0.25))
+    assert found_inf.item() == 1.0
+
+
+def test_the_scale_can_be_asked_for_without_waiting():
+    scaler = GradScaler("cpu", init_scale=4.0)
+    assert private_api.grad_scaler_scale(scaler) is None
+    scaler.scale(torch.ones(()))
+    assert isinstance(private_api.grad_scaler_scale(scaler), torch.Tensor)
+    assert private_api.grad_scaler_scale(scaler).item() == 4.0
+    assert private_api.grad_scaler_scale(GradScaler("cpu", enabled=True)) is None
+
+
+@pytest.mark.parametrize(("found_inf", "scale"), [(0.0, 16.0), (1.0, 4.0)])
+def test_a_decision_made_elsewhere_moves_the_scale(found_inf, scale):
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    for _ in range(2):
+        private_api.record_found_inf(scaler, optimizer, torch.tensor(found_inf))
+        scaler.update()
+    assert scaler.get_scale() == 8.0 * (scale / 8.0) ** 2
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.update()  # the decision was used up
+
+
+def test_two_decisions_about_one_optimizer_count_as_the_worse():
+    for first, second in [(0.0, 1.0), (1.0, 0.0)]:
+        scaler = GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        assert not private_api.has_stepped(scaler)
+        for found_inf in (first, second):
+            private_api.record_found_inf(scaler, optimizer, torch.tensor(found_inf))
+            assert private_api.has_stepped(scaler)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        assert not private_api.has_stepped(scaler)
+
+
+def test_a_recorded_decision_is_not_written_to():
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    decision = torch.tensor(1.0)
+    for _ in range(2):  # torch's update adds decisions up in place
+        for parameter in (nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))):
+            private_api.record_found_inf(scaler, torch.optim.SGD([parameter], lr=0.1), decision)
+        scaler.update()
+    assert decision.item() == 1.0
+
+
+def test_the_stage_of_an_optimizer_is_torchs():
+    """What torch's own methods set is read, and what is set makes them raise."""
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.full((1,), torch.inf)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    assert not private_api.has_unscaled(scaler)
+    scaler.unscale_(optimizer)
+    assert private_api.has_unscaled(scaler)
+    assert private_api.unscaled_found_inf(scaler, [object(), optimizer]) == [torch.tensor(1.0)]
+    scaler.step(optimizer)
+    assert private_api.has_stepped(scaler, optimizer)
+    assert private_api.unscaled_found_inf(scaler, [optimizer]) is None
+    private_api.forget_optimizers(scaler, [optimizer])
+    assert not private_api.has_stepped(scaler)
+    private_api.set_unscaled(scaler, optimizer, torch.tensor(0.0))
+    with pytest.raises(RuntimeError, match="has already been called on this optimizer"):
+        scaler.unscale_(optimizer)
+    private_api.record_found_inf(scaler, optimizer, torch.tensor(0.0))
+    with pytest.raises(RuntimeError, match="is being called after step"):
+        scaler.unscale_(optimizer)
+    private_api.forget_optimizers(scaler)
+    scaler.unscale_(optimizer)
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+def uses_of_accumulate_grad_batches():
+    """Every expression in Lightning's loops that holds `trainer.accumulate_grad_batches`, innermost operator first."""
+    uses = set()
+    root = Path(loops.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == "accumulate_grad_batches":
+                uses.add((file.relative_to(root).as_posix(), ast.unparse(parents[node])))
+    return uses
+
+
+def test_lightnings_loops_ask_for_the_window_by_two_modulos_and_divide_the_loss_by_it():
+    """The accumulation controller answers these questions and no others: a new one must be thought about."""
+    assert uses_of_accumulate_grad_batches() == {
+        # zero the gradients first?
+        ("optimization/automatic.py", "batch_idx % self.trainer.accumulate_grad_batches"),
+        # make the optimizer step?
+        ("training_epoch_loop.py", "self.batch_progress.current.ready % self.trainer.accumulate_grad_batches"),
+        # the loss is divided by it
+        (
+            "optimization/automatic.py",
+            "self.output_result_cls.from_training_step_output(training_step_output, trainer.accumulate_grad_batches)",
+        ),
+        # whether a loop that is restarted had finished its epoch
+        ("training_epoch_loop.py", "trainer.num_training_batches / trainer.accumulate_grad_batches"),
+    }
+
+
+def test_lightnings_loops_take_the_value_anew_for_every_batch():
+    """What they ask in a run: for each batch whether it is the first of its window and whether it is the last."""
+    asked = []
+
+    class Recording(int):
+        def __rmod__(self, value):
+            asked.append(value)
+            return value % int(self)
+
+    trainer = quiet_trainer()
+    trainer.accumulate_grad_batches = Recording(2)
+    trainer.fit(Regression(), loader(regression_batches(4)))
+    assert set(asked) == {0, 1, 2, 3, 4}
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)])
+def test_who_observes_operations_may_leave_in_any_order(order):
+    """A mode of torch leaves whichever was entered last: callbacks that overlap would go on seeing, or go blind."""
+    seen = [[], [], []]
+    observers = [
+        private_api.observe_dispatch(lambda operation, *_, log=log: log.append(operation.overloadpacket.__name__))
+        for log in seen
+    ]
+    ones = torch.ones(2)
+    for observer in observers:
+        observer.__enter__()
+    ones.neg()
+    for calls, leaving in enumerate(order, start=1):
+        observers[leaving].__exit__(None, None, None)
+        ones.neg()
+        assert seen[leaving] == ["neg"] * calls
+    assert [len(log) for log in seen] == [order.index(index) + 1 for index in range(3)]
+
+
+def test_an_observer_in_another_thread_sees_that_thread_only():
+    here, there = [], []
+
+    def elsewhere():
+        with private_api.observe_dispatch(lambda operation, *_: there.append(operation.overloadpacket.__name__)):
+            torch.ones(2).neg()
+
+    with private_api.observe_dispatch(lambda operation, *_: here.append(operation.overloadpacket.__name__)):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        torch.ones(2).exp()
+    assert "neg" in there
+    assert "exp" not in there
+    assert "exp" in here
+    assert "neg" not in here
+
+
+def test_the_trainer_has_its_callbacks_and_its_profiler():
+    mine = Callback()
+    trainer = quiet_trainer(callbacks=[mine])
+    assert mine in private_api.callbacks_of(trainer)
+    assert private_api.callbacks_of(trainer) is trainer.callbacks
+    assert private_api.profiler_of(trainer) is trainer.profiler
+    assert isinstance(trainer.profiler, PassThroughProfiler)
+    replaced = [mine, Callback()]
+    private_api.set_callbacks(trainer, replaced)
+    assert trainer.callbacks is replaced
+
+
+def test_a_replaced_list_of_callbacks_is_the_one_that_lightning_calls():
+    called = []
+
+    class Late(Callback):
+        def on_train_batch_start(self, *_):
+            called.append("late")
+
+    class Early(Callback):
+        def setup(self, trainer, pl_module, stage):
+            private_api.set_callbacks(trainer, [Late(), *private_api.callbacks_of(trainer)])
+
+    quiet_trainer(callbacks=[Early()]).fit(Regression(), loader(regression_batches(2)))
+    assert called == ["late", "late"]
+
+
+def watch_hooks(use_seam):
+    """The calls that the hooks get, from Lightning's own plugin or through the seam."""
+    calls = []
+
+    class Watching(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            calls.append(("callback", type(optimizer).__name__))
+
+    class Module(Regression):
+        def on_before_optimizer_step(self, optimizer):
+            calls.append(("module", type(optimizer).__name__))
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            calls.append(("clipping", type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
+
+    class ThroughTheSeam(Precision):
+        def _after_closure(self, model, optimizer):
+            private_api.call_before_optimizer_step_hooks(model, optimizer)
+            private_api.clip_through_module(self, model, optimizer)
+
+    trainer = quiet_trainer(
+        callbacks=[Watching()],
+        gradient_clip_val=0.5,
+        gradient_clip_algorithm="value",
+        **({"plugins": [ThroughTheSeam()]} if use_seam else {}),
+    )
+    trainer.fit(Module(), loader(regression_batches(2)))
+    return calls
+
+
+class Logs(Callback):
+    """A number of every step, and one that only the first epoch has."""
+
+    def __init__(self, write):
+        self.write = write
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch == 0 and batch_idx != 1:
+            self.write(pl_module, "early", trainer.global_step / 4)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.write(pl_module, "number", trainer.global_step / 3)
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_a_logged_number_is_overwritten_as_log_would(monkeypatch):
+    def by_log(pl_module, name, value):
+        pl_module.log(name, torch.tensor(value, dtype=torch.float64), on_step=True, on_epoch=False)
+
+    seen = []
+    for write in (by_log, log_host_number):
+        callback = Logs(write)
+        quiet_trainer(callbacks=[callback], max_epochs=3).fit(Regression(), loader(regression_batches(4)))
+        seen.append(callback.seen)
+    assert seen[0] == seen[1]
+    assert seen[0][-1]["number"] == 4.0
+    called = []
+    monkeypatch.setattr(Regression, "log", lambda self, name, *_, **__: called.append(name))
+    quiet_trainer(callbacks=[Logs(log_host_number)]).fit(Regression(), loader(regression_batches(4)))
+    assert called.count("number") == 4, "what log has not registered goes to log"
+    called.clear()
+    stock = pl.LightningModule.log
+    monkeypatch.setattr(
+        Regression, "log", lambda self, name, *a, **k: (called.append(name), stock(self, name, *a, **k))
+    )
+    quiet_trainer(callbacks=[Logs(log_host_number)], max_epochs=2).fit(Regression(), loader(regression_batches(4)))
+    assert called.count("number") == 2, "once an epoch"
+
+
+def test_hooks_before_the_step_are_called_as_lightning_calls_them():
+    stock = watch_hooks(use_seam=False)
+    assert watch_hooks(use_seam=True) == stock
+    assert [call[0] for call in stock] == ["callback", "module", "clipping"] * 2
+
+
+def test_a_module_that_clips_with_its_own_numbers_reaches_the_plugin_through_the_seam():
+    clipped = []
+
+    class Recording(MixedPrecision):
+        def clip_gradients(self, optimizer, clip_val=0.0, gradient_clip_algorithm="norm"):
+            clipped.append((clip_val, str(gradient_clip_algorithm.value)))
+
+        def _after_closure(self, model, optimizer):
+            private_api.clip_through_module(self, model, optimizer)
+
+    class Module(Regression):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer, gradient_clip_val=0.125, gradient_clip_algorithm="value")
+
+    trainer = quiet_trainer(plugins=[Recording("bf16-mixed", "cpu")])
+    trainer.fit(Module(), loader(regression_batches(1)))
+    assert clipped == [(0.125, "value")]
+
+
+def test_lightning_is_the_version_that_these_guards_were_written_for():
+    """Its minor version; with another one read this file and the changes of Lightning side by side."""
+    assert pl.__version__.split(".")[:2] == ["2", "6"]

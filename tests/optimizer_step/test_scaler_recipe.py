@@ -1,0 +1,215 @@
+"""torch's public recipe (unscale_, clip, step, update) works through the plugins or raises as torch does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from small_models import Regression, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from torch import nn
+
+from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
+
+SCALE = 1024.0
+BATCHES = 5
+OVERFLOW = 2
+MAX_NORM = 0.1
+
+SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
+    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=SCALE),
+    "ours": lambda: LossScaler("cpu", init_scale=SCALE),
+}
+
+
+class Recipe(Regression):
+    """The recipe in manual optimization, written in several ways."""
+
+    automatic_optimization = False
+
+    def __init__(self, way: str, optimizer: Any = sgd, **arguments: Any) -> None:
+        super().__init__(optimizer, **arguments)
+        self.way = way
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer, scaler = self.optimizers(), self.trainer.precision_plugin.scaler
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        unscales = {"plugin": optimizer.optimizer, "wrapper": optimizer, "scaler": optimizer.optimizer}
+        scaler.unscale_(unscales[self.way])
+        nn.utils.clip_grad_norm_(self.parameters(), MAX_NORM)
+        if self.way == "scaler":
+            scaler.step(optimizer.optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", [sgd, fused_adamw], ids=["sgd", "fused"])
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("way", ["plugin", "wrapper", "scaler"])
+def test_the_recipe_trains_as_in_a_plain_loop(way: str, scaler: str, optimizer: Any) -> None:
+    batches = regression_batches(BATCHES)
+    reference = Regression(optimizer, overflows={OVERFLOW})
+    stepping, plain = optimizer(reference.parameters()), torch.amp.GradScaler("cpu", init_scale=SCALE)
+    for index, batch in enumerate(batches):
+        stepping.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = reference.training_step(batch, index)
+        plain.scale(loss).backward()
+        plain.unscale_(stepping)
+        nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+        plain.step(stepping)
+        plain.update()
+
+    module, plugin = (
+        Recipe(way, optimizer, overflows={OVERFLOW}),
+        AutocastPrecision("16-mixed", scaler=SCALERS[scaler]()),
+    )
+    quiet_trainer(plugins=[plugin]).fit(module, loader(batches))
+    assert plugin.scaler is not None
+    assert plugin.scaler.get_scale() == plain.get_scale() == SCALE / 2
+    for ours, theirs in zip(weights(module), weights(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_what_unscaling_has_found_counts_although_it_was_clipped_away() -> None:
+    class Clamps(Recipe):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(Regression.training_step(self, batch, batch_idx))
+            self.trainer.precision_plugin.scaler.unscale_(optimizer.optimizer)
+            for p in self.parameters():
+                p.grad.nan_to_num_(0.0, 0.0, 0.0)
+            optimizer.step()
+
+    monitor = OverflowMonitor()
+    plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
+    quiet_trainer(plugins=[plugin], callbacks=[monitor]).fit(
+        Clamps("plugin", overflows={1}), loader(regression_batches(3))
+    )
+    assert monitor.skipped_steps == 1
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "configure_gradient_clipping"])
+def test_unscaling_in_a_hook_raises_as_torch_does(hook: str, scaler: str) -> None:
+    """Gradients are true there already."""
+
+    def unscales(self: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.trainer.precision_plugin.scaler.unscale_(optimizer)
+
+    module = type("Unscales", (Regression,), {hook: unscales})(sgd)
+    plugin = AutocastPrecision("16-mixed", scaler=SCALERS[scaler]())
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer since the last"):
+        quiet_trainer(plugins=[plugin]).fit(module, loader(regression_batches(2)))
+
+
+def test_a_step_by_the_scaler_in_a_hook_raises_as_torch_does() -> None:
+    class Steps(Regression):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.trainer.precision_plugin.scaler.step(optimizer)
+
+    plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
+    with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last update\(\): .* a hook"):
+        quiet_trainer(plugins=[plugin]).fit(Steps(sgd), loader(regression_batches(2)))
+
+
+def test_unscaling_after_the_step_raises_as_torch_does() -> None:
+    class After(Recipe):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.trainer.precision_plugin.scaler.unscale_(self.optimizers().optimizer)
+
+    plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+        quiet_trainer(plugins=[plugin]).fit(After("plugin"), loader(regression_batches(2)))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # once per process
+def test_a_hook_that_looks_leaves_nothing_behind_when_nobody_had_a_gradient() -> None:
+    """The next step unscales: that gradients were true concerned those of this step."""
+
+    class Looks(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            """Looks."""
+
+    module, reference = Looks(sgd), Regression(sgd)
+    batches = regression_batches(3)
+    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())]).fit(module, loader(batches))
+    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())]).fit(reference, loader(batches[1:]))
+    for one, other in zip(weights(module), weights(reference), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+# -- steps past the plugin ---------------------------------------------------------------------------------------------
+
+
+class PastThePlugin(Regression):
+    def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+class ManualPast(Regression):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", [sgd, fused_adamw], ids=["sgd", "fused"])
+@pytest.mark.parametrize("module", [PastThePlugin, ManualPast])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        lambda: AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=SCALE)),
+        lambda: MasterWeightsPrecision("16-true", scaler=LossScaler("cpu", init_scale=SCALE)),
+    ],
+    ids=["autocast", "masters"],
+)
+def test_a_step_of_scaled_gradients_past_the_plugin_is_refused_before_it_changes_a_weight(
+    plugin: Any, module: Any, optimizer: Any
+) -> None:
+    made = module(optimizer)
+    before = weights(made)
+    with pytest.raises(
+        RuntimeError,
+        match=r"\w+\.step\(\) was called on the optimizer itself, past \w+\('16-\w+'\): its gradients are scaled by"
+        r" 1024, and nobody has unscaled, checked or clipped them\. Call step\(\) of what Lightning hands out",
+    ):
+        quiet_trainer(plugins=[plugin()]).fit(made, loader(regression_batches(2)))
+    for now, then in zip(weights(made), before, strict=True):
+        assert torch.equal(now.float(), then.to(now.dtype).float())
+
+
+def test_without_a_scale_a_step_past_the_plugin_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match=r"SGD\.step\(\) was called on the optimizer itself, past AutocastPrecision"):
+        quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")]).fit(ManualPast(sgd), loader(regression_batches(2)))
+
+
+def test_a_step_that_only_makes_state_is_no_step(tmp_path: Any) -> None:
+    """torch makes an optimizer's state so, with zero gradients and a learning rate of zero, to load a checkpoint."""
+
+    class MakesState(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            group = optimizer.param_groups[0]
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+            learning_rate, group["lr"] = group["lr"], 0.0
+            optimizer.step(closure=None)
+            group["lr"] = learning_rate
+            optimizer.zero_grad(set_to_none=True)
+
+    plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[MakesState()])
+    trainer.fit(Regression(sgd), loader(regression_batches(2)))
+    assert trainer.global_step == 2

@@ -1,0 +1,133 @@
+"""Checkpoints of PipelineParallelStrategy are those of one process; either goes on from the other's."""
+
+import pytest
+import torch
+from gloo import run_ranks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from pipelined_models import PipelinedGPT, PipelinedMLP, fit
+
+from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
+from lightning_mp.strategies.pipeline import PipelineParallelStrategy
+
+PLUGINS = {
+    "32-true": lambda: None,
+    "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2**12, growth_interval=2)),
+    "bf16-true": lambda: MasterWeightsPrecision("bf16-true"),
+}
+KINDS = {"one process": ("ddp", 1), "two stages": (None, 2), "three stages": (None, 3)}
+
+
+def run(model, kind, precision, path=None, ckpt_path=None, **trainer_args):
+    """Weights and optimizer after a fit, in files as Lightning writes them."""
+    strategy, devices = KINDS[kind]
+
+    def rank(_):
+        module = model(torch.optim.AdamW, lr=1e-2)
+        trainer = fit(
+            module,
+            strategy or PipelineParallelStrategy(chunks=4),
+            devices,
+            plugin=PLUGINS[precision](),
+            ckpt_path=ckpt_path,
+            **trainer_args,
+        )
+        trainer.save_checkpoint(path)
+        return module.train_losses
+
+    return run_ranks(rank, devices)[0]
+
+
+def loaded(path):
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        (PipelinedGPT, "16-mixed"),
+        *(pytest.param(PipelinedGPT, name, marks=pytest.mark.full) for name in ("32-true", "bf16-true")),
+        *(pytest.param(PipelinedMLP, name, marks=pytest.mark.full) for name in PLUGINS),
+    ],
+)
+def test_a_resumed_pipeline_ends_as_one_that_was_not_stopped(model, precision, tmp_path):
+    """Promise 6, to the bit: weights, both moments, masters, scale."""
+    run(model, "two stages", precision, tmp_path / "whole.ckpt", max_epochs=3)
+    run(model, "two stages", precision, tmp_path / "half.ckpt", max_epochs=2)
+    run(model, "two stages", precision, tmp_path / "resumed.ckpt", str(tmp_path / "half.ckpt"), max_epochs=3)
+    whole, resumed = loaded(tmp_path / "whole.ckpt"), loaded(tmp_path / "resumed.ckpt")
+    assert whole["global_step"] == resumed["global_step"] == 9
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value), name
+    for number, of_parameter in whole["optimizer_states"][0]["state"].items():
+        for name, value in of_parameter.items():
+            assert torch.equal(resumed["optimizer_states"][0]["state"][number][name], value), (number, name)
+    for key in ("AutocastPrecision", "MixedPrecision"):
+        assert whole.get(key) == resumed.get(key)
+
+
+@pytest.mark.parametrize("model", [PipelinedGPT, pytest.param(PipelinedMLP, marks=pytest.mark.full)])
+def test_a_checkpoint_is_laid_out_as_that_of_one_process(model, tmp_path):
+    run(model, "one process", "32-true", tmp_path / "one.ckpt", max_epochs=1)
+    run(model, "three stages", "32-true", tmp_path / "three.ckpt", max_epochs=1)
+    one, three = loaded(tmp_path / "one.ckpt"), loaded(tmp_path / "three.ckpt")
+    assert list(three["state_dict"]) == list(one["state_dict"])
+    ours, theirs = three["optimizer_states"][0], one["optimizer_states"][0]
+    assert [group["params"] for group in ours["param_groups"]] == [group["params"] for group in theirs["param_groups"]]
+    assert sorted(ours["state"]) == sorted(theirs["state"])
+    for number, of_parameter in theirs["state"].items():
+        for name, value in of_parameter.items():
+            torch.testing.assert_close(ours["state"][number][name], value, rtol=1e-3, atol=1e-6)
+    model().load_state_dict(three["state_dict"])  # names and shapes of the whole model
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("one process", "three stages", marks=pytest.mark.full),
+        pytest.param("three stages", "one process", marks=pytest.mark.full),
+        pytest.param("three stages", "two stages", marks=pytest.mark.full),
+    ],
+)
+def test_another_number_of_stages_goes_on_from_a_checkpoint(before, after, tmp_path):
+    path = tmp_path / "before.ckpt"
+    first = run(PipelinedGPT, before, "32-true", path, max_epochs=1)
+    resumed = run(PipelinedGPT, after, "32-true", tmp_path / "after.ckpt", str(path), max_epochs=2)
+    wanted = run(PipelinedGPT, before, "32-true", tmp_path / "wanted.ckpt", max_epochs=2)
+    assert first + resumed == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_best_checkpoint_is_loaded_for_a_test(tmp_path):
+    def rank(_):
+        module = PipelinedMLP()
+        saver = ModelCheckpoint(tmp_path, monitor="val_loss")
+        trainer = fit(module, PipelineParallelStrategy(), 2, callbacks=[saver], enable_checkpointing=True)
+        from pipelined_models import labelled
+
+        before = trainer.callback_metrics["val_loss"]
+        after = trainer.validate(module, labelled(10), ckpt_path="best", verbose=False, weights_only=False)
+        return float(before), after[0]["val_loss"], saver.best_model_score
+
+    for before, after, best in run_ranks(rank, 2):
+        assert after == pytest.approx(float(best))
+        assert before == pytest.approx(float(best))
+
+
+def test_names_that_are_missing_are_told_with_the_whole_model_in_mind(tmp_path):
+    run(PipelinedMLP, "two stages", "32-true", tmp_path / "a.ckpt", max_epochs=1)
+    broken = loaded(tmp_path / "a.ckpt")
+    del broken["state_dict"]["layers.4.0.bias"]
+    broken["state_dict"]["layers.9.0.bias"] = torch.zeros(1)
+    torch.save(broken, tmp_path / "broken.ckpt")
+
+    def rank(_):
+        with pytest.raises(RuntimeError, match=r"missing keys \['layers.4.0.bias'\].*\['layers.9.0.bias'\]"):
+            fit(
+                PipelinedMLP(torch.optim.AdamW, lr=1e-2),
+                PipelineParallelStrategy(),
+                2,
+                ckpt_path=str(tmp_path / "broken.ckpt"),
+            )
+        return True
+
+    assert run_ranks(rank, 2) == [True, True]

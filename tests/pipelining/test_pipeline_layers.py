@@ -1,0 +1,274 @@
+"""How a model says what its layers are, where it is cut, and what it is told if that cannot be."""
+
+import copy
+import re
+from itertools import combinations, pairwise
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from gloo import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp import PipelineLayer, PipelineParallelStrategy, pipelined_loss
+from lightning_mp.modules.stage_placeholder import StagePlaceholder, cut_of, full_model
+from lightning_mp.pipelining.layers import loss_of, pipeline_input, read_layers
+from lightning_mp.pipelining.partition import cut_model
+from lightning_mp.pipelining.partition_points import balanced_cuts, named_cuts
+from lightning_mp.strategies.pipeline_setup import description
+
+
+def brute_force(costs, stages):
+    def worst(cuts):
+        bounds = [0, *cuts, len(costs)]
+        return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+
+    return min(worst(cuts) for cuts in combinations(range(1, len(costs)), stages - 1))
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 5))
+def test_no_other_cut_has_a_cheaper_slowest_stage(costs, stages):
+    if len(costs) < stages:
+        with pytest.raises(ValueError, match=f"{len(costs)} layers cannot be cut into {stages} stages"):
+            balanced_cuts(costs, stages)
+        return
+    cuts = balanced_cuts(costs, stages)
+    bounds = [*cuts, len(costs)]
+    assert cuts[0] == 0
+    assert all(a < b for a, b in pairwise(bounds))
+    assert max(sum(costs[a:b]) for a, b in pairwise(bounds)) == brute_force(costs, stages)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["b"], "2 split points, got 1"),
+        (["c", "b"], "'b' does not come after"),
+        (["a", "c"], "'a' does not come after"),
+        (["x", "c"], "'x' fits 0 layers"),
+        (["*", "c"], r"'\*' fits 4 layers.*Layers in order: a, b, c, d"),
+    ],
+)
+def test_named_cuts_that_cannot_be(names, says):
+    with pytest.raises(ValueError, match=says):
+        named_cuts(["a", "b", "c", "d"], names, 3)
+
+
+def test_a_cut_model_has_what_its_stage_holds_and_says_where_the_rest_is():
+    whole = PipelinedGPT()
+    model = copy.deepcopy(whole)
+    cut = cut_model(model, read_layers(model), [0, 2], 0)
+    names = {name for name, _ in model.named_parameters()}
+    assert {name.split(".")[1] for name in names} == {"token_embedding", "position_embedding", "blocks"}
+    assert all(name.startswith("model.blocks.0.") for name in names if "blocks" in name)
+    assert cut_of(model) is cut
+    assert cut.holders == {"model.token_embedding.weight": (0, 1)}
+    assert cut.names_of == {"model.token_embedding.weight": ("model.token_embedding.weight", "model.head.weight")}
+    with pytest.raises(
+        RuntimeError, match=r"model\.blocks\.1 is on stage 1 of the pipeline, and this rank has stage 0"
+    ):
+        model.model.blocks[1](torch.zeros(1, 2, 16))
+    with pytest.raises(AttributeError, match=r"'weight' was asked of a module that is not here: model\.head is on"):
+        _ = model.model.head.weight
+    with full_model(model):
+        assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
+        assert model.model.blocks[2].mlp.up.weight.untyped_storage().nbytes() == 4
+    assert isinstance(model.model.blocks[2], StagePlaceholder)
+    assert torch.equal(model.model.token_embedding.weight, whole.model.token_embedding.weight)
+
+
+class Says(nn.Module):
+    """A module with whatever layers it is told."""
+
+    def __init__(self, layers=None):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+        if layers is not None:
+            self.pipeline_layers = layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        (None, "Says does not say what its layers are: pipeline_layers is None.*def pipeline_layers"),
+        (lambda m: [], "pipeline_layers is empty"),
+        (lambda m: ["c.*"], r"'c\.\*' fits no module"),
+        (lambda m: [m.a, 3], "entry 1 is 3, which is no module"),
+        (lambda m: [m.a, nn.ReLU()], "entry 1 uses ReLU, which is not part of the module.*attribute in __init__"),
+        (lambda m: [m.a, m.b, m.b[0]], r"b\.0 is inside of b, and both are in layers"),
+        (lambda m: [m.a], r"b\.0\.weight, b\.0\.bias are in no layer.*PipelineLayer\(function, \*modules\)"),
+    ],
+)
+def test_layers_that_cannot_be(layers, says):
+    module = Says()
+    if layers is not None:
+        module.pipeline_layers = lambda: layers(module)
+    with pytest.raises(MisconfigurationException, match=says):
+        cut_model(module, read_layers(module), [0, 1], 0)
+
+
+def test_a_layer_of_code_is_checked():
+    with pytest.raises(ValueError, match="must be a function of .hidden, batch.; a module is a layer by itself"):
+        PipelineLayer(nn.ReLU())
+    with pytest.raises(ValueError, match="after the function come the modules"):
+        PipelineLayer(lambda hidden, batch: hidden, "blocks")
+
+
+def test_the_input_is_what_is_plain_or_what_the_module_says():
+    x = torch.zeros(1)
+    assert pipeline_input(nn.Module(), x) is x
+    assert pipeline_input(nn.Module(), [x, 1]) is x
+    assert pipeline_input(nn.Module(), {"labels": 1, "input_ids": x}) is x
+    with pytest.raises(MisconfigurationException, match="of a batch of type 'dict'.*def pipeline_input"):
+        pipeline_input(nn.Module(), {"image": x})
+
+
+@pytest.mark.parametrize("returned", [None, torch.zeros(2), {"accuracy": torch.zeros(())}, {"loss": 1.0}])
+def test_a_loss_must_be_a_scalar(returned):
+    module = nn.Module()
+    with pytest.raises(MisconfigurationException, match="no loss for its pipeline.*def pipeline_loss"):
+        loss_of(module, None, None)
+    module.pipeline_loss = lambda output, batch: returned
+    with pytest.raises(MisconfigurationException, match="must return a scalar tensor, or a mapping"):
+        loss_of(module, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"stages": 0}, r"stages=0\): it must be a whole number of 1 or more"),
+        ({"chunks": 2.0}, r"chunks=2\.0\)"),
+        ({"find_unused_parameters": True}, r"find_unused_parameters=...\) is not known.*it takes accelerator"),
+        ({"schedule": "zero bubble"}, r"schedule='zero bubble'\): it must be one of \('1f1b', 'gpipe'\)"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        PipelineParallelStrategy(**arguments)
+
+
+class Logs(PipelinedMLP):
+    def pipeline_loss(self, output, batch):
+        self.log("inner", 1.0)
+        return super().pipeline_loss(output, batch)
+
+
+class UsesAnotherStage(PipelinedMLP):
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Text(TensorDataset):
+    def __getitem__(self, index):
+        return {"x": "text"}
+
+
+REFUSED = {
+    "an odd number of ranks": (
+        lambda: fit(PipelinedMLP(), PipelineParallelStrategy(3), 2),
+        r"PipelineParallelStrategy\(stages=3\) needs a multiple of 3 ranks, and the Trainer has 2",
+    ),
+    "torch's own scaler": (
+        lambda: fit(
+            PipelinedMLP(),
+            PipelineParallelStrategy(),
+            2,
+            plugin=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")),
+        ),
+        "stages would skip different steps.*AutocastPrecision",
+    ),
+    "copies of the model": (
+        lambda: fit(PipelinedMLP(), PipelineParallelStrategy(), 2, callbacks=[StochasticWeightAveraging(0.1)]),
+        "cannot be used with StochasticWeightAveraging, which copies the model before it is cut",
+    ),
+    "SyncBatchNorm": (
+        lambda: fit(PipelinedMLP(), PipelineParallelStrategy(), 2, sync_batchnorm=True),
+        "sync_batchnorm=True.*GroupNorm",
+    ),
+    "logging in the loss": (
+        lambda: fit(Logs(), PipelineParallelStrategy(), 2),
+        "self.log was called inside of a layer or of pipeline_loss.*beside 'loss'",
+    ),
+    "a forward by hand": (
+        lambda: fit(UsesAnotherStage(), PipelineParallelStrategy(), 2),
+        r"layers\.\d is on stage \d of the pipeline.*pipelined_loss",
+    ),
+    "batches without rows": (
+        lambda: fit(
+            PipelinedMLP(),
+            PipelineParallelStrategy(),
+            2,
+            train=DataLoader(Text(torch.zeros(4)), batch_size=None),
+        ),
+        "PipelineParallelStrategy cannot split a batch of type 'dict'.*one row for each sample",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_with_what_to_do(case):
+    """Promise 1."""
+    run, says = REFUSED[case]
+
+    def rank(_):
+        try:
+            run()
+        except Exception as error:
+            # The stage without the fault may only see that the other one has gone.
+            chain = [error]
+            while chain[-1].__cause__ is not None:
+                chain.append(chain[-1].__cause__)
+            return " <- ".join(str(link) for link in chain)
+        return "nothing was raised"
+
+    assert any(re.search(says, told, re.DOTALL) for told in run_ranks(rank, 2))
+
+
+def test_a_cut_model_is_not_cut_again():
+    def rank(_):
+        module = PipelinedMLP()
+        fit(module, PipelineParallelStrategy(), 2, max_epochs=1)
+        fit(module, PipelineParallelStrategy(), 2, max_epochs=1)  # the same stages go on
+        with pytest.raises(MisconfigurationException, match="cut into 2 stages by an earlier run, and this"):
+            fit(module, PipelineParallelStrategy(1), 2)
+        with pytest.raises(
+            MisconfigurationException, match=r"cut before \['layers\.\d'\] by an earlier run.*layers\.4"
+        ):
+            fit(module, PipelineParallelStrategy(split_points=["layers.4"]), 2)
+        return len(module.train_losses)
+
+    assert run_ranks(rank, 2) == [6, 6]
+
+
+def test_its_name_is_known():
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    assert isinstance(StrategyRegistry.get("mp_pipeline"), PipelineParallelStrategy)
+    trainer = pl.Trainer(strategy="mp_pipeline", accelerator="cpu", devices=2, logger=False)
+    assert isinstance(trainer.strategy, PipelineParallelStrategy)
+    assert trainer.strategy.stages is None
+
+
+def test_each_stage_says_what_it_holds_and_how_long_it_is_idle():
+    model = PipelinedGPT()
+    cut = cut_model(model, read_layers(model), [0, 2], 1)
+    told = description(cut, chunks=3, replicas=2, schedule="1f1b")
+    assert "2 stages, 2 copies of the model. stage 0: model.token_embedding to model.blocks.0, 3,744 parameters" in told
+    assert "stage 1: model.blocks.1 to model.head, 6,736 parameters" in told
+    assert "With 3 chunks per batch stages of equal work are idle 25.0% of a step (1f1b" in told
+
+
+def test_a_module_needs_no_trainer():
+    module = PipelinedMLP()
+    [batch] = labelled(4)
+    assert pipelined_loss(module, batch).requires_grad

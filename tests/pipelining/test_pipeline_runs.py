@@ -1,0 +1,244 @@
+"""What a run of PipelineParallelStrategy does besides training as one process: overflows, odd batches, other loops."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from gloo import run_ranks
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, token_batches
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, pipelined_loss, pipelined_output
+from lightning_mp.strategies.pipeline import PipelineParallelStrategy
+
+
+class OverflowOnOneRank(Callback):
+    """Plants an inf in one gradient of one rank, once."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+        self.outcomes: list[tuple[bool, float]] = []
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            next(p for p in pl_module.parameters() if p.grad is not None).grad[0] = torch.inf
+
+    def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
+        self.outcomes.append((bool(outcome.skipped), float(outcome.loss_scale)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_all_stages_skip_when_one_rank_overflows(ranks, stages, fused):
+    """Promise 3: whichever rank it is, the step is skipped by all and the scale falls for all."""
+
+    def rank(_, planted):
+        module = PipelinedMLP(torch.optim.AdamW, lr=1e-2, fused=fused)
+        before = [p.detach().clone() for p in module.parameters()]
+        callback = OverflowOnOneRank(planted, 1)
+        plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))
+        fit(module, PipelineParallelStrategy(stages, 4), ranks, plugin=plugin, callbacks=[callback], max_epochs=1)
+        assert before
+        return callback.outcomes, all(bool(p.isfinite().all()) for p in module.parameters())
+
+    for planted in range(0, ranks, ranks - 1):
+        results = run_ranks(lambda r, planted=planted: rank(r, planted), ranks)
+        assert all(finite for _, finite in results)
+        for outcomes, _ in results:
+            assert [skipped for skipped, _ in outcomes] == [False, True, *[False] * (len(outcomes) - 2)]
+            assert outcomes == results[0][0]
+
+
+def test_a_batch_is_the_same_in_any_number_of_chunks():
+    """Also in one that does not divide it, and when rows have different numbers of labels, or none at all."""
+
+    def rank(_, chunks):
+        module = PipelinedGPT()
+        fit(module, PipelineParallelStrategy(chunks=chunks), 2, train=token_batches(14, 7), max_epochs=1)
+        return module.train_losses, module.val_losses
+
+    [(wanted, wanted_val)] = run_ranks(lambda _: one_process(), 1)
+    for chunks in (1, 3, 20):
+        losses, val_losses = run_ranks(lambda r, chunks=chunks: rank(r, chunks), 2)[0]
+        assert losses == pytest.approx(wanted, rel=2e-6)
+        assert val_losses == pytest.approx(wanted_val, rel=2e-6)
+
+
+def one_process():
+    module = PipelinedGPT()
+    fit(module, "ddp", 1, train=token_batches(14, 7), max_epochs=1)
+    return module.train_losses, module.val_losses
+
+
+def test_sequences_of_changing_length_get_a_schedule_each():
+    lengths = [8, 5, 8, 3, 5]
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 32, (2, 4, n), generator=generator) for n in lengths]
+
+    def rank(_, strategy, devices):
+        module = PipelinedGPT()
+        loader = DataLoader([(ids[0], ids[1]) for ids in batches], batch_size=None)
+        fit(module, strategy(), devices, train=loader, max_epochs=1)
+        return module.train_losses
+
+    [wanted] = run_ranks(lambda r: rank(r, lambda: "ddp", 1), 1)
+    got = run_ranks(lambda r: rank(r, PipelineParallelStrategy, 2), 2)
+    assert got[0] == pytest.approx(wanted, rel=2e-6)
+
+
+def test_predictions_of_all_samples_are_on_all_stages():
+    def rank(_, strategy, devices):
+        module = PipelinedMLP()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=devices, strategy=strategy(), logger=False, enable_progress_bar=False
+        )
+        return trainer.predict(module, labelled(10))
+
+    [wanted] = run_ranks(lambda r: rank(r, lambda: "ddp", 1), 1)
+    for got in run_ranks(lambda r: rank(r, lambda: PipelineParallelStrategy(chunks=3), 2), 2):
+        for ours, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+class Manual(PipelinedMLP):
+    """Two losses in a step, two backwards and one step of the optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2):
+            loss = pipelined_loss(self, batch)
+            self.manual_backward(0.5 * loss)
+        self.clip_gradients(optimizer, 0.2, "norm")
+        optimizer.step()
+        self.train_losses.append(float(loss.detach()))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_manual_optimization(devices):
+    def rank(_, strategy, devices):
+        module = Manual()
+        fit(module, strategy(), devices, max_epochs=1, plugin=AutocastPrecision("bf16-mixed"))
+        return module.train_losses
+
+    wanted = run_ranks(lambda r: rank(r, lambda: "ddp", devices // 2), devices // 2)
+    got = run_ranks(lambda r: rank(r, lambda: PipelineParallelStrategy(2), devices), devices)
+    assert got[0] == pytest.approx(wanted[0], rel=5e-3)
+
+
+class Frozen(PipelinedMLP):
+    """The first two layers do not train, from the second epoch on the second one does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+        self.layers[1].requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1 and any(True for _ in self.layers[1].parameters()):
+            self.layers[1].requires_grad_(True)
+
+
+def test_frozen_layers_may_thaw_at_an_epoch():
+    def rank(_, strategy, devices):
+        module = Frozen()
+        fit(module, strategy(), devices)
+        return module.train_losses
+
+    [wanted] = run_ranks(lambda r: rank(r, lambda: "ddp", 1), 1)
+    got = run_ranks(lambda r: rank(r, lambda: PipelineParallelStrategy(split_points=["layers.2"]), 2), 2)
+    assert got[0] == pytest.approx(wanted, rel=2e-6)
+
+
+class Normed(PipelinedMLP):
+    """Running statistics, which see each chunk once."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.append(nn.BatchNorm1d(6))
+
+
+def test_the_pass_that_finds_out_shapes_leaves_no_trace_in_running_statistics():
+    def rank(_):
+        module = Normed()
+        fit(module, PipelineParallelStrategy(chunks=2), 2, train=labelled(16), max_epochs=1)
+        return [int(m.num_batches_tracked) for m in module.modules() if isinstance(m, nn.BatchNorm1d)]
+
+    tracked = run_ranks(rank, 2)
+    assert set(tracked[0] + tracked[1]) == {4}  # 2 batches of 2 chunks
+
+
+def test_a_model_without_memory_comes_to_life_stage_by_stage():
+    def rank(_, empty):
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineParallelStrategy(),
+            logger=False,
+            enable_progress_bar=False,
+            max_epochs=1,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        with trainer.init_module(empty_init=empty):
+            module = PipelinedMLP()
+        assert module.layers[0][0].weight.is_meta == empty
+        trainer.fit(module, labelled(8), labelled(8))
+        return module.train_losses, sum(p.numel() for p in module.parameters())
+
+    (losses, own), (_, other) = run_ranks(lambda r: rank(r, True), 2)
+    assert own + other == sum(p.numel() for p in PipelinedMLP().parameters())
+    assert torch.isfinite(torch.tensor(losses)).all()
+
+
+class Different(TensorDataset):
+    """Gives every rank other data."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + int(torch.distributed.get_rank()), y
+
+
+def test_stages_with_different_data_are_refused():
+    def rank(_):
+        loader = DataLoader(Different(torch.zeros(8, 6), torch.zeros(8, 6)), batch_size=4)
+        with pytest.raises(MisconfigurationException, match="different batches .stage 0 and stage 1."):
+            fit(PipelinedMLP(), PipelineParallelStrategy(), 2, train=loader)
+        return True
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+def test_the_scale_and_the_skips_are_monitored():
+    def rank(_):
+        module = PipelinedMLP()
+        monitor = OverflowMonitor()
+        plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**24))
+        trainer = fit(module, PipelineParallelStrategy(), 2, plugin=plugin, callbacks=[monitor])
+        return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("mp/")}
+
+    first, second = run_ranks(rank, 2)
+    assert first.pop("mp/grad_norm") == pytest.approx(second.pop("mp/grad_norm"), nan_ok=True)
+    assert first == second
+    assert first["mp/skipped_steps"] > 0
+
+
+def test_on_one_device_the_same_module_runs_its_layers():
+    module = PipelinedMLP()
+    x = torch.randn(3, 6)
+    wanted = x
+    for layer in module.layers:
+        wanted = layer(wanted)
+    assert torch.equal(pipelined_output(module, (x, x)), wanted)
+    assert torch.equal(pipelined_loss(module, (x, x)), nn.functional.mse_loss(wanted, x))

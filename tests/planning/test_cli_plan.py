@@ -1,0 +1,174 @@
+"""``lightning-mp plan`` and ``lightning-mp fit``: tables, JSON, and one line for wrong input."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lightning_mp.__main__ import main
+from lightning_mp.planning.scaling_laws.optimum import compute_optimal
+from lightning_mp.planning.scaling_laws.presets import LAWS
+
+LAW = LAWS["besiroglu"]
+
+
+@pytest.fixture
+def csv():
+    """Sixteen runs of a known law, one of them spoilt."""
+    lines = ["N,D,loss"]
+    for budget in (1e19, 4e19, 1.6e20, 6.4e20):
+        for factor in (0.3, 0.7, 1.5, 4.0):
+            parameters = factor * LAW.frontier.optimum(budget)[0]
+            tokens = budget / (6 * parameters)
+            noise = 1 + 0.001 * math.sin(100 * factor + budget / 1e18)
+            lines.append(f"{parameters:.6g},{tokens:.6g},{LAW.loss(parameters, tokens) * noise:.6f}")
+    lines[5] = lines[5].rsplit(",", 1)[0] + ",3.5"
+    Path("runs.csv").write_text("\n".join(lines))
+    return "runs.csv"
+
+
+def output(capsys, *words):
+    assert main(list(words)) == 0
+    return capsys.readouterr()
+
+
+def lines_by_name(text):
+    return {line[2:24].strip(): line[24:] for line in text.splitlines() if line.startswith("  ")}
+
+
+def test_the_table_of_a_plan(capsys):
+    printed = output(capsys, "plan", "--flops", "1e21")
+    assert printed.err == ""
+    assert printed.out.startswith("Compute-optimal under besiroglu: Besiroglu et al. 2024, arXiv:2404.10102, Table 1")
+    lines = lines_by_name(printed.out)
+    assert lines["parameters N"] == "2.78B (all parameters)"
+    assert lines["tokens D"] == "60B"
+    assert lines["tokens per parameter"] == "21.6"
+    assert lines["FLOPs 6 N D"] == "1e21"
+    assert lines["predicted loss"] == "2.306 nats per token"
+    assert lines["range of the law"] == "inside (70M to 16B parameters, 5B to 500B tokens)"
+    spread = [line.split() for line in printed.out.split("do not agree:")[1].splitlines() if line.strip()][1:]
+    assert [row[0] for row in spread] == list(LAWS)
+    assert spread[-1] == ["kaplan", "4.68B", "35.6B", "7.6", "1e21", "-", "3.1"]
+
+
+def test_device_hours_name_the_chip_and_its_peak(capsys):
+    words = ["plan", "--device-hours", "1000", "--device", "h100", "--mfu", "0.4"]
+    lines = lines_by_name(output(capsys, *words).out)
+    assert lines["machine"] == "1000 hours of H100 SXM, 989.4 TFLOP/s dense bf16, MFU 0.4"
+    assert lines["FLOPs 6 N D"] == "1.42e21"
+    content = json.loads(output(capsys, *words, "--dtype", "fp8", "--json").out)
+    assert (content["device"], content["dtype"], content["mfu"]) == ("H100 SXM", "fp8", 0.4)
+    assert content["flops"] == pytest.approx(1000 * 3600 * 0.4 * 1978.9e12)
+
+
+def test_unique_tokens_show_epochs(capsys):
+    words = ["plan", "--flops", "9.3e21", "--unique-tokens", "25B"]
+    assert lines_by_name(output(capsys, *words).out)["epochs"] == "9.65 over 25B unique tokens"
+    assert json.loads(output(capsys, *words, "--json").out)["epochs"] == pytest.approx(9.65, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("option", "argument"), [("--params", "parameters"), ("--tokens", "tokens"), ("--flops", "flops")]
+)
+def test_json_of_a_plan_equals_the_function(capsys, option, argument):
+    value = {"parameters": "1.3B", "tokens": "26B", "flops": "2e20"}[argument]
+    content = json.loads(output(capsys, "plan", option, value, "--law", "hoffmann-3", "--json").out)
+    plan = compute_optimal(**{argument: value}, law="hoffmann-3")
+    assert (content["law"], content["parameters"], content["tokens"]) == ("hoffmann-3", plan.parameters, plan.tokens)
+    assert (content["flops"], content["loss_nats_per_token"]) == (plan.flops, plan.loss)
+    assert [row["tokens"] for row in content["spread"]] == [row.tokens for row in plan.spread]
+    assert content["warnings"] == []
+
+
+def test_a_plan_far_outside_is_warned_about_beside_the_result(capsys):
+    printed = output(capsys, "plan", "--flops", "1e26")
+    assert printed.err.startswith("warning: 1.02T parameters on 16.4T tokens lie 63.5 times outside the models")
+    assert printed.err.count("\n") == 1
+    assert "63 times outside (70M to 16B parameters" in printed.out
+    printed = output(capsys, "plan", "--flops", "1e26", "--json")
+    assert printed.err == ""
+    assert "63.5 times outside" in json.loads(printed.out)["warnings"][0]
+
+
+def test_the_table_of_a_fit(capsys, csv):
+    printed = output(capsys, "fit", csv, "--samples", "100", "--plot", "fit.svg")
+    assert printed.err == ""
+    assert "fitted to 16 runs: " in printed.out
+    constants = {line.split()[0]: line.split()[1:] for line in printed.out.splitlines()[3:9]}
+    assert list(constants) == ["E", "A", "B", "alpha", "beta", "a"]
+    assert float(constants["alpha"][0]) == pytest.approx(LAW.alpha, rel=0.05)
+    assert "Certificate    a minimum: " in printed.out
+    assert "Bootstrap      100 samples, 0 of them not converged" in printed.out
+    assert "Outliers       1\n" in printed.out
+    assert "Forecast test  the 2 runs of most compute, left out and predicted: largest error" in printed.out
+    assert "Best model for 6.4e21 FLOPs, " in printed.out
+    assert "The picture is in fit.svg." in printed.out
+    assert Path("fit.svg").read_text().startswith("<?xml")
+
+
+def test_json_of_a_fit(capsys, csv):
+    content = json.loads(output(capsys, "fit", csv, "--samples", "100", "--flops", "1e21", "--json").out)
+    assert content["constants"]["beta"] == pytest.approx(LAW.beta, rel=0.05)
+    low, high = content["intervals"]["a"]
+    assert low < content["exponent_a"] < high
+    assert [outlier["run"] for outlier in content["outliers"]] == [5]
+    assert content["certificate"]["converged"] is True
+    assert content["plan"]["flops"] == 1e21
+    assert content["plan"]["parameters"] == pytest.approx(LAW.frontier.optimum(1e21)[0], rel=0.05)
+    assert content["held_out"]["runs"] == 2
+    assert content["warnings"] == []
+
+
+def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
+    printed = output(capsys, "fit", csv, "--samples", "100", "--flops", "1e26")
+    assert "times outside the models that 'fit' was fitted to" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan", "exactly one of --flops, --params, --tokens and --device-hours, got none"),
+        ("plan --flops 1e21 --tokens 1B", "got --flops and --tokens"),
+        ("plan --flops 0", "--flops must be a positive finite number, got '0'"),
+        ("plan --flops nan", "--flops must be a positive finite number, got 'nan'"),
+        ("plan --params -5", "--params must be a positive finite number, got '-5'"),
+        ("plan --tokens 20billions", "--tokens cannot be read, got '20billions'. Write digits, with K, M, B or T"),
+        ("plan --flops 21", "21 FLOPs come to 0.23 parameters"),
+        ("plan --flops 1e21 --law gopher", "argument --law: invalid choice: 'gopher' (choose from"),
+        ("plan --device-hours 10", "--device-hours needs --device and --mfu, got no --device"),
+        ("plan --device-hours 10 --device h100 --mfu 40", "got '40'. For 40%, write 0.4"),
+        ("plan --device-hours 10 --device h900 --mfu 0.4", "no peak FLOP/s are known for the device 'h900'"),
+        ("plan --flops 1e21 --mfu 0.4", "--mfu belongs to --device-hours, which is missing"),
+        ("plan --tokens 1B --unique-tokens 1B", "--unique-tokens needs a compute budget, got --tokens"),
+        ("fit", "the following arguments are required: RUNS.CSV"),
+        ("fit missing.csv", "missing.csv cannot be read or written (No such file or directory)"),
+        ("fit .", ". cannot be read or written (Is a directory)"),
+        ("fit few.csv", "a law of 5 constants needs at least 6 runs, got 1"),
+        ("fit bad.csv", "bad.csv, line 2: `loss` must be a positive finite number, got '-3'"),
+        ("fit few.csv --samples 5", "--samples must be an integer of at least 100, got 5"),
+        ("fit few.csv --confidence 95", "--confidence must lie between 0 and 1, got 95.0. For 95%, write 0.95"),
+        ("fit few.csv --plot fit.doc", "--plot fit.doc is no picture that can be drawn. End its name with .png, .pdf"),
+        ("fit few.csv --plot no/fit.png", "--plot no/fit.png: there is no folder no"),
+        ("fit few.csv --flops x", "--flops cannot be read, got 'x'"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(capsys, words, message):
+    Path("few.csv").write_text("N,D,loss\n1e8,2e9,3\n")
+    Path("bad.csv").write_text("N,D,loss\n1e8,2e9,-3\n")
+    with pytest.raises(SystemExit) as exit_info:
+        main(words.split())
+    assert exit_info.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["bad.csv", "few.csv"], "nothing may be written"
+
+
+def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, csv):
+    monkeypatch.setattr("lightning_mp.cli.fit.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["fit", csv, "--plot", "fit.png"])
+    assert "--plot needs matplotlib: pip install 'lightning-mp[plots]'" in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""Forecasts of the final loss and of the time left: coverage of the band by simulation, robustness, refusals."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mp.planning.scaling_laws.forecast import LossForecast, _resampled, forecast_loss, forecast_seconds
+
+BUDGET = 1e8
+
+
+def curve(tokens: Tensor, e: float, b: float, beta: float) -> Tensor:
+    return e + b * tokens**-beta
+
+
+def run(
+    e: float, b: float, beta: float, *, points: int, noise: float, seed: int, correlation: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """A synthetic history: tokens and noisy losses."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.linspace(BUDGET / points, BUDGET, points, dtype=torch.float64)
+    errors = torch.randn(points, generator=generator, dtype=torch.float64)
+    for index in range(1, points):
+        errors[index] = correlation * errors[index - 1] + math.sqrt(1 - correlation**2) * errors[index]
+    return tokens, curve(tokens, e, b, beta) + noise * errors
+
+
+def forecast(tokens: Tensor, losses: Tensor, reach: float, **arguments: Any) -> LossForecast:
+    return forecast_loss(tokens.tolist(), losses.tolist(), BUDGET * reach, **arguments)
+
+
+@pytest.mark.parametrize("constants", [(2.0, 300.0, 0.35), (0.0, 20.0, 0.15), (1.5, 3000.0, 0.6), (3.0, 1e6, 1.0)])
+def test_a_curve_without_noise_is_continued(constants: tuple[float, float, float]) -> None:
+    tokens, losses = run(*constants, points=80, noise=0.0, seed=0)
+    found = forecast(tokens, losses, 4.0)
+    truth = float(curve(torch.tensor(4 * BUDGET, dtype=torch.float64), *constants))
+    assert found.loss == pytest.approx(truth, rel=2e-4)
+    assert found.beta == pytest.approx(constants[2], rel=0.02)
+    assert found.e == pytest.approx(constants[0], rel=0.01, abs=0.01)
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("constants", "points", "noise", "reach", "correlation"),
+    [((2.0, 300.0, 0.35), 80, 0.02, 2.0, 0.0), ((1.5, 30.0, 0.2), 80, 0.03, 3.0, 0.5)],
+)
+@pytest.mark.full
+def test_the_band_holds_the_truth_as_often_as_it_says(
+    constants: tuple[float, float, float], points: int, noise: float, reach: float, correlation: float
+) -> None:
+    """40 runs at 80%: of a fair band 32 on average, and fewer than 26 or more than 38 in one of 100 such tests."""
+    truth = float(curve(torch.tensor(reach * BUDGET, dtype=torch.float64), *constants))
+    held = 0
+    for seed in range(40):
+        tokens, losses = run(*constants, points=points, noise=noise, seed=seed, correlation=correlation)
+        found = forecast(tokens, losses, reach, confidence=0.8, samples=60, seed=seed)
+        held += found.low <= truth <= found.high
+    assert 26 <= held <= 38
+
+
+@pytest.mark.full
+def test_the_band_holds_the_truth_as_often_as_it_says_at_length() -> None:
+    """200 runs at 90%, with 400 bootstrap samples."""
+    constants = (2.0, 300.0, 0.35)
+    truth = float(curve(torch.tensor(3 * BUDGET, dtype=torch.float64), *constants))
+    held = 0
+    for seed in range(200):
+        tokens, losses = run(*constants, points=100, noise=0.02, seed=seed)
+        found = forecast(tokens, losses, 3.0, seed=seed)
+        held += found.low <= truth <= found.high
+    assert 0.83 <= held / 200 <= 0.95
+
+
+def test_spikes_do_not_pull_and_losses_that_are_not_finite_are_left_out() -> None:
+    tokens, losses = run(2.0, 300.0, 0.35, points=200, noise=0.01, seed=0)
+    clean = forecast(tokens, losses, 2.0)
+    spiked = losses.clone()
+    spiked[50::40] += 5.0
+    spiked[100::60] = torch.nan
+    spiked[101] = torch.inf
+    found = forecast(tokens, spiked, 2.0)
+    assert found.loss == pytest.approx(clean.loss, rel=3e-3)
+    assert found.points < clean.points
+
+
+def test_the_band_widens_with_noise_and_with_reach() -> None:
+    widths = []
+    for noise, reach in ((0.01, 1.0), (0.01, 2.0), (0.01, 4.0), (0.04, 4.0)):
+        found = forecast(*run(2.0, 300.0, 0.35, points=100, noise=noise, seed=1), reach)
+        assert found.low <= found.loss <= found.high
+        widths.append(found.high - found.low)
+    assert widths == sorted(widths)
+
+
+def test_many_points_are_averaged_and_noise_is_that_of_the_means() -> None:
+    found = forecast(*run(2.0, 300.0, 0.35, points=5000, noise=0.2, seed=0), 2.0)
+    assert found.points == 200
+    assert found.noise == pytest.approx(0.2 / math.sqrt(4750 / 200), rel=0.25)
+    truth = float(curve(torch.tensor(2 * BUDGET, dtype=torch.float64), 2.0, 300.0, 0.35))
+    assert found.loss == pytest.approx(truth, rel=0.01)
+
+
+def test_the_same_points_give_the_same_forecast_and_nobodys_random_numbers_change() -> None:
+    history = run(2.0, 300.0, 0.35, points=60, noise=0.02, seed=0)
+    state = torch.get_rng_state()
+    assert forecast(*history, 2.0) == forecast(*history, 2.0)
+    assert forecast(*history, 2.0).low != forecast(*history, 2.0, seed=1).low
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_far_reach_a_flat_curve_and_a_strange_one_are_warned_about() -> None:
+    history = run(2.0, 300.0, 0.35, points=60, noise=0.01, seed=0)
+    assert forecast(*history, 8.0).warnings == ("it reaches 8 times as far as the run so far",)
+    tokens, _ = history
+    assert "the loss does not fall" in forecast(tokens, 2 + tokens / BUDGET, 2.0).warnings
+    bent = forecast(*run(2.0, 1e20, 3.0, points=60, noise=0.0, seed=0), 2.0)
+    assert any("ran into its bound" in warning for warning in bent.warnings)
+    text = str(forecast(*history, 8.0))
+    assert text.startswith("loss 2.")
+    assert " at 90%) after 8e+08 tokens; it reaches 8 times" in text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "losses", "arguments", "message"),
+    [
+        ([1.0] * 3, [1.0] * 2, {}, "got 3 token counts and 2 losses; give one for each"),
+        (range(1, 15), [1.0] * 14, {}, r"needs 20 points or more with a finite loss after the first 5%.*got 14"),
+        (range(1, 60), [math.nan] * 59, {}, "needs 20 points or more.*got 0"),
+        (range(100, 200), [1.0] * 100, {}, "over a factor of 3 in tokens, got a factor of 1.99"),
+        ([], [], {}, "needs 20 points or more.*got 0"),
+        ([3.0, 2.0], [1.0, 1.0], {}, "must be positive and must not fall"),
+        ([0.0, 2.0], [1.0, 1.0], {}, "must be positive and must not fall"),
+        (range(1, 60), [1.0] * 59, {"at_tokens": 30}, r"not before the last point \(59 tokens\), got 30"),
+        (range(1, 60), [1.0] * 59, {"confidence": 90}, "`confidence` must be over 0 and below 1, got 90"),
+        (range(1, 60), [1.0] * 59, {"samples": 1}, "`samples` must be 20 or more, got 1"),
+    ],
+)
+def test_what_cannot_be_forecast_says_why(tokens: Any, losses: Any, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        forecast_loss(list(tokens), list(losses), **({"at_tokens": 1e9} | arguments))
+
+
+def test_seconds_left_from_recent_speed() -> None:
+    """Speeds 100, 50, 100, 200 tokens a second; 450 tokens in 5 seconds, 900 to go."""
+    found = forecast_seconds([10.0, 11.0, 13.0, 14.0, 15.0], [50, 150, 250, 350, 550], 1450)
+    assert found.tokens_per_second == 100.0
+    assert found.seconds == 9.0
+    assert found.low == 900 / 125  # quartiles of the four speeds: 87.5 and 125
+    assert found.high == 900 / 87.5
+    assert forecast_seconds([0.0, 1.0], [0, 10], 5).seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tokens", "message"),
+    [
+        ([1.0], [1.0], "needs two points or more with as many seconds as tokens, got 1 and 1"),
+        ([1.0, 2.0], [5, 5], "needs progress"),
+    ],
+)
+def test_no_speed_no_forecast(seconds: list[float], tokens: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        forecast_seconds(seconds, tokens, 100)
+
+
+def test_a_curve_that_stands_still_goes_on_so() -> None:
+    """More than half of the residuals are 0, and with them their robust spread."""
+    found = forecast(torch.linspace(1e6, BUDGET, 40, dtype=torch.float64), torch.full((40,), 2.0), 2.0)
+    assert (found.loss, found.low, found.high) == (2.0, 2.0, 2.0)
+    assert found.warnings == ("the loss does not fall",)
+
+
+def test_residuals_are_as_large_as_before_three_constants_were_fitted_to_them() -> None:
+    residuals = torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    again = _resampled(residuals, 4000, seed=1)
+    centred = residuals - residuals.mean()
+    assert float(again.square().mean()) == pytest.approx(float(centred.square().sum()) / 27, rel=0.02)

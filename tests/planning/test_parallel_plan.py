@@ -1,0 +1,141 @@
+"""Bytes, times and layouts of ``lightning-mp layouts``, against numbers worked out by hand and published ones."""
+
+import json
+
+import pytest
+
+from lightning_mp.__main__ import main
+from lightning_mp.flops.hardware import find_chip
+from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
+from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.parallelism.parallel_plan import plan_parallelism, usual_layouts
+
+WORDS = ("--params", "6_738_415_616", "--layers", "32", "--width", "4096", "--vocab", "32000")
+SIZE = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
+
+
+def output(capsys, *words):
+    assert main(["layouts", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(["layouts", *words])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_llama_2_is_taken_apart():
+    """Touvron et al. 2023, arXiv:2307.09288: 32 layers, width 4096, inner width 11008, 32,000 tokens."""
+    assert SIZE.block_matmul_weights == 4 * 4096**2 + 3 * 4096 * 11008
+    assert SIZE.head_weights == SIZE.table_weights == 32000 * 4096
+    assert SIZE.parameters == 6_738_415_616
+    assert SIZE.matmul_weights == 6_738_415_616 - 32000 * 4096 - 65 * 4096
+    tied = DecoderSize.of(124_337_664, layers=12, width=768, vocabulary=50257, tied_head=True)
+    assert (tied.head_weights, tied.parameters) == (0, 124_337_664)
+    assert tied.matmul_weights == 12 * tied.block_matmul_weights + tied.table_weights
+
+
+def test_every_machine_has_a_chip_a_source_and_a_month():
+    assert len({machine.name for machine in known_machines()}) == len(known_machines()) >= 4
+    for machine in known_machines():
+        assert find_chip(machine.chip) is not None
+        assert "https://" in machine.source
+        assert machine.checked >= "2026-11"
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "between"), [("DGX A100", 300, 25), ("DGX H100", 450, 50), ("DGX B200", 900, 50)]
+)
+def test_links_are_per_gpu_and_direction(name, inside, between):
+    """NVLink of 600, 900 and 1800 GB/s in both directions; 8 adapters of 200 and 400 Gb/s for 8 GPUs."""
+    machine = find_machine(name)
+    assert (machine.inside_bytes_per_second, machine.between_bytes_per_second) == (inside * 1e9, between * 1e9)
+
+
+def test_seconds_are_bytes_over_bandwidth_and_flops_over_peak():
+    """64 GPUs, FSDP in nodes of 8 with copies between them, worked out from the table of docs/many_nodes.md."""
+    machine = Machine("mine", "A100", 8, inside_bytes_per_second=1e11, between_bytes_per_second=1e10)
+    plan = plan_parallelism(
+        SIZE, ParallelLayout(copies=8, shards=8), machine, tokens_per_step=2**20, context_tokens=2048
+    )
+    n, micro_batches = SIZE.parameters, 2**20 // 2048 // 64
+    assert plan.micro_batches == micro_batches == 8
+    norms, table = 65 * 4096, 32000 * 4096
+    low, wide = n - table - norms, norms - 4096
+    gathered = micro_batches * (2 * 2 * low + 2 * 4 * wide + 4 * (table + 4096))
+    assert plan.inside_bytes == pytest.approx(7 / 8 * (gathered + 4 * n), rel=1e-12)
+    assert plan.between_bytes == pytest.approx(2 * 7 / 8 * 4 * n / 8, rel=1e-12)
+    assert plan.inside_seconds == pytest.approx(plan.inside_bytes / 1e11)
+    assert plan.between_seconds == pytest.approx(plan.between_bytes / 1e10)
+    flops = 6 * SIZE.matmul_weights + 12 * 32 * 4096 * 2048
+    assert plan.compute_seconds == pytest.approx(flops * 2**20 / (64 * 312e12), rel=1e-12)
+    assert plan.awaited_seconds == plan.bubble == 0
+    assert plan.seconds_at_least == max(plan.compute_seconds, plan.inside_seconds, plan.between_seconds)
+    assert plan.wire_to_compute_ratio == max(plan.inside_seconds, plan.between_seconds) / plan.compute_seconds
+
+
+def test_waiting_and_the_bubble_lengthen_the_step():
+    plan = plan_parallelism(
+        SIZE, ParallelLayout(tensor=2, stages=4), "DGX H100", tokens_per_step=2**16, context_tokens=4096
+    )
+    assert plan.micro_batches == 8
+    assert plan.bubble == 3 / 11
+    flops = 6 * SIZE.matmul_weights + 12 * 32 * 4096 * 4096
+    assert plan.compute_seconds == pytest.approx(flops * 2**16 / (8 * 989.4e12), rel=1e-12)
+    assert plan.awaited_seconds == pytest.approx(plan.inside_seconds + plan.between_seconds)
+    assert plan.seconds_at_least == pytest.approx((plan.compute_seconds + plan.awaited_seconds) * 11 / 8)
+
+
+@pytest.mark.parametrize(
+    ("inside", "between", "bound"), [(1e18, 1e18, "compute"), (1e9, 1e18, "inside"), (1e18, 1e9, "between")]
+)
+def test_the_slowest_part_is_named(inside, between, bound):
+    machine = Machine("mine", "H100 SXM", 8, inside, between)
+    plan = plan_parallelism(SIZE, ParallelLayout(shards=16), machine, tokens_per_step=2**16, context_tokens=4096)
+    assert plan.bound_by == bound
+    assert plan.wire_to_compute_ratio == max(plan.inside_seconds, plan.between_seconds) / plan.compute_seconds
+
+
+def test_tensor_parallelism_waits():
+    machine = Machine("mine", "H100 SXM", 8, 1e9, 1e18)
+    plan = plan_parallelism(SIZE, ParallelLayout(tensor=8), machine, tokens_per_step=2**16, context_tokens=4096)
+    assert plan.bound_by == "waiting"
+
+
+def test_layouts_use_all_gpus():
+    for gpus in (1, 4, 8, 12, 64, 256, 1024):
+        layouts = usual_layouts(gpus, 8, layers=32)
+        assert all(layout.gpus == gpus for layout in layouts)
+        assert len(set(layouts)) == len(layouts)
+    assert not any(layout.stages > 1 for layout in usual_layouts(64, 8, layers=30))
+
+
+def test_the_command_in_json(capsys):
+    found = json.loads(output(capsys, *WORDS, "--gpus", "64", "--json"))
+    assert found["machine"] == "DGX H100"
+    by_name = {row["name"]: row for row in found["layouts"]}
+    plan = plan_parallelism(SIZE, ParallelLayout(shards=64), "DGX H100", tokens_per_step=2**22, context_tokens=4096)
+    assert by_name["FSDP 64"]["between_bytes"] == plan.between_bytes
+    assert by_name["FSDP 64"]["seconds_at_least"] == plan.seconds_at_least
+    assert by_name["HSDP 8 x 8"]["copies"] == by_name["HSDP 8 x 8"]["shards"] == 8
+
+
+def test_what_does_not_fit_is_told(capsys):
+    printed = output(capsys, *WORDS, "--gpus", "64", "--tokens-per-step", "65536")
+    assert "left out: 64 GPUs, DDP 64: `tokens_per_step` (65536) is no multiple of 4096 tokens" in printed
+    assert "\n  TP 8 x PP 8 " in printed
+    said = refused(capsys, *WORDS, "--gpus", "64", "--tokens-per-step", "4096")
+    assert "no layout fits. 64 GPUs, DDP 64: --tokens-per-step (4096) is no multiple of" in said
+
+
+def test_wrong_input_is_one_line(capsys):
+    assert "--machine 'TPU' is not known. Known: DGX A100" in refused(capsys, *WORDS, "--machine", "TPU")
+    assert "--gpus must be a whole number, got '2.5'" in refused(capsys, *WORDS, "--gpus", "2.5")
+    assert "--params (1000000) leaves nothing for 32 blocks" in refused(capsys, "--params", "1M", *WORDS[2:])
+    with pytest.raises(ValueError, match="Machine.gpus_per_node must be above 0, got 0"):
+        Machine("mine", "A100", 0, 1, 1)
+    with pytest.raises(ValueError, match="DecoderSize.layers must be an integer of at least 1, got 0"):
+        DecoderSize(0, 1, 1, 1, 1, 1)

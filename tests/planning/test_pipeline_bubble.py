@@ -1,0 +1,114 @@
+"""The bubble's formula against a simulation of the very order in which torch's pipeline schedules act."""
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction, bubble_to_ideal_ratio, kept_micro_batches
+
+_SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+_GRID = [(stages, micro_batches) for stages in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 4, 7, 16)]
+
+
+@lru_cache
+def torch_order(schedule: str, stages: int, micro_batches: int) -> list[list[tuple[str, int]]]:
+    """What each stage really does in ``step()``, one act after the other: ("F" or "B", micro-batch).
+
+    The schedule runs on a stand-in for a stage that has nobody to send to. Its public ``pipeline_order`` will not do:
+    in torch 2.13 the last stage of 1F1B misses micro-batch 0 there.
+    """
+    order: list[list[tuple[str, int]]] = []
+    for stage_index in range(stages):
+        acts: list[tuple[str, int]] = []
+        stage = MagicMock(num_stages=stages, stage_index=stage_index, is_last=False, device="cpu")
+        stage.forward_one_chunk.side_effect = lambda index, *_, acts=acts, **__: acts.append(("F", index))
+        stage.backward_one_chunk.side_effect = lambda index, *_, acts=acts, **__: acts.append(("B", index))
+        _SCHEDULES[schedule](stage, micro_batches).step()
+        order.append(acts)
+    return order
+
+
+def simulate(order: list[list[tuple[str, int]]], backward: Fraction) -> tuple[Fraction, list[int]]:
+    """Idle share of each stage's time, which must be one number, and the most micro-batches each stage kept.
+
+    A forward takes 1, sending takes nothing, and an act starts when its stage is free and its input is there.
+    """
+    stages = len(order)
+    done: dict[tuple[int, str, int], Fraction] = {}
+    free = [Fraction(0)] * stages
+    busy = [Fraction(0)] * stages
+    kept = [0] * stages
+    most = [0] * stages
+    left = [list(acts) for acts in order]
+    while any(left):
+        moved = False
+        for stage in range(stages):
+            while left[stage]:
+                kind, index = left[stage][0]
+                if kind == "F":
+                    needs = [(stage - 1, "F", index)] if stage else []
+                else:
+                    needs = [(stage, "F", index)] + ([(stage + 1, "B", index)] if stage < stages - 1 else [])
+                if any(need not in done for need in needs):
+                    break
+                start = max([free[stage], *(done[need] for need in needs)])
+                takes = Fraction(1) if kind == "F" else backward
+                free[stage] = done[stage, kind, index] = start + takes
+                busy[stage] += takes
+                kept[stage] += 1 if kind == "F" else -1
+                most[stage] = max(most[stage], kept[stage])
+                left[stage].pop(0)
+                moved = True
+        assert moved, "the order waits for itself"
+    assert len(set(busy)) == 1
+    return 1 - busy[0] / max(free), most
+
+
+@pytest.mark.parametrize("schedule", _SCHEDULES)
+@pytest.mark.parametrize("backward", [Fraction(2), Fraction(1), Fraction(3), Fraction(2, 3)])
+def test_the_bubble_and_the_kept_micro_batches_are_those_of_torchs_schedules(schedule, backward):
+    compared = 0
+    for stages, micro_batches in _GRID:
+        if schedule == "1f1b" and micro_batches < stages:
+            continue
+        idle, kept = simulate(torch_order(schedule, stages, micro_batches), backward)
+        assert idle == Fraction(stages - 1, micro_batches + stages - 1)
+        assert bubble_fraction(stages, micro_batches) == float(idle)
+        assert bubble_to_ideal_ratio(stages, micro_batches) == float(idle / (1 - idle))
+        assert kept == [kept_micro_batches(stages, micro_batches, s, schedule=schedule) for s in range(stages)]
+        compared += 1
+    assert compared > 15
+
+
+def test_1f1b_wants_a_micro_batch_per_stage_here_as_in_torch():
+    with pytest.raises(ValueError, match="must be greater than"):
+        torch_order("1f1b", 4, 3)
+    with pytest.raises(ValueError, match="1F1B needs at least as many `micro_batches` as stages, got 3 for 4 stages"):
+        kept_micro_batches(4, 3, 0, schedule="1f1b")
+    assert kept_micro_batches(4, 3, 0, schedule="gpipe") == 3
+
+
+@pytest.mark.parametrize("pair", [(1, 4), (2, 4), (8, 8), (64, 256)])
+def test_the_two_conventions_tell_the_same_time(pair):
+    share, ratio = bubble_fraction(*pair), bubble_to_ideal_ratio(*pair)
+    assert share == pytest.approx(ratio / (1 + ratio), rel=1e-15)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, True, "4"])
+@pytest.mark.parametrize("function", [bubble_fraction, bubble_to_ideal_ratio])
+def test_what_is_no_count_is_refused(function, bad):
+    with pytest.raises(ValueError, match="`stages` must be a positive integer, got "):
+        function(bad, 4)
+    with pytest.raises(ValueError, match="`micro_batches` must be a positive integer, got "):
+        function(4, bad)
+
+
+def test_a_stage_or_schedule_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="`stage` must be an integer from 0 to 3 for 4 stages, got 4"):
+        kept_micro_batches(4, 8, 4, schedule="1f1b")
+    with pytest.raises(ValueError, match="Unknown pipeline schedule 'zb'. Use '1f1b' or 'gpipe'"):
+        kept_micro_batches(4, 8, 0, schedule="zb")  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""Runs from CSV files and records, and what is wrong with bad ones."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_mp.planning.scaling_laws.runs import Run, read_runs
+
+
+def csv_file(text, encoding="utf-8"):
+    path = Path("runs.csv")
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "parameters,tokens,loss\n100M,2B,3.2\n",
+        "N,D,L\n1e8,2e9,3.2\n",
+        "seed, Params ,note,FLOPs,Final Loss\n1,100_000_000,x,1.2e18,3.2\n",
+        "\ufeffModel Size,Training Tokens,Training FLOP,loss\r\n1e8,2e9,1.3e18,3.2\r\n",
+        "loss,parameters,tokens\n3.2,1e8,2e9\n\n",
+    ],
+)
+def test_columns_go_by_many_names(text):
+    assert read_runs(csv_file(text)) == (Run(parameters=1e8, tokens=2e9, loss=3.2),)
+    assert read_runs("runs.csv") == read_runs(Path("runs.csv"))
+
+
+def test_records_and_runs_can_be_mixed():
+    run = Run(parameters=1e8, tokens=2e9, loss=3.2)
+    assert read_runs([{"N": 1e8, "D": 2e9, "loss": 3.2}, run, {"N": "100M", "C": "1.2e18", "L": "3.2"}]) == (run,) * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "runs.csv is empty. Its first line must name the columns"),
+        ("N,D\n1,2\n", "runs.csv has no column loss. .* Found: N, D."),
+        ("N,loss\n1,2\n", r"runs.csv has no column tokens \(or flops\)"),
+        ("x,y\n1,2\n", r"no column parameters and no column loss and no column tokens \(or flops\)"),
+        ("N,params,D,loss\n1,1,1,1\n", "two columns for parameters: params and n. Keep one"),
+        ("N,D,loss\n1e8,2e9,3.2\n1e8,2e9,-3\n", "line 3: `loss` must be a positive finite number, got '-3'"),
+        ("N,D,loss\n1e8,2e9,nan\n", "line 2: `loss` must be a positive finite number, got 'nan'"),
+        ("N,D,loss\n0,2e9,3\n", "line 2: `parameters` must be a positive finite number"),
+        ("N,D,loss\n1e8,,3\n", "line 2: `tokens` cannot be read, got ''"),
+        ("N,D,loss\n1e8,20 billions,3\n", "line 2: `tokens` cannot be read, got '20 billions'"),
+        ("N,D,loss\n1e8,2e9\n", "line 2 does not have as many values as the header: 3"),
+        ("N,D,loss\n1e8,2e9,3,4\n", "line 2 does not have as many values as the header: 3"),
+        ("N,D,flops,loss\n1e8,2e9,1e21,3\n", "line 2: 1e21 FLOPs contradict 6 N D = 1.2e18"),
+        ('N,D,loss\n"1e8,2e9,3\n', "is not a CSV file"),
+    ],
+)
+def test_wrong_files_are_refused_with_the_place(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_runs(csv_file(text))
+
+
+def test_a_file_that_is_not_text_is_refused():
+    with pytest.raises(ValueError, match="is not a CSV file"):
+        read_runs(csv_file("N,D,loss\nä,1,1\n", encoding="latin-1"))
+
+
+def test_wrong_records_are_refused_with_the_place():
+    good = {"N": 1e8, "D": 2e9, "loss": 3.2}
+    with pytest.raises(ValueError, match="run 2: `loss` must be a positive finite number, got -1"):
+        read_runs([good, {**good, "loss": -1}])
+    with pytest.raises(ValueError, match="run 2 has no column parameters"):
+        read_runs([good, {"D": 2e9, "loss": 3.2}])
+    with pytest.raises(ValueError, match="`loss` of a run must be a positive finite number, got 0"):
+        Run(parameters=1.0, tokens=1.0, loss=0)

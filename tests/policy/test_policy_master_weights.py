@@ -1,0 +1,430 @@
+"""Policies under MasterWeightsPrecision: a loop by hand with explicit casts, and what master weights promise."""
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from master_loops import DTYPES, KINDS, CountCasts, master_weights, scale_of
+from policy_models import CLASSES, RULES, WIDTH, ByHand, Classifier, batches, nothing_is_left
+from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mp import MasterWeightsPrecision, PrecisionPolicy
+from lightning_mp.precision import master_weights as plugin_module
+from lightning_mp.precision.masters import checks
+from lightning_mp.precision.masters.bf16_remainder import split
+
+DEFAULT = PrecisionPolicy.default()
+WITH_HEAD = PrecisionPolicy(RULES)
+
+
+class Trained(Classifier):
+    """The classifier whose functions a policy is about, with an optimizer that has a state."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
+
+
+class Manual(ByHand, Trained):
+    pass
+
+
+def train(
+    policy: Any = WITH_HEAD,
+    module: Any = None,
+    precision: str = "bf16-true",
+    storage: str = "fp32",
+    data: Any = None,
+    **arguments: Any,
+) -> Any:
+    module = Trained() if module is None else module
+    trainer = quiet_trainer(plugins=[master_weights(precision, storage, policy=policy)], **arguments)
+    trainer.fit(module, loader(batches() if data is None else data))
+    return module
+
+
+def loss_by_hand(module: Classifier, batch: Any, low: torch.dtype, head: torch.dtype) -> Tensor:
+    """What a policy says, written out: no autocast, every cast in its place."""
+    x, y = batch
+    body = module.body
+    x = module.stem(x.to(low))
+    x = x + body.down(F.gelu(body.up(x)))
+    x = F.layer_norm(x.float(), (WIDTH,), body.gain.float())
+    shares = F.softmax((x.to(low) @ x.mT.to(low)).float(), -1)
+    x = x + shares.to(low) @ x.to(low)
+    logits = module.head(x.to(head))
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+class LoopByHand:
+    """Weights in 16 bit but for the head in ``head``; an optimizer over fp32 copies, or over the weight itself."""
+
+    def __init__(self, precision: str, storage: str, *, head_in_fp32: bool) -> None:
+        self.module, self.low, self.storage = Trained(), DTYPES[precision], storage
+        self.head = torch.float32 if head_in_fp32 else self.low
+        start = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        self.module.to(self.low)
+        self.module.head.to(self.head)
+        if head_in_fp32:
+            for name, p in self.module.head.named_parameters():
+                p.data.copy_(start[f"head.{name}"])
+        self.masters = {
+            p: nn.Parameter(start[name]) for name, p in self.module.named_parameters() if p.dtype == self.low
+        }
+        self.optimizer = adamw([self.masters.get(p, p) for p in self.module.parameters()])
+
+    def step(self, gradients: Iterable[Tensor], scale: float) -> None:
+        for p, gradient in zip(self.module.parameters(), gradients, strict=True):
+            self.masters.get(p, p).grad = gradient.float() / scale
+        self.optimizer.step()
+        with torch.no_grad():
+            for p, master in self.masters.items():
+                p.copy_(master if self.storage == "fp32" else split(master.detach())[0])
+
+    def gradients(self, batch: Any, scale: float) -> tuple[Tensor, ...]:
+        loss = loss_by_hand(self.module, batch, self.low, self.head)
+        return torch.autograd.grad(loss * scale, list(self.module.parameters()))
+
+    def train(self, scale: float) -> None:
+        for batch in batches():
+            self.step(self.gradients(batch, scale), scale)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [DEFAULT, WITH_HEAD], ids=["default", "fp32-head"])
+@pytest.mark.parametrize(("precision", "storage"), KINDS)
+def test_training_equals_a_loop_by_hand_with_explicit_casts(
+    precision: str, storage: str, policy: PrecisionPolicy
+) -> None:
+    """A model that calls layer_norm, softmax and cross_entropy itself gets what the policy says, bit for bit."""
+    by_hand = LoopByHand(precision, storage, head_in_fp32=policy is WITH_HEAD)
+    by_hand.train(scale_of(precision))
+    module = train(policy, precision=precision, storage=storage)
+    for ours, theirs in zip(module.parameters(), by_hand.module.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    low = DTYPES[precision]
+    fp32 = dict.fromkeys(["softmax", "layer_norm", "loss"], torch.float32)
+    logits = torch.float32 if policy is WITH_HEAD else low
+    assert module.dtypes == {"linear": low, "logits": logits} | fp32
+    without = train(None, precision=precision, storage=storage, data=[[x, y] for x, y in batches()])
+    assert not all(
+        torch.equal(a.float(), b.float()) for a, b in zip(module.parameters(), without.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+def test_weights_that_the_policy_keeps_are_fp32_parameters_without_masters(storage: str) -> None:
+    module = Trained()
+    before = {name: (id(p), p.detach().clone()) for name, p in module.named_parameters()}
+    ours = master_weights(storage=storage, policy={"head": "fp32"})
+    trainer = quiet_trainer(plugins=[ours])
+    trainer.fit(module, loader(batches()))
+    states = trainer.optimizers[0].state_dict()["state"]
+    for index, (name, p) in enumerate(module.named_parameters()):
+        state = states[index]
+        kept = name.startswith("head.")
+        assert id(p) == before[name][0]
+        assert p.dtype == (torch.float32 if kept else torch.bfloat16)
+        assert ("master_param" in state) == (not kept)
+        assert state["exp_avg"].dtype == torch.float32
+        assert not torch.equal(p.float(), before[name][1])
+    assert (module.head.weight != module.head.weight.bfloat16()).any(), "it was rounded"
+
+
+def test_another_16_bit_dtype_is_cast_from_fp32_weights() -> None:
+    """Rounding a weight to fp16 and that to bf16 would be one rounding too many."""
+    module = train({"head": "bf16"}, precision="16-true")
+    assert {name for name, p in module.named_parameters() if p.dtype == torch.float32} == {"head.weight", "head.bias"}
+    assert (module.dtypes["logits"], module.dtypes["linear"]) == (torch.bfloat16, torch.float16)
+    assert {p.dtype for p in train({"head": "bf16"}).parameters()} == {torch.bfloat16}
+
+
+def test_batches_and_new_tensors_are_as_autocast_has_them() -> None:
+    """Rounded before they reach an fp32 module, they could not be fp32 there."""
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    class Looks(Trained):
+        def step(self, batch: Any) -> Tensor:
+            seen.append((batch[0].dtype, torch.zeros(1).dtype))
+            return super().step(batch)
+
+    train(module=Looks())
+    train(None, module=Looks(), data=batches()[:1])
+    assert seen == [(torch.float32, torch.float32)] * 2 + [(torch.bfloat16, torch.bfloat16)]
+
+
+def test_validation_follows_the_policy() -> None:
+    class Validated(Trained):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.step(batch)
+
+    module = Validated()
+    trainer = quiet_trainer(plugins=[master_weights(policy=WITH_HEAD)])
+    trainer.validate(module, loader(batches()), verbose=False)
+    assert (module.dtypes["logits"], module.dtypes["linear"]) == (torch.float32, torch.bfloat16)
+    assert nothing_is_left(module)
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+class WithNorm(Regression):
+    def __init__(self, optimizer: Callable[..., Any] = adamw) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_weight_is_cast_once_per_step_however_many_micro_batches(fused: bool) -> None:
+    """D22: under autocast a 16-bit weight needs no cast, and an fp32 one is used as it is."""
+
+    class Watch(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.mode = CountCasts(pl_module)
+            self.mode.__enter__()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.mode.__exit__(None, None, None)
+
+    watch, module = Watch(), WithNorm(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=fused))
+    policy = PrecisionPolicy([("net.4", "fp32"), *DEFAULT.rules])
+    trainer = quiet_trainer(plugins=[master_weights(policy=policy)], callbacks=[watch], accumulate_grad_batches=4)
+    trainer.fit(module, loader(regression_batches(12)))
+    written = {name: watch.mode.written[p.untyped_storage().data_ptr()] for name, p in module.named_parameters()}
+    kept = {name: 0 for name in written if name.startswith(("net.1.", "net.4."))}
+    assert written == dict.fromkeys(written, 3) | kept
+    assert watch.mode.copied == {}
+
+
+# -- transforms --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("kind", [Trained, Manual], ids=["automatic", "manual"])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "not-reentrant", "reentrant"])
+def test_manual_and_checkpointed_training_equal_plain_training(kind: Any, reentrant: Any, precision: str) -> None:
+    expected = train(precision=precision)
+    for ours, theirs in zip(
+        weights(train(module=kind(reentrant), precision=precision)), weights(expected), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.full
+def test_compiled_training_equals_eager_training_in_one_graph() -> None:
+    class OwnRegion(Trained):
+        """Keeps an operation in fp32 by hand; torch.compile alone would trace its backward under autocast."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.body(self.stem(x))
+            with torch.autocast("cpu", enabled=False):
+                x = x + x.float() @ torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
+            return self.head(x)
+
+    ends, graphs = [], []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        module = OwnRegion()
+        if compiled:
+            module.compile(backend=backend, fullgraph=True)
+        ends.append(weights(train(module=module, data=batches(4))))
+    assert len(graphs) == 1, "one graph for all steps"
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_copy_made_in_training_has_its_own_weights_and_is_plain_afterwards() -> None:
+    class Copying(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.copy = copy.deepcopy(pl_module)
+
+    copying = Copying()
+    module = train(callbacks=[copying])
+    assert all(torch.equal(a, b) for a, b in zip(weights(copying.copy), weights(module), strict=True))
+    assert copying.copy.head.forward.args[0].__self__ is copying.copy.head
+    nn.init.zeros_(module.head.weight)
+    x = torch.randn(2, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert copying.copy.head(x).dtype == torch.bfloat16, "the copy still follows a policy that is over"
+    assert copying.copy.head(x).abs().sum() > 0
+
+
+def test_ddp_equals_one_process() -> None:
+    """What is 16 bit is averaged in 16 bit, what the policy keeps in fp32."""
+
+    def run(rank: int) -> list[Tensor]:
+        strategy = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
+        return weights(train(devices=2, strategy=strategy, data=[batches(4)[rank], batches(4)[rank + 2]]))
+
+    first, second = run_ranks(run, 2)
+    by_hand = LoopByHand("bf16-true", "fp32", head_in_fp32=True)
+    for pair in (batches(4)[:2], batches(4)[2:]):
+        gradients = [by_hand.gradients(batch, 1.0) for batch in pair]
+        by_hand.step([a / 2 + b / 2 for a, b in zip(*gradients, strict=True)], 1.0)
+    for ours, other, theirs in zip(first, second, by_hand.module.parameters(), strict=True):
+        assert torch.equal(ours, other)
+        torch.testing.assert_close(ours, theirs.detach(), rtol=2**-8, atol=2e-5)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "storage"), KINDS)
+def test_resuming_is_bit_exact(precision: str, storage: str, tmp_path: Path) -> None:
+    def fit(epochs: int, **arguments: Any) -> Any:
+        module = Trained()
+        ours = master_weights(precision, storage, policy=WITH_HEAD, fp32_checkpoints=True)
+        trainer = quiet_trainer(plugins=[ours], max_epochs=epochs)
+        trainer.fit(module, loader(batches()), **arguments)
+        return trainer, module
+
+    straight = fit(2)[1]
+    trainer, stopped = fit(1)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert torch.equal(saved["head.weight"], stopped.head.weight)
+    resumed = fit(2, ckpt_path=tmp_path / "last.ckpt")[1]
+    assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(resumed), strict=True))
+
+
+def test_a_16_bit_module_is_widened_where_the_policy_says_and_takes_fp32_checkpoints(tmp_path: Path) -> None:
+    """As a model from a hub that was loaded in bf16: an fp32 module with bf16 weights would not even run."""
+    trainer = quiet_trainer()
+    full = Trained()
+    trainer.fit(full, loader(batches()))
+    trainer.save_checkpoint(tmp_path / "fp32.ckpt")
+    module = Trained().bfloat16()
+    ours = master_weights(policy=WITH_HEAD)
+    quiet_trainer(plugins=[ours], max_epochs=1).fit(module, loader(batches()), ckpt_path=tmp_path / "fp32.ckpt")
+    assert module.head.weight.dtype == torch.float32
+    assert torch.equal(module.head.weight, full.head.weight), "nothing was left to train, and no bit was lost"
+
+
+def test_a_second_fit_goes_on_in_full_precision() -> None:
+    ours, module = master_weights(policy=WITH_HEAD), Trained()
+    quiet_trainer(plugins=[ours]).fit(module, loader(batches()))
+    head, stem = weights(module.head), ours._masters.get(module.stem.weight).detach().clone()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)
+    quiet_trainer(plugins=[ours]).fit(module, loader(batches()))
+    assert all(torch.equal(a, b) for a, b in zip(head, weights(module.head), strict=True))
+    assert torch.equal(stem, ours._masters.get(module.stem.weight))
+
+
+# -- tied and frozen weights -------------------------------------------------------------------------------------------
+
+
+def test_a_weight_shared_with_an_fp32_module_stays_tied_and_fp32() -> None:
+    class Tied(Trained):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.Linear(WIDTH, CLASSES)
+            self.second.weight = self.head.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.body(self.stem(x))
+            first, second = self.head(x), self.second(x)
+            self.seen = first.dtype, second.dtype
+            return first + second
+
+    module = train(module=Tied())
+    assert module.head.weight is module.second.weight
+    assert (module.head.weight.dtype, module.second.bias.dtype) == (torch.float32, torch.bfloat16)
+    assert module.seen == (torch.float32, torch.bfloat16)
+
+
+def test_frozen_weights_keep_their_bits_in_the_dtype_of_their_module() -> None:
+    module = Trained()
+    module.head.requires_grad_(False)
+    module.stem.requires_grad_(False)
+    before = weights(module.head), [w.bfloat16() for w in weights(module.stem)]
+    train(module=module)
+    for part, expected in zip((module.head, module.stem), before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(weights(part), expected, strict=True))
+        assert not any(p.requires_grad for p in part.parameters())
+
+
+# -- ends and refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Trained, Manual], ids=["automatic", "manual"])
+@pytest.mark.parametrize("where", ["forward", "backward", "on_before_optimizer_step"])
+def test_after_an_exception_nothing_is_left(where: str, kind: Any) -> None:
+    class Fails(kind):
+        pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ArithmeticError(where)
+
+    module = Fails()
+    if where == "backward":
+        module.body.gain.register_hook(fail)
+    elif where == "forward":
+        module.body.down.register_forward_hook(fail)
+    else:
+        setattr(Fails, where, fail)
+    with pytest.raises(ArithmeticError, match=where):
+        train(module=module)
+    assert nothing_is_left(module)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_rule_that_matches_nothing_stops_the_run_before_any_weight_is_cast() -> None:
+    module = Trained()
+    before = weights(module)
+    with pytest.raises(ValueError, match=r"Rule 1 of the policy, 'haed': fp32, matches none.*Near misses: head"):
+        train({"haed": "fp32"}, module)
+    assert all(torch.equal(a, b) for a, b in zip(weights(module), before, strict=True))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_fp16_without_a_loss_scale_is_refused() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"asks for fp16 \('head': fp16\).*MasterWeightsPrecision\('16-true'\)"
+    ):
+        MasterWeightsPrecision("bf16-true", policy={"head": "fp16"})
+    MasterWeightsPrecision("16-true", policy={"head": "fp16"})
+
+
+def test_a_device_without_autocast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(checks, "why_no_autocast", lambda *device: asked.append(device) or "No. Do this.")
+    module = Trained()
+    with pytest.raises(MisconfigurationException, match=r"\('16-true', policy=...\) cannot run on 'cpu': No. Do this."):
+        train(module=module, precision="16-true")
+    assert asked == [("cpu", torch.float16)]
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    train(None, data=batches())
+
+
+def test_an_operation_that_autocast_leaves_alone_gets_a_hint() -> None:
+    """torch's CPU kernel takes no 16-bit weights beside an fp32 input."""
+    with pytest.raises(RuntimeError, match="mixed dtype") as caught:
+        train({"body": "low", "stem": "fp32"})
+    assert "Give its module a rule in fp32" in caught.value.__notes__[0]
+    train({"norms": "fp32", "stem": "fp32"})
+
+
+def test_emulated_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(plugin_module, "warn_of_emulated_bf16", lambda *arguments: asked.append(arguments))
+    for precision in DTYPES:
+        quiet_trainer(plugins=[master_weights(precision)]).fit(Regression(), loader(regression_batches(1)))
+    assert asked == [("cpu", "MasterWeightsPrecision('16-true')")]

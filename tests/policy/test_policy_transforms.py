@@ -1,0 +1,130 @@
+"""Policies under torch.compile, activation checkpointing and deep copies."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from policy_models import LOW, RULES, WIDTH, ByHand, Classifier, batches, step_under, train
+from small_models import weights
+from torch import Tensor, nn
+
+from lightning_mp import PrecisionPolicy
+from lightning_mp.policy.applied import AppliedPolicy
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("reentrant", [None, False], ids=["plain", "checkpointed"])
+def test_compiled_in_one_graph_it_computes_the_same(backend: str, reentrant: bool | None):
+    """Also the gradients of what is fp32: torch.compile alone would trace their backward under autocast."""
+    torch._dynamo.reset()
+    model = Classifier(reentrant)
+    applied = AppliedPolicy(PrecisionPolicy(RULES), model, "cpu")
+    x = batches(1)[0][0]
+    expected, expected_gradients = step_under(applied, model, x)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        out, gradients = step_under(applied, compiled, x)
+        assert torch.equal(out, expected)
+        for ours, eager in zip(gradients, expected_gradients, strict=True):
+            assert torch.equal(ours, eager)
+
+
+def test_a_compiled_model_follows_when_the_policy_falls_asleep():
+    torch._dynamo.reset()
+    model = Classifier()
+    applied = AppliedPolicy(PrecisionPolicy({"head": "fp32"}), model, "cpu")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    x = batches(1)[0][0]
+    with torch.autocast("cpu", LOW):
+        with applied.in_force(LOW):
+            assert compiled(x).dtype == torch.float32
+        assert compiled(x).dtype == LOW
+        with applied.in_force(LOW):
+            assert compiled(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not-reentrant", "reentrant"])
+def test_a_checkpoint_computes_again_what_it_computed(reentrant: bool):
+    """The recomputation runs in backward, outside of the forward's context, and calls functions outside of modules."""
+    plain, checkpointed = Classifier(), Classifier(reentrant)
+    x = batches(1)[0][0].requires_grad_()
+    results = [
+        step_under(AppliedPolicy(PrecisionPolicy(RULES), model, "cpu"), model, x) for model in (plain, checkpointed)
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    for ours, expected in zip(results[1][1], results[0][1], strict=True):
+        assert torch.equal(ours, expected)
+
+
+class Manual(ByHand, Classifier):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Classifier, Manual])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "not-reentrant", "reentrant"])
+def test_manual_and_checkpointed_training_equal_plain_training(kind: type[Classifier], reentrant: bool | None):
+    """In manual optimization Lightning alone runs backward under autocast: what is fp32 would get 16-bit gradients."""
+    expected = train(PrecisionPolicy(RULES))
+    for ours, theirs in zip(weights(train(PrecisionPolicy(RULES), kind(reentrant))), weights(expected), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("with_policy", [True, False], ids=["policy", "bare"])
+def test_compiled_training_equals_eager_training(with_policy: bool):
+    class OwnRegion(Classifier):
+        """Keeps its head in fp32 by hand."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.body(self.stem(x))
+            with torch.autocast("cpu", enabled=False):
+                logits: Tensor = self.head(x.float())
+            return logits
+
+    def trained(compiled: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        module = OwnRegion()
+        if compiled:
+            module.compile(backend="aot_eager", fullgraph=True)
+        return weights(train(PrecisionPolicy(RULES) if with_policy else None, module))
+
+    for ours, theirs in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_backward_takes_what_torch_takes_inside_the_mode():
+    x = torch.randn(3, requires_grad=True)
+    w = torch.randn(3, requires_grad=True)
+    applied = AppliedPolicy(PrecisionPolicy.default(), nn.Identity(), "cpu")
+    with applied.in_force(LOW):
+        (x * w).backward(torch.ones(3), retain_graph=True)
+        assert torch.equal(x.grad, w)
+        (x * w).sum().backward(inputs=[x])
+        assert torch.equal(x.grad, 2 * w)
+        assert torch.equal(w.grad, x)
+        x.square().sum().backward(inputs=x)
+        assert torch.equal(x.grad, 2 * w + 2 * x)
+        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+            (x * w).backward()
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(()).backward()
+
+
+def test_a_copy_made_in_training_has_its_own_weights_and_is_plain_afterwards():
+    class Copying(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.copy = copy.deepcopy(pl_module.body)
+            self.pickled = pickle.dumps(pl_module.head)
+
+    copying = Copying()
+    module = train({"body": "fp32", "head": "low"}, callbacks=[copying])
+    x = torch.randn(2, 4, WIDTH)
+    nn.init.zeros_(module.body.down.weight)
+    with torch.autocast("cpu", LOW):
+        assert copying.copy.up(x).dtype == LOW, "the copy still follows a policy that is over"
+    assert copying.copy.forward.args[0].__self__ is copying.copy
+    assert not torch.equal(copying.copy(x), module.body(x))
+    head = pickle.loads(copying.pickled)
+    assert torch.equal(head(x), module.head(x))

@@ -1,0 +1,572 @@
+"""AutocastPrecision against plain PyTorch loops, and what it refuses."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from gradient_counter import CountGradientTraffic
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from torch import Tensor, nn
+
+from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
+
+DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+def fused_sgd_with_momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "fused_adamw": fused_adamw, "fused_momentum": fused_sgd_with_momentum}
+
+
+def plugin(precision: str, init_scale: float = 2.0**10, **arguments: Any) -> AutocastPrecision:
+    if precision == "bf16-mixed":
+        return AutocastPrecision("bf16-mixed", **arguments)
+    return AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=init_scale), **arguments)
+
+
+def plain_loop(module: Regression, batches: list[list[Tensor]], precision: str, clip: tuple[str, float] | None) -> None:
+    """The recipe of torch's AMP examples; non-finite gradients are skipped in bf16 too."""
+    optimizer = module.make_optimizer(module.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=precision == "16-mixed")
+    for index, batch in enumerate(batches):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=DTYPES[precision]):
+            loss = module.training_step(batch, index)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        parameters = [p for p in module.parameters() if p.grad is not None]
+        if not all(torch.isfinite(p.grad).all() for p in parameters):
+            # Not `scaler.step`: a fused SGD would take uninitialised memory for its momentum there.
+            scaler.update()
+            continue
+        if clip is not None and clip[0] == "norm":
+            nn.utils.clip_grad_norm_(parameters, clip[1])
+        elif clip is not None:
+            nn.utils.clip_grad_value_(parameters, clip[1])
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("overflows", [(), (0, 3)], ids=["healthy", "overflows"])
+@pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=["unclipped", "norm", "value"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_training_equals_a_plain_loop(
+    precision: str, optimizer: str, clip: tuple[str, float] | None, overflows: tuple[int, ...]
+) -> None:
+    """D11, D47, D52: any optimizer, clipping and precision; a skipped first step leaves momentum alone."""
+    batches = regression_batches(8)
+    reference = Regression(OPTIMIZERS[optimizer], overflows=overflows)
+    plain_loop(reference, batches, precision, clip)
+
+    module = Regression(OPTIMIZERS[optimizer], overflows=overflows)
+    clipping = {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
+    quiet_trainer(plugins=[plugin(precision)], **clipping).fit(module, loader(batches))
+
+    fused_rounding = clip is not None or "fused" in optimizer
+    for ours, theirs in zip(weights(module), weights(reference), strict=True):
+        assert torch.isfinite(ours).all()
+        if fused_rounding:
+            # One multiplication by a product of factors instead of two; Adam's first steps magnify that.
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+        else:
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_the_scale_follows_torch(fused: bool) -> None:
+    batches = regression_batches(12)
+    scaler = LossScaler(init_scale=2.0**10, growth_interval=3)
+    module = Regression(fused_adamw if fused else adamw, overflows=(2, 3, 9))
+    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)]).fit(module, loader(batches))
+
+    # Grows at steps 7, backs off at 2, 3 and 9: 2^10 -> 2^9 -> 2^8 -> 2^9 (after 4, 5, 6) -> 2^8 (at 9).
+    assert scaler.get_scale() == 2.0**8
+    assert scaler.state_dict()["_growth_tracker"] == 2
+
+
+class Witness(Callback):
+    def __init__(self) -> None:
+        self.gradients: list[list[Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.gradients.append([p.grad.clone() for p in pl_module.parameters()])
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_hooks_see_true_gradients(fused: bool) -> None:
+    """D12: the stock plugin shows gradients times the scale when the optimizer is fused."""
+    optimizer = fused_adamw if fused else adamw
+    batches = regression_batches(1)
+    expected = Regression(optimizer)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = expected.training_step(batches[0], 0)
+    (loss * 2.0**10).backward()
+
+    witness = Witness()
+    module = Regression(optimizer)
+    quiet_trainer(plugins=[plugin("16-mixed")], callbacks=[witness]).fit(module, loader(batches))
+
+    for seen, parameter in zip(witness.gradients[0], expected.parameters(), strict=True):
+        assert torch.equal(seen, parameter.grad / 2.0**10)
+
+
+def test_a_hook_set_on_an_instance_counts_as_looking() -> None:
+    seen: list[float] = []
+    module = Regression(fused_adamw)
+    spy = LambdaCallback(on_before_optimizer_step=lambda *_: seen.append(float(module.net[0].weight.grad.abs().max())))
+    quiet_trainer(plugins=[plugin("16-mixed", 2.0**16)], callbacks=[spy]).fit(module, loader(regression_batches(1)))
+    assert 0 < seen[0] < 10, "the gradient was shown times the scale"
+
+
+def test_gradients_changed_by_a_hook_are_clipped_as_changed() -> None:
+    class Enlarge(Regression):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for p in self.parameters():
+                p.grad.mul_(1000.0)
+
+    for optimizer in (sgd, lambda p: torch.optim.SGD(p, lr=1e-2, fused=True)):
+        module = Enlarge(optimizer)
+        before = weights(module)
+        quiet_trainer(plugins=[plugin("16-mixed")], gradient_clip_val=0.5).fit(module, loader(regression_batches(1)))
+        moved = torch.cat([(a - b).flatten() for a, b in zip(weights(module), before, strict=True)])
+        assert moved.norm().item() == pytest.approx(1e-2 * 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_a_weight_is_cast_at_most_once_per_forward(precision: str) -> None:
+    """D22, and a no_grad forward before the real one is safe."""
+
+    class Twice(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                self.net(batch[0])
+            self.net(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    module = Twice()
+    counter = CountGradientTraffic(module)
+    quiet_trainer(plugins=[plugin(precision)], callbacks=[counter]).fit(module, loader(regression_batches(3)))
+    assert counter.rows[-2].weight_casts == len(list(module.parameters()))
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clip", "passes", "waits"),
+    [
+        (fused_adamw, {}, 1, 0),
+        (fused_adamw, {"gradient_clip_val": 1.0}, 1, 0),
+        (fused_adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 3, 0),
+        (adamw, {}, 3, 1),
+        (adamw, {"gradient_clip_val": 1.0}, 3, 1),
+        (adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 3, 1),
+    ],
+    ids=["fused", "fused-norm", "fused-value", "unfused", "unfused-norm", "unfused-value"],
+)
+@pytest.mark.parametrize("monitors", [False, True], ids=["bare", "monitored"])
+def test_promise_5_passes_over_gradients_and_host_waits(
+    optimizer: Any, clip: dict[str, Any], passes: int, waits: int, monitors: bool
+) -> None:
+    """Promise 5: one pass with a fused optimizer, at most three otherwise; no wait when fused."""
+    module = Regression(optimizer)
+    counter = CountGradientTraffic(module)
+    callbacks: list[Callback] = [counter, *([OverflowMonitor()] if monitors else [])]
+    trainer = quiet_trainer(plugins=[plugin("16-mixed")], callbacks=callbacks, **clip)
+    trainer.fit(module, loader(regression_batches(5)))
+    healthy = counter.rows[-2]
+    assert healthy.passes == passes, healthy
+    assert healthy.host_waits == waits, healthy
+
+
+def test_bf16_without_a_normaliser_reads_the_gradients_once() -> None:
+    module = Regression(adamw)
+    counter = CountGradientTraffic(module)
+    quiet_trainer(plugins=[plugin("bf16-mixed")], callbacks=[counter]).fit(module, loader(regression_batches(3)))
+    assert counter.rows[-2].passes == 1
+
+
+# Lightning says this once per process, so that a test cannot expect it.
+ignore_none_warning = pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+
+
+@ignore_none_warning
+def test_no_loss_in_the_last_micro_batch_keeps_the_window() -> None:
+    """D13: the stock plugin throws the whole window away, in fp16 only."""
+
+    class NoneAtTheEnd(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            return None if batch_idx == 3 else super().training_step(batch, batch_idx)
+
+    batches = regression_batches(4)
+    after = {}
+    for name, plugins in {"fp32": [], "ours": [plugin("16-mixed")]}.items():
+        module = NoneAtTheEnd(sgd)
+        quiet_trainer(plugins=plugins, accumulate_grad_batches=4).fit(module, loader(batches))
+        after[name] = weights(module)
+    start = weights(Regression(sgd))
+    for fp32, ours, before in zip(after["fp32"], after["ours"], start, strict=True):
+        assert not torch.equal(ours, before)
+        torch.testing.assert_close(ours, fp32, rtol=1e-3, atol=1e-4)
+
+
+@ignore_none_warning
+def test_no_loss_at_all_is_not_a_step_of_the_scaler() -> None:
+    class AlwaysNone(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            return None
+
+    module = AlwaysNone(sgd)
+    ours = plugin("16-mixed")
+    quiet_trainer(plugins=[ours]).fit(module, loader(regression_batches(2)))
+    assert ours.scaler is not None
+    assert ours.scaler.get_scale() == 2.0**10
+
+
+@ignore_none_warning
+@pytest.mark.parametrize("optimizer", [sgd, adamw, fused_adamw])
+def test_the_step_after_a_batch_without_a_loss_is_made(optimizer: Any) -> None:
+    """D15: ``FSDPPrecision`` raises there, "unscale_() has already been called". The same plugin serves FSDP here."""
+
+    class SometimesNone(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    batches = regression_batches(7)
+    module, without = SometimesNone(optimizer), Regression(optimizer)
+    quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(batches))
+    quiet_trainer(plugins=[plugin("16-mixed")]).fit(without, loader(batches[::2]))
+    assert all(torch.equal(a, b) for a, b in zip(weights(module), weights(without), strict=True))
+
+
+def test_a_module_that_calls_the_closure_itself_trains() -> None:
+    """D48: with the stock plugin it never trains in fp16."""
+
+    class OwnStep(Regression):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer_closure()
+            optimizer.step()
+
+    batches = regression_batches(4)
+    module, reference = OwnStep(adamw), Regression(adamw)
+    quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(batches))
+    quiet_trainer(plugins=[plugin("16-mixed")]).fit(reference, loader(batches))
+    for ours, expected in zip(weights(module), weights(reference), strict=True):
+        assert torch.equal(ours, expected)
+
+
+class ManualClipping(Regression):
+    """Manual optimization that clips with Lightning's own helper."""
+
+    def __init__(self, algorithm: str, limit: float, **arguments: Any) -> None:
+        super().__init__(sgd, **arguments)
+        self.automatic_optimization = False
+        self.algorithm, self.limit = algorithm, limit
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=self.limit, gradient_clip_algorithm=self.algorithm)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.1), ("value", 0.01)])
+def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float) -> None:
+    """D10: the stock plugin clips gradients times the scale."""
+    batches = regression_batches(5)
+    reference = Regression(sgd, overflows=(2,))
+    plain_loop(reference, batches, "16-mixed", (algorithm, limit))
+    module = ManualClipping(algorithm, limit, overflows=(2,))
+    quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(batches))
+    for ours, theirs in zip(weights(module), weights(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+class TwoOptimizers(Regression):
+    """Each layer has an optimizer of its own; the loss of the first one's step is infinite at batch 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scales: list[tuple[float, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[index].parameters(), lr=1e-2) for index in (0, 2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        scales = []
+        for optimizer in self.optimizers():
+            loss = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
+            first_overflows = batch_idx == 1 and not scales
+            optimizer.zero_grad()
+            self.manual_backward(loss * torch.inf if first_overflows else loss)
+            optimizer.step()
+            scales.append(self.trainer.precision_plugin.scaler.get_scale())
+        self.scales.append((scales[0], scales[1]))
+
+
+def test_one_scale_update_per_batch_with_several_optimizers(tmp_path: Any) -> None:
+    """D09: with stock, the first optimizer's overflow halves the scale that the second one's gradients still have."""
+    batches = regression_batches(3)
+    reference = Regression()
+    first, second = (torch.optim.SGD(reference.net[index].parameters(), lr=1e-2) for index in (0, 2))
+    for batch_idx, (x, y) in enumerate(batches):
+        for optimizer in (first, second):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.mse_loss(reference.net(x).float(), y.float())
+            optimizer.zero_grad()
+            (loss * 1024.0).backward()
+            for p in reference.parameters():
+                p.grad.div_(1024.0)
+            if not (batch_idx == 1 and optimizer is first):
+                optimizer.step()
+
+    module = TwoOptimizers()
+    trainer = quiet_trainer(plugins=[plugin("16-mixed")])
+    trainer.fit(module, loader(batches))
+    assert module.scales == [(1024.0, 1024.0), (1024.0, 1024.0), (512.0, 512.0)]
+    for ours, theirs in zip(weights(module), weights(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saved_scale(trainer: pl.Trainer, path: Any) -> dict[str, Any]:
+    trainer.save_checkpoint(path)
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("key", ["MixedPrecision", "FSDPPrecision"])
+def test_the_scale_is_read_from_a_stock_checkpoint(tmp_path: Any, key: str) -> None:
+    """D23: keyed by class name, the scale of another plugin is silently lost."""
+    stock = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    trainer = quiet_trainer(plugins=[stock])
+    trainer.fit(Regression(), loader(regression_batches(2)))
+    checkpoint = saved_scale(trainer, tmp_path / "stock.ckpt")
+    checkpoint[key] = checkpoint.pop("MixedPrecision")
+    torch.save(checkpoint, tmp_path / "stock.ckpt")
+
+    ours = plugin("16-mixed")
+    quiet_trainer(plugins=[ours], max_epochs=2).fit(
+        Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "stock.ckpt"
+    )
+    assert ours.scaler is not None
+    assert ours.scaler.get_scale() == 8.0
+
+
+def test_a_stock_plugin_reads_our_checkpoint(tmp_path: Any) -> None:
+    trainer = quiet_trainer(plugins=[plugin("16-mixed", 16.0)])
+    trainer.fit(Regression(), loader(regression_batches(2)))
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    stock = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    quiet_trainer(plugins=[stock], max_epochs=2).fit(
+        Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "ours.ckpt"
+    )
+    assert stock.scaler is not None
+    assert stock.scaler.get_scale() == 16.0
+
+
+def test_a_checkpoint_without_a_scale_warns(tmp_path: Any) -> None:
+    trainer = quiet_trainer()
+    trainer.fit(Regression(), loader(regression_batches(2)))
+    trainer.save_checkpoint(tmp_path / "fp32.ckpt")
+    with pytest.warns(UserWarning, match="holds no loss scale .* starts anew at 1024"):
+        quiet_trainer(plugins=[plugin("16-mixed")], max_epochs=2).fit(
+            Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "fp32.ckpt"
+        )
+
+
+# -- set-up ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_stock_strategy_accepts_it() -> None:
+    ours = AutocastPrecision("bf16-mixed")
+    assert isinstance(ours, MixedPrecision)
+    assert isinstance(ours, FSDPPrecision)
+    config = ours.mixed_precision_config
+    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
+
+
+def test_inputs_and_outputs_are_left_alone() -> None:
+    ours = AutocastPrecision("16-mixed")
+    double = torch.ones(2, dtype=torch.float64)
+    assert ours.convert_input(double) is double
+    assert ours.convert_output(double) is double
+    with ours.module_init_context(), ours.tensor_init_context():
+        assert torch.empty(1).dtype == torch.float32
+
+
+def test_16_mixed_makes_its_own_scaler() -> None:
+    assert isinstance(AutocastPrecision("16-mixed").scaler, LossScaler)
+    assert AutocastPrecision("bf16-mixed").scaler is None
+
+
+def test_any_grad_scaler_is_driven() -> None:
+    """D14: FSDPPrecision rejects and drops a custom scaler."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    module = Regression(overflows=(1,))
+    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)]).fit(module, loader(regression_batches(3)))
+    assert scaler.get_scale() == 2.0**7
+
+
+def test_validation_runs_in_the_same_precision() -> None:
+    seen: list[torch.dtype] = []
+
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.net(batch[0]).dtype)
+
+    batches = loader(regression_batches(1))
+    quiet_trainer(plugins=[plugin("16-mixed")]).fit(Validated(), batches, batches)
+    assert set(seen) == {torch.float16}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "16-true", "32-true"])
+def test_an_unknown_precision_is_refused(precision: str) -> None:
+    with pytest.raises(ValueError, match=r"must be one of \('16-mixed', 'bf16-mixed'\)"):
+        AutocastPrecision(precision)  # type: ignore[arg-type]
+
+
+def test_bf16_takes_no_scaler() -> None:
+    with pytest.raises(MisconfigurationException, match="takes no scaler, got LossScaler"):
+        AutocastPrecision("bf16-mixed", scaler=LossScaler())
+
+
+def test_another_device_than_the_trainers_is_refused() -> None:
+    """Promise 1: autocast for a device that is not used would leave fp32, silently."""
+    with pytest.raises(MisconfigurationException, match=r"device='cuda'\) but the Trainer runs on 'cpu'"):
+        quiet_trainer(plugins=[AutocastPrecision("bf16-mixed", device="cuda")]).fit(
+            Regression(), loader(regression_batches(1))
+        )
+
+
+def test_a_device_without_fp16_autocast_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"cannot run on 'meta'.*Use one of \('cuda'"):
+        AutocastPrecision("16-mixed", scaler=LossScaler("cpu"))._check_device("meta")
+
+
+def test_lbfgs_is_refused_at_set_up() -> None:
+    module = Regression(torch.optim.LBFGS)
+    with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS"):
+        quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(regression_batches(1)))
+    assert module.seen_batches == 0
+
+
+# -- after a run -------------------------------------------------------------------------------------------------------
+
+CONTEXTS = ("forward_context", "train_step_context", "val_step_context", "test_step_context", "predict_step_context")
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_after_a_fit_its_contexts_are_what_they_were(precision: str, context: str) -> None:
+    """As stock's are, for inference with the Trainer's plugin."""
+    made, module = plugin(precision), Regression()
+    quiet_trainer(plugins=[made]).fit(module, loader(regression_batches(1)))
+    with getattr(made, context)(), torch.no_grad():
+        assert module.net(torch.ones(1, 8)).dtype == DTYPES[precision]
+    assert module.net(torch.ones(1, 8)).dtype == torch.float32
+
+
+def test_after_a_fit_evaluation_has_its_own_precision() -> None:
+    made, module = plugin("bf16-mixed", eval_precision="32-true"), Regression()
+    quiet_trainer(plugins=[made]).fit(module, loader(regression_batches(1)))
+    with made.predict_step_context():
+        assert module.net(torch.ones(1, 8)).dtype == torch.float32
+
+
+def test_after_a_fit_a_policy_is_no_longer_in_force_and_says_so() -> None:
+    made = plugin("bf16-mixed", policy={"net.0": "fp32", "*": "low"})
+    quiet_trainer(plugins=[made]).fit(Regression(), loader(regression_batches(1)))
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"^AutocastPrecision\('bf16-mixed'\) is asked for its context after the run, and its policy is in force"
+        r" on the module for the time of a run only\. Use trainer\.predict",
+    ):
+        made.predict_step_context()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "limit"), [(GradClipAlgorithmType.NORM, 1.0), (GradClipAlgorithmType.VALUE, 0.25)]
+)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_after_a_fit_it_clips_gradients_as_they_are(precision: str, algorithm: Any, limit: float) -> None:
+    made, module = plugin(precision), Regression(sgd)
+    trainer = quiet_trainer(plugins=[made])
+    trainer.fit(module, loader(regression_batches(1)))
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    made.clip_gradients(trainer.optimizers[0], limit, algorithm)
+    ours = [p.grad for p in module.parameters()]
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    MixedPrecision("bf16-mixed", "cpu").clip_gradients(trainer.optimizers[0], limit, algorithm)
+    for mine, p in zip(ours, module.parameters(), strict=True):
+        torch.testing.assert_close(mine, p.grad)
+
+
+# -- another optimizer's checkpoint ------------------------------------------------------------------------------------
+
+
+def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=1e-2)
+
+
+def fewer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(parameters)[:2], lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (sgd, "Optimizer 0 of the checkpoint is not this SGD: its settings are amsgrad, betas, .* has no dampening,"),
+        (two_groups, "Optimizer 0 of the checkpoint is not this AdamW: it has 1 parameter groups, here are 2"),
+        (
+            fewer,
+            r"Optimizer 0 of the checkpoint is not this AdamW: its groups have \[4\] parameters, here they have \[2\]",
+        ),
+    ],
+    ids=["settings", "groups", "parameters"],
+)
+def test_another_optimizers_checkpoint_is_refused_before_its_scale_is_taken(
+    optimizer: Any, text: str, tmp_path: Any
+) -> None:
+    trainer = quiet_trainer(plugins=[plugin("16-mixed", init_scale=64.0)])
+    trainer.fit(Regression(adamw), loader(regression_batches(1)))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    made = plugin("16-mixed")
+    with pytest.raises(ValueError, match=f"^{text}.* Resume with the optimizers that were saved, or take the weights"):
+        quiet_trainer(plugins=[made], max_epochs=2).fit(
+            Regression(optimizer), loader(regression_batches(1)), ckpt_path=tmp_path / "a.ckpt", weights_only=True
+        )
+    assert made.scaler is not None
+    assert made.scaler.get_scale() == 1024.0
+
+
+def test_a_checkpoint_of_other_schedulers_and_of_an_older_torch_is_taken(tmp_path: Any) -> None:
+    """Settings that came later are missing in it, and it has those of its own scheduler."""
+    trainer = quiet_trainer(plugins=[plugin("16-mixed")])
+    trainer.fit(Regression(adamw), loader(regression_batches(1)))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    (group,) = checkpoint["optimizer_states"][0]["param_groups"]
+    del group["decoupled_weight_decay"]
+    group["max_lr"] = group["initial_lr"] = 1.0
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    again = quiet_trainer(plugins=[plugin("16-mixed")], max_epochs=2)
+    again.fit(Regression(adamw), loader(regression_batches(1)), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert again.global_step == 2

@@ -1,0 +1,106 @@
+"""What every plugin with autocast puts around backwards and steps, in automatic and in manual optimization."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from policy_models import nothing_is_left
+from small_models import loader, quiet_trainer, weights
+from torch import Tensor, nn
+
+from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, PrecisionPolicy
+from lightning_mp.precision import autocast, autocast_context
+
+WIDTH = 16
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: AutocastPrecision("bf16-mixed"),
+    "autocast-policy": lambda: AutocastPrecision("bf16-mixed", policy=PrecisionPolicy.default()),
+    "fp16": lambda: AutocastPrecision("16-mixed"),
+    "fp8": lambda: Float8Precision(skip_first_and_last=False),
+    "fp8-policy": lambda: Float8Precision(skip_first_and_last=False, policy=PrecisionPolicy.default()),
+    "master-weights": lambda: MasterWeightsPrecision("bf16-true", policy=PrecisionPolicy.default()),
+    "master-weights-fp16": lambda: MasterWeightsPrecision("16-true", policy=PrecisionPolicy.default()),
+}
+
+
+class Net(pl.LightningModule):
+    """Multiplies in fp32 by hand, and trains with an optimizer that multiplies matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() @ torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float32).view(WIDTH, WIDTH)
+        return self.second(x.sin()).float().square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.autocast_in_step: list[bool] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.autocast_in_step.append(torch.is_autocast_enabled("cpu"))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.autocast_in_step.append(torch.is_autocast_enabled("cpu"))
+
+
+def train(module: Net, plugin: Any) -> Net:
+    generator = torch.Generator().manual_seed(1)
+    quiet_trainer(plugins=[plugin]).fit(module, loader([torch.randn(4, WIDTH, generator=generator) for _ in range(3)]))
+    return module
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_manual_optimization_trains_as_automatic_optimization_does(name: str) -> None:
+    """Backward and step run outside of autocast, though Lightning calls them inside of the forward's context."""
+    module, expected = train(Manual(), PLUGINS[name]()), train(Net(), PLUGINS[name]())
+    for ours, theirs in zip(weights(module), weights(expected), strict=True):
+        assert torch.equal(ours, theirs)
+    assert module.autocast_in_step == [False, True] * 3, "after the step the forward's context goes on"
+    assert nothing_is_left(module)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_compiled_backward_runs_outside_of_autocast(name: str) -> None:
+    """torch.compile alone traces it under the autocast that is on around the forward."""
+    ends = []
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        module = Net()
+        if compiled:
+            module.loss = torch.compile(module.loss, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+        ends.append(weights(train(module, PLUGINS[name]())))
+    for ours, theirs in zip(*ends, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_emulated_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.warns(UserWarning, match=r"Tesla T4 has no bf16 units: .* slow. Use AutocastPrecision\('16-mixed'\)\."):
+        autocast_context.warn_of_emulated_bf16("cuda", "AutocastPrecision('16-mixed')")
+    autocast_context.warn_of_emulated_bf16("cpu", "")
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(autocast, "warn_of_emulated_bf16", lambda *arguments: asked.append(arguments))
+    for name in ("autocast", "fp16"):
+        train(Net(), PLUGINS[name]())
+    assert asked == [("cpu", "AutocastPrecision('16-mixed')")]

@@ -1,0 +1,419 @@
+"""Float8Precision in a Trainer: against a plain loop, with hooks, clipping, overflows, checkpoints and refusals."""
+
+import copy
+import re
+from typing import Any
+
+import jsonargparse
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import adamw, fused_adamw, loader, quiet_trainer, weights
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_mp import AccumulationScheduler, AutocastPrecision, Float8Precision, OverflowMonitor
+from lightning_mp.precision import float8
+from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
+from lightning_mp.precision.fp8.device import why_no_float8_on
+from lightning_mp.precision.fp8.layer_filter import choose_float8_layers
+
+WIDTH = 32
+
+
+class Net(pl.LightningModule):
+    """Four layers, the two in the middle for fp8; the losses of the micro-batches in `overflows` are infinite."""
+
+    def __init__(self, optimizer: Any = adamw, overflows: tuple[int, ...] = (), fail_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, WIDTH), nn.Linear(WIDTH, 1)
+        )
+        self.make_optimizer = optimizer
+        self.overflows, self.fail_at = overflows, fail_at
+        self.losses: list[float] = []
+        self.classes: list[list[str]] = []
+        self.learning_rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.fail_at:
+            raise ZeroDivisionError
+        self.note()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss * torch.inf if batch_idx in self.overflows else loss
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x).float(), y.float())
+
+    def note(self) -> None:
+        self.classes.append([type(layer).__name__ for layer in self.net if isinstance(layer, nn.Linear)])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note()
+        self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        optimizer.register_step_pre_hook(lambda o, *_: self.learning_rates.append(o.param_groups[0]["lr"]))
+        scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+DURING = ["Linear", "Float8Linear", "Float8Linear", "Linear"]
+AFTER = ["Linear"] * 4
+
+
+def batches(count: int, batch_size: int = 12) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    xs = torch.randn(count, batch_size, WIDTH, generator=generator)
+    return [[x, x.square().mean(1, keepdim=True)] for x in xs]
+
+
+def fit(module: Net, count: int = 6, plugin: Any = None, callbacks: Any = (), **arguments: Any) -> pl.Trainer:
+    plugin = plugin or Float8Precision()
+    trainer = quiet_trainer(plugins=[plugin], callbacks=list(callbacks), **arguments)
+    trainer.fit(module, loader(batches(count)))
+    return trainer
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def plain_loop(module: Net, config: Any, count: int, clip: float | None) -> None:
+    """Nothing of the plugin: autocast, backward, torch's own clipping, step."""
+    convert_to_float8(choose_float8_layers(module), config)
+    optimizer = module.make_optimizer(module.parameters())
+    scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+    for batch in batches(count):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = module.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("emulate", [None, True], ids=["real", "emulated"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_fit_equals_a_plain_loop(recipe, emulate, clip, optimizer):
+    ours, reference = Net(optimizer), Net(optimizer)
+    fit(ours, plugin=Float8Precision(recipe, emulate=emulate), gradient_clip_val=clip)
+    plain_loop(reference, float8_config(recipe, emulate=bool(emulate)), 6, clip)
+    for a, b in zip(weights(ours), weights(reference), strict=True):
+        if clip is None:
+            assert torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_falls_and_weights_stay_in_fp32():
+    module = Net()
+    fit(module, 60)
+    assert sum(module.losses[-10:]) < 0.5 * sum(module.losses[:10])
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_fp8_is_really_used_and_bf16_for_the_rest():
+    in_fp8, in_bf16 = Net(), Net()
+    dtypes: list[torch.dtype] = []
+    for layer in in_fp8.net:
+        layer.register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
+    fit(in_fp8, 1)
+    fit(in_bf16, 1, plugin=AutocastPrecision("bf16-mixed"))
+    assert set(dtypes) == {torch.bfloat16}
+    assert in_fp8.losses != in_bf16.losses
+    assert in_fp8.losses[0] == pytest.approx(in_bf16.losses[0], rel=0.05)
+
+
+def test_layers_are_fp8_during_the_run_and_ordinary_afterwards():
+    module = Net()
+    trainer = fit(module, 2)
+    assert module.classes == [DURING] * 2
+    module.note()
+    assert module.classes[-1] == AFTER
+    trainer.test(module, loader(batches(1)), verbose=False)
+    assert module.classes[2:] == [AFTER, DURING]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(batches(2)))
+    assert module.classes[-2:] == [DURING] * 2
+    module.note()
+    assert module.classes[-1] == AFTER
+    assert not any(layer._forward_pre_hooks for layer in module.net)
+
+
+def test_layers_are_ordinary_again_after_an_exception():
+    module = Net(fail_at=1)
+    with pytest.raises(ZeroDivisionError):
+        fit(module)
+    module.note()
+    assert module.classes == [DURING, AFTER]
+
+
+def test_what_was_decided_is_told(caplog):
+    plugin = Float8Precision(skip=["net.2"])
+    with caplog.at_level("INFO"):
+        fit(Net(), 1, plugin)
+    assert {layer.name: layer.skipped_because for layer in plugin.layers} == {
+        "net.0": "it is the first Linear",
+        "net.2": "skip='net.2'",
+        "net.4": None,
+        "net.5": "out_features is 1, no multiple of 16",
+    }
+    assert (
+        "fp8 (rowwise): 1 of 4 Linear layers; not net.0 (it is the first Linear), net.2 (skip='net.2')" in caplog.text
+    )
+
+
+def test_frozen_weights_keep_their_bits():
+    """D26."""
+    module = Net()
+    module.net[2].requires_grad_(False)
+    before = copy.deepcopy(module.net[2].state_dict())
+    start = module.net[4].weight.detach().clone()
+    fit(module)
+    assert not module.net[2].weight.requires_grad
+    assert all(torch.equal(value, before[key]) for key, value in module.net[2].state_dict().items())
+    assert not torch.equal(module.net[4].weight, start)
+
+
+def test_tied_weights_stay_tied():
+    """D26."""
+    module = Net()
+    module.net[2].weight = nn.Parameter(torch.randn(64, 64) / 8)
+    module.net.insert(4, nn.Linear(64, 64))
+    module.net[4].weight = module.net[2].weight
+    fit(module)
+    assert module.net[4].weight is module.net[2].weight
+
+
+# -- the same epilogue, hooks and holds as every plugin ----------------------------------------------------------------
+
+
+class TrueGradients(pl.Callback):
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in pl_module.parameters()]).item())
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw])
+def test_an_overflow_skips_the_step_and_holds_the_learning_rate(optimizer):
+    """D07; no loss scale is needed for that."""
+    module, monitor = Net(optimizer, overflows=(1, 3)), OverflowMonitor()
+    fit(module, callbacks=[monitor])
+    assert monitor.skipped_steps == 2
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
+    made = (
+        module.learning_rates
+        if optimizer is adamw
+        else [lr for i, lr in enumerate(module.learning_rates) if i not in (1, 3)]
+    )
+    assert made == pytest.approx([1e-2 * 0.9**i for i in range(4)])
+
+
+def test_an_infinity_that_first_shows_in_an_fp8_product_skips_the_step():
+    class Infinite(Net):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            if self.trainer.global_step == 1 and not hasattr(self, "handle"):
+                self.handle = self.net[2].register_forward_pre_hook(lambda _, args: (args[0] * torch.inf,))
+            elif self.trainer.global_step == 2:
+                self.handle.remove()
+
+    module, monitor = Infinite(), OverflowMonitor()
+    fit(module, callbacks=[monitor])
+    assert monitor.skipped_steps == 1
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw])
+def test_hooks_see_true_gradients_before_clipping(optimizer):
+    seen, monitor = TrueGradients(), OverflowMonitor()
+    fit(Net(optimizer), 4, callbacks=[seen, monitor], gradient_clip_val=1e-3)
+    assert len(seen.norms) == 4
+    assert seen.norms[-1] > 1e-2
+    assert monitor.grad_norm == pytest.approx(seen.norms[-1], rel=1e-4)
+
+
+def test_accumulation_is_the_mean_over_the_window():
+    accumulated = TrueGradients()
+    fit(Net(), 4, callbacks=[AccumulationScheduler({0: 4}), accumulated])
+    module = Net()
+    convert_to_float8(choose_float8_layers(module), float8_config("rowwise"))
+    for batch in batches(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (module.loss(batch) / 4).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]).item()
+    assert accumulated.norms == [pytest.approx(expected, rel=1e-4)]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["fp8", "bf16"])
+def test_checkpoints_go_to_and_from_bf16(tmp_path, first):
+    """Names and tensors are those of the ordinary model; a run in one precision goes on in the other."""
+
+    def plugin(kind: str) -> Any:
+        return Float8Precision() if kind == "fp8" else AutocastPrecision("bf16-mixed")
+
+    trained = Net()
+    fit(trained, 3, plugin(first)).save_checkpoint(tmp_path / "last.ckpt")
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert list(checkpoint["state_dict"]) == list(Net().state_dict())
+    assert {type(value) for value in checkpoint["state_dict"].values()} == {Tensor}
+    module = Net()
+    trainer = quiet_trainer(plugins=[plugin("bf16" if first == "fp8" else "fp8")], max_epochs=2)
+    trainer.fit(module, loader(batches(3)), ckpt_path=tmp_path / "last.ckpt")
+    assert trainer.global_step == 6
+    assert module.classes == [AFTER if first == "fp8" else DURING] * 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, recipe):
+    straight, stopped, resumed = Net(), Net(), Net()
+    quiet_trainer(plugins=[Float8Precision(recipe)], max_epochs=2).fit(straight, loader(batches(3)))
+    fit(stopped, 3, Float8Precision(recipe)).save_checkpoint(tmp_path / "last.ckpt")
+    trainer = quiet_trainer(plugins=[Float8Precision(recipe)], max_epochs=2)
+    trainer.fit(resumed, loader(batches(3)), ckpt_path=tmp_path / "last.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(resumed), strict=True))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refused(message: str, plugin: Float8Precision, error: type[Exception] = MisconfigurationException) -> None:
+    module = Net()
+    before, parameters = weights(module), [id(p) for p in module.parameters()]
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        fit(module, plugin=plugin)
+    module.note()
+    assert module.classes == [AFTER]
+    assert [id(p) for p in module.parameters()] == parameters
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(module), strict=True))
+
+
+def test_nothing_left_to_multiply_in_fp8_is_refused():
+    refused(
+        "Float8Precision('rowwise') would multiply nothing in fp8: 0 of 4 Linear layers; not net.0 (it is the first"
+        " Linear), net.2 (skip='net.[24]'), net.4 (skip='net.[24]'), net.5 (out_features is 1, no multiple of 16)."
+        " Shorten skip, give skip_first_and_last=False, or use AutocastPrecision('bf16-mixed').",
+        Float8Precision(skip=["net.[24]"]),
+    )
+
+
+def test_what_the_refusal_of_nothing_offers_works():
+    module = Net()
+    fit(module, 1, Float8Precision(skip=["net.[24]"], skip_first_and_last=False))
+    assert module.classes == [["Float8Linear", "Linear", "Linear", "Linear"]]
+
+
+def test_an_entry_of_skip_without_a_layer_is_refused():
+    refused(
+        "skip='head' matches no nn.Linear, and no module that holds one. The Linear layers of Net are: net.0, net.2,"
+        " net.4, net.5.",
+        Float8Precision(skip=["net.2", "head"]),
+        ValueError,
+    )
+
+
+def test_a_device_that_cannot_is_refused(monkeypatch):
+    monkeypatch.setattr(float8, "why_no_float8_on", lambda *_, **__: "it has no fp8 units. Do this.")
+    refused(
+        "Float8Precision('tensorwise') cannot run on cpu: it has no fp8 units. Do this.", Float8Precision("tensorwise")
+    )
+
+
+def test_a_device_whose_product_fails_is_refused_before_anything_happens(monkeypatch):
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("fp8 is not for this chip")
+
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    refused("Float8Precision('rowwise') cannot run on cpu: fp8 is not for this chip", Float8Precision())
+    fit(Net(), plugin=Float8Precision(emulate=True))
+
+
+def test_fp8_all_gather_without_fsdp2_is_refused():
+    refused(
+        "Float8Precision(fsdp_all_gather=True), but net.2 was not sharded by fully_shard: there is nothing to gather.",
+        Float8Precision("tensorwise", fsdp_all_gather=True),
+    )
+
+
+def test_an_unknown_recipe_is_refused_at_once():
+    with pytest.raises(ValueError, match="recipe='row' is unknown"):
+        Float8Precision("row")
+
+
+def test_fsdp_gets_bf16_parameters_and_fp32_sums():
+    config = Float8Precision().mixed_precision_config
+    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
+
+
+def test_yaml_gives_names_and_classes():
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--plugin", type=Precision)
+    skip = ["head", "torch.nn.MultiheadAttention"]
+    arguments = {"class_path": "lightning_mp.Float8Precision", "init_args": {"recipe": "tensorwise", "skip": skip}}
+    plugin = parser.instantiate(parser.parse_object({"plugin": arguments})).plugin
+    assert isinstance(plugin, Float8Precision)
+    assert plugin.recipe == "tensorwise"
+    assert list(plugin.skip) == ["head", nn.MultiheadAttention]
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def needs_fp8_units() -> None:
+    reason = why_no_float8_on(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"needs a CUDA device with fp8: {reason}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emulate", [None, True], ids=["real", "emulated"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_falls_on_cuda(recipe, emulate):
+    if not emulate:
+        needs_fp8_units()
+    module = Net(fused_adamw)
+    fit(module, 60, plugin=Float8Precision(recipe, emulate=emulate), accelerator="gpu", gradient_clip_val=1.0)
+    assert module.classes[0] == DURING
+    assert sum(module.losses[-10:]) < 0.5 * sum(module.losses[:10])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_fp8_layer_does_not_wait_for_the_device(recipe):
+    needs_fp8_units()
+    model = nn.Sequential(nn.Linear(64, 64)).cuda()
+    convert_to_float8(choose_float8_layers(model, skip_first_and_last=False), float8_config(recipe))
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    for mode in ("default", "error"):  # the first time, kernels are loaded
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                model(x).float().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_cuda_device_without_fp8_units_is_refused():
+    if why_no_float8_on(torch.device("cuda")) is None:
+        pytest.skip("needs a CUDA device older than compute capability 8.9")
+    with pytest.raises(MisconfigurationException, match="compute capability"):
+        fit(Net(), accelerator="gpu")

@@ -1,0 +1,141 @@
+"""Weights at the end of fp16's range: refused at set-up, held there in training, and named."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cpu_fsdp import CpuFsdp
+from gloo import run_ranks
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from master_loops import masters_of
+from small_models import loader, quiet_trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from lightning_mp import LossScaler, MasterWeightsPrecision
+
+LIMIT = 65504.0
+
+
+class Drifting(pl.LightningModule):
+    """A weight that grows by 30,720 a step for ``up`` steps and comes back afterwards, and one that stays small."""
+
+    def __init__(self, up: int, *, start: float = 0.0, **settings: Any) -> None:
+        super().__init__()
+        self.net = nn.Module()
+        self.net.drifts = nn.Parameter(torch.full((4,), start))
+        self.net.stays = nn.Parameter(torch.ones(4))
+        self.up, self.settings = up, settings
+        self.working: list[float] = []
+        self.stepped: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        slope = -30720.0 if batch_idx < self.up else 30720.0
+        return (self.net.drifts.float() * slope).sum() + self.net.stays.float().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0, **self.settings)
+
+    def on_after_optimizer_step(self, optimizer: Any, outcome: Any) -> None:
+        self.stepped.append(outcome.stepped)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        drifts = self.net.drifts.detach()
+        self.working += (drifts.to_local() if hasattr(drifts, "to_local") else drifts)[:1].tolist()
+
+
+def fit(module: pl.LightningModule, steps: int, **arguments: Any) -> pl.Trainer:
+    plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=1.0))
+    path = arguments.pop("ckpt_path", None)
+    trainer = quiet_trainer(plugins=[plugin], **arguments)
+    trainer.fit(module, loader([torch.zeros(1)] * steps), ckpt_path=path)
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_weight_is_held_at_the_end_of_the_range_and_named(settings: dict[str, Any]) -> None:
+    """It became -inf, the step was reported as made, and 44 steps later another parameter was blamed."""
+    module = Drifting(4, **settings)
+    with pytest.warns(UserWarning, match=r"elements of net.drifts have reached ±65,504.*Use 'bf16-true'") as caught:
+        trainer = fit(module, 6)
+    assert sum("65,504" in str(warning.message) for warning in caught) == 1
+    assert module.working == [30720.0, 61440.0, LIMIT, LIMIT, 34784.0, 4064.0]
+    assert module.stepped == [True] * 6
+    assert masters_of(trainer)[0][0].item() == 4064.0, "the master comes back from where the weight is"
+
+
+def test_it_is_named_although_the_fit_ends_with_that_step() -> None:
+    with pytest.warns(UserWarning, match="net.drifts have reached"):
+        fit(Drifting(3), 3)
+
+
+def test_resuming_from_the_end_of_the_range_is_exact(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="net.drifts have reached"):
+        fit(Drifting(3), 3).save_checkpoint(tmp_path / "x.ckpt")
+    module = Drifting(0)
+    fit(module, 1, max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
+    assert module.working == [34784.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_beyond_the_range_are_refused_at_set_up(dtype: torch.dtype) -> None:
+    module = Drifting(0, start=1e5).to(dtype)
+    with pytest.raises(MisconfigurationException, match=r"net.drifts holds weights above 65,504.*Use 'bf16-true'"):
+        fit(module, 1)
+    assert module.net.drifts.dtype == dtype
+
+
+def test_a_policy_may_keep_them_in_fp32() -> None:
+    class Large(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            with torch.no_grad():
+                self.first.bias.fill_(1e5)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.second(self.first(batch) * 1e-5).float().sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    plugin = MasterWeightsPrecision("16-true", policy={"first": "fp32"}, scaler=LossScaler(init_scale=1.0))
+    module = Large()
+    quiet_trainer(plugins=[plugin]).fit(module, loader([torch.ones(2, 4)]))
+    assert module.first.bias[0].item() == pytest.approx(1e5)
+
+
+class Sharded(Drifting):
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def _train(rank: int, kind: str) -> Any:
+    module = Sharded(3) if kind == "fsdp2" else Drifting(3)
+    strategies: dict[str, Any] = {
+        "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
+        "fsdp1": lambda: CpuFsdp(),
+        "fsdp2": lambda: ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+        ),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(module, 4, devices=2, strategy=strategies[kind]())
+    told = sum("net.drifts" in str(w.message) and "±65,504" in str(w.message) for w in caught)
+    if kind == "fsdp1":
+        with FullyShardedDataParallel.summon_full_params(trainer.model):
+            return module.net.drifts[0].item(), module.stepped, told
+    return module.working[-1], module.stepped, told
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp1", marks=pytest.mark.full), "fsdp2"])
+def test_all_ranks_hold_alike(kind: str) -> None:
+    (first, first_stepped, told), (second, second_stepped, _) = run_ranks(lambda rank: _train(rank, kind), 2)
+    assert first == second == 34784.0
+    assert first_stepped == second_stepped == [True] * 4
+    assert told == 1

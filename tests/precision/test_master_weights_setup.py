@@ -1,0 +1,158 @@
+"""What MasterWeightsPrecision refuses, and when."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import Regression, loader, quiet_trainer, regression_batches, weights
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from lightning_mp import LossScaler, MasterWeightsPrecision
+from lightning_mp.precision.masters.checks import check_strategy
+
+
+def test_every_stock_strategy_accepts_it() -> None:
+    ours = MasterWeightsPrecision("bf16-true")
+    assert isinstance(ours, MixedPrecision)
+    assert isinstance(ours, FSDPPrecision)
+    config = ours.mixed_precision_config
+    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
+
+
+def test_modules_are_made_in_fp32() -> None:
+    """Otherwise there would be no true initial weights; Lightning's bf16-true makes them in bf16."""
+    ours = MasterWeightsPrecision("bf16-true")
+    with ours.module_init_context(), ours.tensor_init_context():
+        assert nn.Linear(1, 1).weight.dtype == torch.float32
+
+
+def test_inputs_are_cast_where_they_are_floating_point() -> None:
+    ours = MasterWeightsPrecision("16-true")
+    batch = {"x": torch.ones(1, dtype=torch.float64), "y": (torch.ones(1, dtype=torch.int64), "name")}
+    cast = ours.convert_input(batch)
+    assert cast["x"].dtype == torch.float16
+    assert cast["y"][0].dtype == torch.int64
+    assert cast["y"][1] == "name"
+
+
+def test_fp16_has_a_scaler_and_bf16_none() -> None:
+    assert isinstance(MasterWeightsPrecision("16-true").scaler, LossScaler)
+    assert MasterWeightsPrecision("bf16-true").scaler is None
+    own = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert MasterWeightsPrecision("16-true", scaler=own).scaler is own
+    assert MasterWeightsPrecision("16-true", scaler=LossScaler("cpu", enabled=False)).scaler is None
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true", "bf16"])
+def test_an_unknown_precision_is_refused(precision: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be one of \('16-true', 'bf16-true'\).*take AutocastPrecision"):
+        MasterWeightsPrecision(precision)
+
+
+def test_an_unknown_storage_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"storage='int8'\) is unknown; it must be one of \('fp32', 'remainder'\)"):
+        MasterWeightsPrecision("bf16-true", storage="int8")  # type: ignore[arg-type]
+
+
+def test_a_remainder_of_fp16_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="fp16 has another exponent. Use storage='fp32', or 'bf16"):
+        MasterWeightsPrecision("16-true", storage="remainder")
+
+
+def test_bf16_takes_no_scaler() -> None:
+    with pytest.raises(MisconfigurationException, match="takes no scaler, got LossScaler"):
+        MasterWeightsPrecision("bf16-true", scaler=LossScaler())
+
+
+def test_lbfgs_under_a_loss_scale_is_refused_at_set_up() -> None:
+    module = Regression(torch.optim.LBFGS)
+    with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS.*nobody could unscale them for it"):
+        quiet_trainer(plugins=[MasterWeightsPrecision("16-true")]).fit(module, loader(regression_batches(1)))
+    assert module.seen_batches == 0
+
+
+def check(strategy: type[Any], module: nn.Module | None = None, **arguments: Any) -> None:
+    """Calls the check that ``convert_module`` makes, with a strategy that cannot run here."""
+    defaults: dict[str, Any] = {"storage": "fp32", "fp32_gradients": False}
+    check_strategy(object.__new__(strategy), module or nn.Linear(1, 1), **(defaults | arguments))
+
+
+def test_deepspeed_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="DeepSpeedStrategy, which makes optimizer and masters itself"):
+        check(DeepSpeedStrategy)
+
+
+def test_a_remainder_under_fsdp_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="its shards are fp32 already.*Leave storage out"):
+        check(FSDPStrategy, storage="remainder")
+    check(FSDPStrategy, storage="fp32", fp32_gradients=True)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, ModelParallelStrategy])
+def test_fp32_gradients_on_several_devices_are_refused(strategy: type[Any]) -> None:
+    """DDP itself fails deep inside of backward: "Expected BFloat16, got Float"."""
+    with pytest.raises(MisconfigurationException, match=f"works on a single device only, got {strategy.__name__}"):
+        check(strategy, fp32_gradients=True)
+    check(strategy)
+
+
+def test_a_sharded_batch_norm_is_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        module[1].weight = nn.Parameter(distribute_tensor(module[1].weight.detach(), mesh))
+        with pytest.raises(MisconfigurationException, match="keeps norms with running statistics.*GroupNorm"):
+            check(ModelParallelStrategy, module)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_optimizer_that_keeps_its_own_parameters_is_refused_at_its_first_step() -> None:
+    class Keeps(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=1e-2)
+            self.mine = list(self.param_groups[0]["params"])
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.mine:
+                p.sub_(p.grad, alpha=1e-2)
+
+    with pytest.raises(RuntimeError, match="Keeps changed 4 16-bit weights by itself"):
+        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(
+            Regression(Keeps), loader(regression_batches(1))
+        )
+
+
+def test_under_fabric_it_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="is a plugin for lightning.pytorch.Trainer"):
+        MasterWeightsPrecision("bf16-true").convert_module(nn.Linear(1, 1))
+
+
+def test_a_fit_that_fails_at_set_up_does_not_round_the_weights() -> None:
+    """The next try starts from the same weights; also with a mistake in ``configure_optimizers``."""
+
+    def mistake(parameters: Any) -> Any:
+        raise KeyError("typo")
+
+    lbfgs = torch.optim.LBFGS
+    for precision, optimizer, error in (
+        ("16-true", lbfgs, MisconfigurationException),
+        ("bf16-true", mistake, KeyError),
+    ):
+        module = Regression(optimizer)
+        before = weights(module)
+        with pytest.raises(error):
+            quiet_trainer(plugins=[MasterWeightsPrecision(precision)]).fit(module, loader(regression_batches(1)))
+        assert all(torch.equal(a, b) for a, b in zip(weights(module), before, strict=True))
+        assert {p.dtype for p in module.parameters()} == {torch.float32}

@@ -1,0 +1,180 @@
+"""Weights that are no plain fp32 tensors: complex, float64, computed from others."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.utils.prune
+from master_loops import masters_of
+from small_models import loader, quiet_trainer, regression_batches
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision, OverflowMonitor
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
+    "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=64.0)),
+    "masters": lambda: MasterWeightsPrecision("bf16-true"),
+    "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "masters-fp16": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=64.0)),
+    "fp8": lambda: Float8Precision(emulate=True, skip_first_and_last=False),
+}
+
+
+def fit(plugin: Any, module: pl.LightningModule, **arguments: Any) -> pl.Trainer:
+    trainer = quiet_trainer(plugins=[plugin] if plugin is not None else [], **arguments)
+    trainer.fit(module, loader(regression_batches(4, width=16)))
+    return trainer
+
+
+class Complex(pl.LightningModule):
+    """A complex parameter; its gradient is conjugated by a bit only, as torch leaves it."""
+
+    def __init__(self, *, lazily: bool = True, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(16, 16)
+        self.phases = nn.Parameter(torch.randn(16, 4, dtype=torch.complex64))
+        self.lazily = lazily
+        self.settings = settings
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        phases = self.phases.conj() if self.lazily else self.phases.conj_physical()
+        return (self.net(batch[0]).float().to(torch.complex64) @ phases).abs().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, **self.settings)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_complex_parameters_train(plugin: str, foreach: bool) -> None:
+    """With a loss scale, clipping and monitors; close to fp32. Lightning's bf16-true makes real numbers of them."""
+    # Without our plugins torch's clipping fails on the conjugation bit.
+    exact, module = Complex(lazily=False, foreach=foreach), Complex(foreach=foreach)
+    fit(None, exact, gradient_clip_val=0.5)
+    expected = pytest.warns(UserWarning, match="stay as they are, without masters: {'phases': torch.complex64}")
+    with expected if "masters" in plugin or plugin == "remainder" else nullcontext():
+        trainer = fit(PLUGINS[plugin](), module, gradient_clip_val=0.5, callbacks=[OverflowMonitor()])
+    assert trainer.global_step == 4
+    assert module.phases.dtype == torch.complex64
+    torch.testing.assert_close(module.phases, exact.phases, rtol=0, atol=4e-3 if plugin == "fp8" else 4e-4)
+
+
+def test_the_norm_of_complex_gradients_is_torchs() -> None:
+    norms = []
+
+    class Norm(pl.Callback):
+        def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+            norms.append(outcome.grad_norm)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            norms.append(torch.nn.utils.get_total_norm([p.grad.resolve_conj() for p in pl_module.parameters()]).item())
+
+    fit(PLUGINS["16-mixed"](), Complex(), callbacks=[Norm()])
+    assert len(norms) == 8
+    assert norms[::2] == pytest.approx(norms[1::2], rel=1e-5)
+
+
+class Double(pl.LightningModule):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.full((16,), 1 + 2.0**-40, dtype=torch.float64))
+        self.settings = settings
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net(batch[0]).double() * self.scale).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, **self.settings)
+
+
+@pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_float64_parameters_are_stepped_in_float64(plugin: str, settings: dict[str, Any]) -> None:
+    module = Double(**settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Only fp32 weights are held in")
+        trainer = fit(PLUGINS[plugin](), module, gradient_clip_val=0.5)
+    state = trainer.optimizers[0].state[module.scale]
+    assert {module.scale.dtype, state["exp_avg"].dtype} == {torch.float64}
+    assert trainer.global_step == 4
+    assert torch.equal(module.scale.detach().float().double(), module.scale) is False, "stepped below fp32's last bit"
+    # Four steps of Adam, all along the gradient.
+    assert (1 - module.scale).mean().item() == pytest.approx(4e-3, rel=0.1)
+
+
+class Masked(nn.Module):
+    """A parametrization of one's own with a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(16, 16).tril())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+def masked(layer: nn.Linear) -> nn.Linear:
+    return parametrize.register_parametrization(layer, "weight", Masked())
+
+
+COMPUTED: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "spectral_norm": parametrizations.spectral_norm,
+    "old_spectral_norm": nn.utils.spectral_norm,
+    "weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "pruned": lambda layer: torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.3),
+    "masked": masked,
+}
+
+
+class Computed(pl.LightningModule):
+    def __init__(self, compute: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = compute(nn.Linear(16, 16))
+        self.register_buffer("table", torch.ones(16))
+        self.second = nn.Linear(16, 16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.first(batch[0]) + self.table.to(batch[0].dtype)
+        return self.second(x).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_weights_that_are_computed_from_others_train(plugin: str, compute: str) -> None:
+    """Close to fp32, as under Lightning's bf16-true; other buffers stay fp32."""
+    exact, module = Computed(COMPUTED[compute]), Computed(COMPUTED[compute])
+    fit(None, exact)
+    trainer = fit(PLUGINS[plugin](), module)
+    assert trainer.global_step == 4
+    assert module.table.dtype == torch.float32
+    trained = masters_of(trainer) if isinstance(trainer.precision_plugin, MasterWeightsPrecision) else None
+    for ours, theirs in zip(trained or module.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=2e-2)
+
+
+def test_computed_weights_that_a_policy_keeps_in_fp32_keep_their_buffers() -> None:
+    module = Computed(parametrizations.spectral_norm)
+    fit(MasterWeightsPrecision("bf16-true", policy={"first": "fp32"}), module)
+    assert {value.dtype for value in module.first.state_dict().values()} == {torch.float32}
+    assert module.second.weight.dtype == torch.bfloat16
+
+
+def test_pruned_layers_are_left_out_of_fp8_with_the_reason() -> None:
+    plugin = PLUGINS["fp8"]()
+    fit(plugin, Computed(COMPUTED["pruned"]))
+    reasons = {layer.name: layer.skipped_because for layer in plugin.layers}
+    assert reasons == {"first": "its weight is computed from other parameters (pruning, spectral_norm)", "second": None}

@@ -1,0 +1,170 @@
+"""Plugins that train fp32 weights, over a model whose trainable weights are 16 bit."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import loader, quiet_trainer, regression_batches, weights
+from torch import Tensor, nn
+
+from lightning_mp import AutocastPrecision, Float8Precision, TF32Precision
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "16-mixed": lambda: AutocastPrecision("16-mixed"),
+    "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
+    "fp8": lambda: Float8Precision(emulate=True, skip_first_and_last=False),
+}
+
+
+class Adapted(pl.LightningModule):
+    """A base and an adapter, each in a dtype of its own; the base may be frozen, or join after an epoch."""
+
+    def __init__(self, base: torch.dtype, adapter: torch.dtype, *, freeze: bool = False, joins: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(8, 16).to(base).requires_grad_(not freeze and not joins)
+        self.adapter = nn.Linear(16, 16).to(adapter)
+        with torch.no_grad():
+            self.adapter.bias.fill_(1.0)
+        self.joins = joins
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.adapter(self.base(batch[0])).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((self.adapter if self.joins else self).parameters(), lr=1e-3)
+
+    def on_train_epoch_start(self) -> None:
+        if self.joins and self.current_epoch == 1:
+            self.base.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.base.parameters())})
+
+
+def fit(plugin: Any, module: pl.LightningModule, **arguments: Any) -> pl.Trainer:
+    trainer = quiet_trainer(plugins=[plugin] if plugin is not None else [], **arguments)
+    trainer.fit(module, loader(regression_batches(2)))
+    return trainer
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_trainable_fp16_weights_are_refused_at_set_up(plugin: str) -> None:
+    """In fp16 Adam's epsilon is 0: the first step that was made turned the weights to NaN."""
+    module = Adapted(torch.float16, torch.float32)
+    before = weights(module)
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"2 of 4 trainable parameters are fp16: base.weight, base.bias.*torch_dtype=torch.float32"
+        r".*MasterWeightsPrecision\('16-true'\)",
+    ):
+        fit(PLUGINS[plugin](), module)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(module), strict=True))
+
+
+@pytest.mark.parametrize("base", [torch.float16, torch.bfloat16])
+def test_frozen_16_bit_weights_are_nobodys_business(base: torch.dtype) -> None:
+    trainer = fit(PLUGINS["16-mixed"](), Adapted(base, torch.float32, freeze=True))
+    assert all(p.isfinite().all() for p in trainer.lightning_module.parameters())
+
+
+def test_fp16_weights_that_join_later_are_refused_before_they_are_stepped() -> None:
+    module = Adapted(torch.float16, torch.float32, joins=True)
+    with pytest.raises(MisconfigurationException, match=r"2 of 4 trainable parameters are fp16: base"):
+        fit(PLUGINS["16-mixed"](), module, max_epochs=2)
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_bf16_weights_are_trained_with_a_count_of_what_is_lost(plugin: str) -> None:
+    """The number is that of elements which a step of the size of the learning rate does not move."""
+    module = Adapted(torch.float32, torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"2 parameters.*are bf16: adapter.*rounded away in 16 of their 272"):
+        fit(PLUGINS[plugin](), module)
+
+
+def test_a_warm_up_from_zero_is_counted_at_its_full_rate() -> None:
+    class WarmUp(Adapted):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)]
+
+    with pytest.warns(UserWarning, match=r"rounded away in 16 of their 272"):
+        fit(PLUGINS["bf16-mixed"](), WarmUp(torch.float32, torch.bfloat16))
+
+
+def test_nothing_stays_on_the_optimizer() -> None:
+    module = Adapted(torch.float32, torch.float32)
+    trainer = fit(PLUGINS["bf16-mixed"](), module)
+    optimizer = trainer.optimizers[0]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def test_tf32_checks_too() -> None:
+    assert issubclass(TF32Precision, type(PLUGINS["16-mixed"]()).__mro__[1])
+
+
+# -- several uses of one weight ----------------------------------------------------------------------------------------
+
+
+class ManyUses(pl.LightningModule):
+    """One net runs several times in a step; remembers the gradient of its only step."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.uses = uses
+        self.gradients: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        losses = [(self.net(batch[use]).float() - use).square().mean() for use in range(self.uses)]
+        return torch.stack(losses).sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients = [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def gradients(plugin: Any, uses: int) -> list[Tensor]:
+    module = ManyUses(uses)
+    batch = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1))
+    quiet_trainer(plugins=[plugin] if plugin is not None else []).fit(module, loader([batch]))
+    return module.gradients
+
+
+def error(found: list[Tensor], exact: list[Tensor]) -> float:
+    flat, reference = (torch.cat([t.flatten() for t in tensors]) for tensors in (found, exact))
+    return float((flat - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("policy", [None, {"net.0": "low", "net.1": "fp32"}])
+def test_without_the_weight_cache_the_arithmetic_is_lightnings(policy: Any) -> None:
+    """One use or eight: bit for bit; with a policy as long as what it covers is the same arithmetic."""
+    for uses in (1, 2, 8):
+        stock = gradients(MixedPrecision("bf16-mixed", "cpu"), uses)
+        ours = gradients(AutocastPrecision("bf16-mixed", cache_weights=False, policy=policy), uses)
+        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+
+
+def test_with_the_weight_cache_uses_are_summed_in_16_bit() -> None:
+    """As in torch's own autocast, and as docs/precision.md says."""
+    exact = gradients(None, 8)
+    cached = gradients(AutocastPrecision("bf16-mixed"), 8)
+    uncached = gradients(AutocastPrecision("bf16-mixed", cache_weights=False), 8)
+    assert error(uncached, exact) < 0.7 * error(cached, exact)
+    one, other = (gradients(AutocastPrecision("bf16-mixed", cache_weights=c), 1) for c in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("cache_weights", [True, False])
+def test_the_context_for_manual_use_says_the_same(cache_weights: bool) -> None:
+    plugin = AutocastPrecision("bf16-mixed", device="cpu", cache_weights=cache_weights)
+    with nullcontext() if cache_weights else plugin.autocast_context_manager():
+        assert torch.is_autocast_cache_enabled() == cache_weights

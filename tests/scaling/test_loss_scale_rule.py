@@ -1,0 +1,240 @@
+"""The update of the loss scale against the published rules, written down here a second time in plain Python."""
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_mp.scaling.update_rule import ScaleRule, ScaleState, update_scale_
+
+OPEN = {"min_scale": 0.0, "max_scale": math.inf}
+
+
+def times(scale, factor):
+    """The product as torch's kernels make it: in double precision, stored in single."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(scale * factor))
+
+
+@dataclass
+class TorchGradScaler:
+    """torch.amp.GradScaler: the documentation of its four arguments."""
+
+    rule: ScaleRule
+    scale: float
+    growth: int = 0
+
+    def update(self, overflow):
+        if overflow:
+            self.scale, self.growth = times(self.scale, self.rule.backoff_factor), 0
+            return
+        self.growth += 1
+        if self.growth == self.rule.growth_interval:
+            self.growth = 0
+            grown = times(self.scale, self.rule.growth_factor)
+            self.scale = grown if math.isfinite(grown) else self.scale
+
+
+@dataclass
+class Apex(TorchGradScaler):
+    """NVIDIA Apex, csrc/update_scale_hysteresis.cu: a healthy step fills the tracker up again."""
+
+    hysteresis: int = 0
+
+    def update(self, overflow):
+        if overflow:
+            self.hysteresis -= 1
+            if self.hysteresis > 0:
+                self.growth = 0
+                return
+        else:
+            self.hysteresis = self.rule.hysteresis
+        super().update(overflow)
+
+
+@dataclass
+class Megatron(TorchGradScaler):
+    """Megatron-LM, megatron/core/optimizer/grad_scaler.py, DynamicGradScaler: only growth fills the tracker up."""
+
+    hysteresis: int = 0
+
+    def update(self, overflow):
+        if overflow:
+            self.growth = 0
+            self.hysteresis -= 1
+            if self.hysteresis <= 0:
+                self.scale = max(times(self.scale, self.rule.backoff_factor), self.rule.min_scale)
+            return
+        self.growth += 1
+        if self.growth == self.rule.growth_interval:
+            self.growth = 0
+            self.hysteresis = self.rule.hysteresis
+            self.scale = times(self.scale, self.rule.growth_factor)
+
+
+def new_state(rule, scale):
+    return ScaleState(
+        scale=torch.tensor(scale, dtype=torch.float32),
+        growth_tracker=torch.tensor(0, dtype=torch.int32),
+        hysteresis_tracker=torch.tensor(rule.hysteresis, dtype=torch.int32),
+        floor_tracker=torch.tensor(0, dtype=torch.int32),
+    )
+
+
+def advance(state, overflow, rule):
+    update_scale_(state, torch.tensor(float(overflow)), rule)
+
+
+def trajectory(rule, overflows, scale=65536.0):
+    state = new_state(rule, scale)
+    for overflow in overflows:
+        advance(state, overflow, rule)
+        yield state.scale.item()
+
+
+overflow_sequences = st.lists(st.booleans(), min_size=1, max_size=60)
+growth_factors = st.floats(1.01, 16.0)
+backoff_factors = st.floats(0.01, 0.99)
+growth_intervals = st.integers(1, 6)
+first_scales = st.floats(2.0**-20, 2.0**100, width=32)
+
+
+@given(overflow_sequences, growth_factors, backoff_factors, growth_intervals, first_scales)
+@example([True] * 200, 2.0, 0.5, 1, 65536.0)  # down to zero
+@example([False] * 200, 2.0, 0.5, 1, 65536.0)  # up to where the product is not finite
+def test_without_hysteresis_and_bounds_it_is_torchs_rule(overflows, growth_factor, backoff_factor, interval, scale):
+    rule = ScaleRule(growth_factor, backoff_factor, interval, **OPEN)
+    state, torchs = new_state(rule, scale), TorchGradScaler(rule, scale)
+    for overflow in overflows:
+        advance(state, overflow, rule)
+        torchs.update(overflow)
+        assert (state.scale.item(), state.growth_tracker.item()) == (torchs.scale, torchs.growth)
+
+
+@given(overflow_sequences, growth_factors, backoff_factors, growth_intervals, first_scales, st.integers(1, 5))
+@example([False] * 200, 2.0, 0.5, 1, 65536.0, 2)
+def test_refill_by_step_is_the_rule_of_apex(overflows, growth_factor, backoff_factor, interval, scale, hysteresis):
+    rule = ScaleRule(growth_factor, backoff_factor, interval, **OPEN, hysteresis=hysteresis, hysteresis_refill="step")
+    state, apex = new_state(rule, scale), Apex(rule, scale, hysteresis=hysteresis)
+    for overflow in overflows:
+        advance(state, overflow, rule)
+        apex.update(overflow)
+        assert (state.scale.item(), state.growth_tracker.item()) == (apex.scale, apex.growth)
+        assert state.hysteresis_tracker.item() == apex.hysteresis
+
+
+@given(overflow_sequences, growth_factors, backoff_factors, growth_intervals, st.integers(1, 5))
+@example([True] * 40, 2.0, 0.5, 1, 3)  # down to Megatron's floor
+def test_refill_by_growth_is_the_rule_of_megatron(overflows, growth_factor, backoff_factor, interval, hysteresis):
+    rule = ScaleRule(
+        growth_factor, backoff_factor, interval, 1.0, math.inf, hysteresis=hysteresis, hysteresis_refill="growth"
+    )
+    state, megatron = new_state(rule, 4096.0), Megatron(rule, 4096.0, hysteresis=hysteresis)
+    for overflow in overflows:
+        advance(state, overflow, rule)
+        megatron.update(overflow)
+        if not math.isfinite(megatron.scale):  # Megatron has no guard against that; torch and Apex stay where they are
+            break
+        assert (state.scale.item(), state.growth_tracker.item()) == (megatron.scale, megatron.growth)
+        assert state.hysteresis_tracker.item() == megatron.hysteresis
+
+
+def test_the_two_refills_differ_on_overflows_with_healthy_steps_between():
+    overflows = [True, False, True, False, True]
+    by_step = ScaleRule(hysteresis=2, hysteresis_refill="step")
+    by_growth = ScaleRule(hysteresis=2, hysteresis_refill="growth")
+    assert list(trajectory(by_step, overflows)) == [65536.0] * 5
+    assert list(trajectory(by_growth, overflows)) == [65536.0, 65536.0, 32768.0, 32768.0, 16384.0]
+
+
+def test_hysteresis_forgives_one_less_than_its_number_and_restarts_growth():
+    rule = ScaleRule(growth_interval=3, hysteresis=3)
+    overflows = [False, False, True, True, True, False, False, True, False, False, False]
+    scales = list(trajectory(rule, overflows))
+    assert scales == [65536.0] * 4 + [32768.0] * 6 + [65536.0]
+
+
+@given(
+    overflow_sequences,
+    growth_factors,
+    backoff_factors,
+    growth_intervals,
+    st.floats(2.0**-40, 1.0, width=32),
+    st.floats(1.0, 2.0**40, width=32),
+    st.integers(1, 3),
+    st.sampled_from(["step", "growth"]),
+)
+@example([True] * 50, 2.0, 0.5, 1, 0.7, 3.0, 1, "step")
+@example([False] * 50, 2.0, 0.5, 1, 0.7, 1e6 / 3, 1, "growth")
+def test_the_scale_never_leaves_its_bounds(
+    overflows, growth_factor, backoff_factor, interval, min_scale, max_scale, hysteresis, refill
+):
+    rule = ScaleRule(growth_factor, backoff_factor, interval, min_scale, max_scale, hysteresis, refill)
+    for scale in trajectory(rule, overflows, scale=1.0):
+        # the bounds as single precision holds them
+        assert np.float32(min_scale) <= scale <= np.float32(max_scale)
+
+
+def test_the_bounds_are_reached_exactly_and_left_again():
+    rule = ScaleRule(growth_interval=1, min_scale=3.0, max_scale=20.0)
+    assert list(trajectory(rule, [True, True, False, False, False, False, True], scale=8.0)) == [
+        *(4.0, 3.0),
+        *(6.0, 12.0, 20.0, 20.0),
+        10.0,
+    ]
+
+
+@pytest.mark.parametrize("min_scale", [2.0**-24, 0.1, 0.7, 1.0, 1000 / 3])
+def test_overflows_are_counted_at_the_floor_only_and_only_in_a_row(min_scale):
+    """Also where single precision rounds the floor up or down."""
+    rule = ScaleRule(min_scale=min_scale, growth_interval=100)
+    state = new_state(rule, 2.5 * min_scale)
+    counts = []
+    for overflow in [True, True, True, True, False, True, True]:
+        advance(state, overflow, rule)
+        counts.append(state.floor_tracker.item())
+    assert counts == [0, 0, 1, 2, 0, 1, 2]
+
+
+@given(st.lists(st.booleans(), max_size=100), st.integers(1, 3))
+def test_the_floor_count_is_the_length_of_the_last_run_of_overflows_that_began_at_the_floor(overflows, hysteresis):
+    rule = ScaleRule(min_scale=16.0, growth_interval=2, hysteresis=hysteresis)
+    state, expected = new_state(rule, 64.0), 0
+    for overflow in overflows:
+        expected = expected + 1 if overflow and state.scale.item() == 16.0 else 0
+        advance(state, overflow, rule)
+        assert state.floor_tracker.item() == expected
+
+
+def test_it_works_in_place_on_scalars_of_the_documented_types():
+    rule = ScaleRule(hysteresis=2)
+    state = new_state(rule, 4.0)
+    tensors = [getattr(state, field.name) for field in fields(state)]
+    for overflow in [True, True, False]:
+        advance(state, overflow, rule)
+    assert all(getattr(state, field.name) is tensor for field, tensor in zip(fields(state), tensors, strict=True))
+    assert [(t.dtype, t.shape) for t in tensors] == [(torch.float32, ())] + [(torch.int32, ())] * 3
+
+
+def test_nothing_is_read_on_the_host():
+    class CountReads(TorchDispatchMode):
+        reads = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.reads += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    rule = ScaleRule(growth_interval=2, hysteresis=2)
+    state = new_state(rule, 4.0)
+    found_infs = [torch.tensor(float(overflow)) for overflow in [True, True, False, False]]
+    with CountReads() as counter:
+        for found_inf in found_infs:
+            update_scale_(state, found_inf, rule)
+        assert counter.reads == 0
+        state.scale.item()  # the counter does count
+        assert counter.reads == 1

@@ -1,0 +1,500 @@
+"""FSDP2Strategy on models that know nothing of it: real gloo processes against a single one."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
+from gloo import run_ranks
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from reductions_counter import ReductionsPerStep
+from small_models import WIDTH, Regression, loader, quiet_trainer, regression_batches
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lightning_mp import AccumulationScheduler, AutocastPrecision, MasterWeightsPrecision
+from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_mp.demo.model import Block
+from lightning_mp.strategies.fsdp2 import FSDP2Strategy
+
+# torch warns of in-place operations on a sharded layer's output; there are none here.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+
+BLOCKS = ("model.blocks.0", "model.blocks.1")
+
+
+# -- the same as on one process ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return train(gradient_clip_val=0.5)
+
+
+def check_against(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    assert_same_on_ranks(found)
+    assert_same(found[0], alone)
+    means = [sum(values) / len(found) for values in zip(*(rank["losses"] for rank in found), strict=True)]
+    assert means == pytest.approx(alone["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, {"shard": {Block}}),
+        pytest.param(4, {"shard": 1000}, marks=pytest.mark.full),
+        (4, {"shard": "model.blocks.*", "replicate_size": 2}),
+        pytest.param(2, {"shard": "Block", "reshard_after_forward": False}, marks=pytest.mark.full),
+    ],
+    ids=["class", "size", "hybrid", "kept"],
+)
+def test_it_equals_one_process(ranks: int, arguments: dict[str, Any], alone: dict[str, Any]) -> None:
+    """D17, D19: losses, norms, scale and weights, with fp16, a fused optimizer, tied weights and clipping by norm."""
+
+    def run(rank: int) -> Any:
+        module = model()
+        found = train(rank, ranks, fsdp2(**arguments), module=module, gradient_clip_val=0.5)
+        placements = {p.placements for p in module.parameters() if isinstance(p, DTensor)}
+        whole = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+        return found | {"placements": placements, "whole": whole}
+
+    found = run_ranks(run, ranks)
+    check_against(alone, found)
+    hybrid = arguments.get("replicate_size", 1) > 1
+    assert found[0]["placements"] == {(Replicate(), Shard(0)) if hybrid else (Shard(0),)}
+    assert found[0]["whole"] == []
+
+
+def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
+    clip = {"gradient_clip_val": 0.5, "plugin": Precision()}
+    found = run_ranks(lambda rank: train(rank, 2, fsdp2(), **clip), 2)
+    assert_same_on_ranks(found)
+    assert_same(found[0], train(**clip), atol=2e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_clipping_by_value_equals_one_process(ranks: int) -> None:
+    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+    found = run_ranks(lambda rank: train(rank, ranks, fsdp2(), **clip), ranks)
+    check_against(train(**clip), found)
+
+
+class Overflow(Callback):
+    """An inf in the gradient that one rank holds of one layer, in the second step."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
+            pl_module.model.blocks[1].mlp.down.weight.grad.to_local()[0, 0] = torch.inf
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, {}),
+        pytest.param(4, {"replicate_size": 2}, marks=pytest.mark.full),
+        (4, {"tensor_parallel_size": 2}),
+    ],
+    ids=["shards", "hybrid", "2-D"],
+)
+def test_an_overflow_on_one_rank_skips_on_all(ranks: int, arguments: dict[str, Any]) -> None:
+    """D02, D03: one shard of one rank; then all go on together."""
+    found = run_ranks(lambda rank: train(rank, ranks, fsdp2(**arguments), callbacks=[Overflow()]), ranks)
+    assert_same_on_ranks(found)
+    assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
+    assert all(torch.isfinite(value).all() for value in found[0]["weights"].values())
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_gradients_are_reduced_once_per_window_or_micro_batch(sync: Any) -> None:
+    """D37, D53: two blocks with their norms apart, and the rest: five reductions."""
+
+    def run(rank: int, devices: int) -> Any:
+        counter = ReductionsPerStep()
+        schedule = AccumulationScheduler({0: 2}, sync=sync if devices > 1 else "window")
+        strategy = fsdp2() if devices > 1 else "auto"
+        return train(rank, devices, strategy, steps=3, callbacks=[schedule, counter]) | {"reductions": counter.counts}
+
+    found = run_ranks(lambda rank: run(rank, 2), 2)
+    check_against(run(0, 1), found)
+    assert found[0]["reductions"] == ([5, 5, 5] if sync == "window" else [10, 10, 10])
+
+
+@pytest.mark.parametrize(
+    "precision", [*(pytest.param(name, marks=pytest.mark.full) for name in ("32-true", "bf16-true")), "master"]
+)
+def test_other_precisions_shard_as_well(precision: str) -> None:
+    def run(rank: int, devices: int) -> Any:
+        module = Regression()
+        precisions: dict[str, Any] = {"precision": precision}
+        if precision == "master":
+            precisions = {"plugins": [MasterWeightsPrecision("bf16-true", policy={"class:LayerNorm": "fp32"})]}
+            module.net[1] = nn.LayerNorm(16)
+        strategy = fsdp2(nn.Linear) if devices > 1 else "auto"
+        trainer = quiet_trainer(devices=devices, strategy=strategy, gradient_clip_val=None, **precisions)
+        # both ranks see the same rows, so that 16-bit sums have the same rounding
+        trainer.fit(module, loader(regression_batches(3)))
+        return {name: value.float() for name, value in full_weights(module).items()}
+
+    alone = run(0, 1)
+    for found in run_ranks(lambda rank: run(rank, 2), 2):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-2 if precision != "32-true" else 1e-5, atol=1e-5)
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    """A norm, an embedding's worth of weights that torch knows nothing of, and a product; and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.product = nn.Linear(WIDTH, WIDTH)
+        self.table: Tensor
+        self.register_buffer("table", torch.linspace(0, 1, WIDTH))
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            tensors = {"scale": self.scale, "table": self.table, "norm": self.norm.weight, "x": x}
+            self.seen |= {name: tensor.dtype for name, tensor in tensors.items()}
+            self.product.register_forward_pre_hook(
+                lambda layer, _: self.seen.update(product=layer.weight.dtype), prepend=False
+            )
+        return x + self.product(self.norm(x) * self.scale + self.table).relu()
+
+
+class Watched(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(Seen(), Seen(), nn.Linear(WIDTH, 1))
+
+
+@pytest.mark.parametrize(
+    "policy", [None, pytest.param({"class:Seen": "low"}, marks=pytest.mark.full)], ids=["bare", "policy"]
+)
+def test_only_what_autocast_casts_is_gathered_in_16_bit(policy: Any) -> None:
+    """D18, D49: a norm's weight, a module's own parameter and buffers are not rounded on the way."""
+
+    def run(rank: int) -> Any:
+        module = Watched()
+        plugin = AutocastPrecision("bf16-mixed", policy=policy)
+        trainer = quiet_trainer(devices=2, strategy=fsdp2("Seen"), plugins=[plugin])
+        trainer.fit(module, loader(regression_batches(2)))
+        seen = module.net[0].seen
+        return seen, {p.dtype for p in module.parameters()}, [p.grad.dtype for p in module.parameters()]
+
+    seen, dtypes, _ = run_ranks(run, 2)[0]
+    low = torch.bfloat16
+    assert seen == {
+        "scale": low if policy else torch.float32,
+        "table": torch.float32,
+        "x": torch.float32,
+        "norm": torch.float32,
+        "product": low,
+    }
+    assert dtypes == {torch.float32}
+
+
+def test_evaluation_in_fp32_is_not_fed_rounded_weights() -> None:
+    def run(rank: int) -> Any:
+        module = Watched()
+        plugin = AutocastPrecision("bf16-mixed", eval_precision="32-true")
+        quiet_trainer(devices=2, strategy=fsdp2("Seen"), plugins=[plugin]).fit(module, loader(regression_batches(2)))
+        return module.net[0].seen["product"]
+
+    assert run_ranks(run, 2) == [torch.float32] * 2
+
+
+# -- set-up ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_on_the_meta_device_starts_from_the_same_weights_on_any_number_of_ranks() -> None:
+    """Tied weights stay tied; no rank draws the numbers of another's shard."""
+
+    def run(rank: int, ranks: int) -> Any:
+        trainer = quiet_trainer(devices=ranks, strategy=fsdp2(), plugins=[AutocastPrecision("bf16-mixed")])
+        with trainer.init_module(empty_init=True):
+            module = model()
+        assert {p.device.type for p in module.parameters()} == {"meta"}
+        torch.manual_seed(rank)  # the numbers of rank 0 are everybody's
+        trainer.validate(module, loader([[torch.zeros(2, 8, dtype=torch.int64)] * 2]), verbose=False)
+        assert module.model.head.weight is module.model.token_embedding.weight
+        return full_weights(module)
+
+    (one,) = run_ranks(lambda rank: run(rank, 1), 1)
+    assert one.keys() == model().state_dict().keys()
+    for weights in run_ranks(lambda rank: run(rank, 2), 2):
+        for name, value in one.items():
+            assert torch.equal(weights[name], value), name
+    drawn = one["model.blocks.1.mlp.up.weight"]
+    assert drawn.unique().numel() > 0.99 * drawn.numel()
+    bound = 1 / 16**0.5  # of nn.Linear.reset_parameters
+    assert drawn.abs().max() <= bound
+    torch.testing.assert_close(drawn.std(), torch.tensor(bound / 3**0.5), rtol=0.1, atol=0)
+    assert one["model.final_norm.weight"].eq(1).all()
+
+
+def test_a_module_that_cannot_be_initialised_is_refused() -> None:
+    def run(rank: int) -> None:
+        trainer = quiet_trainer(devices=2, strategy=fsdp2("Seen"))
+        with trainer.init_module(empty_init=True):
+            module = Watched()
+        with pytest.raises(MisconfigurationException, match="class Seen are on the meta device and have no reset_para"):
+            trainer.fit(module, loader(regression_batches(1)))
+
+    run_ranks(run, 2)
+
+
+def test_ranks_start_from_the_weights_of_rank_zero() -> None:
+    def run(rank: int) -> Any:
+        module = model()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(rank)
+        return train(rank, 2, fsdp2(), module=module, steps=1)
+
+    found = run_ranks(run, 2)
+    assert_same_on_ranks(found)
+    assert_same(found[0], train(steps=1))
+
+
+# -- with others -------------------------------------------------------------------------------------------------------
+
+
+class PostNorm(nn.Module):
+    """Ends with its norm, where a second run stops early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + nn.functional.dropout(self.up(self.before(x)).relu(), 0.5, self.training))
+
+
+class Blocks(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(PostNorm(), PostNorm(), nn.Linear(WIDTH, 1))
+
+
+@pytest.mark.full
+def test_activation_checkpointing_goes_inside_of_the_units() -> None:
+    """To the last bit, dropout included, with norms that are gathered apart from their block."""
+
+    def run(rank: int, again: bool) -> Any:
+        module = Blocks()
+        callbacks = [ActivationCheckpointing(PostNorm)] if again else []
+        trainer = quiet_trainer(
+            devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()], callbacks=callbacks, max_epochs=2
+        )
+        torch.manual_seed(7)
+        trainer.fit(module, loader(regression_batches(4)))
+        return full_weights(module)
+
+    plain, checkpointed = (run_ranks(lambda rank, again=again: run(rank, again), 2)[0] for again in (False, True))
+    for name, value in plain.items():
+        assert torch.equal(checkpointed[name], value), name
+
+
+class Manual(Regression):
+    """Two steps of the optimizer in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.net(x).float(), y.float())
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+def test_manual_optimization_steps_in_the_middle() -> None:
+    def run(rank: int, devices: int) -> Any:
+        module = Manual()
+        strategy = fsdp2("net.2") if devices > 1 else "auto"
+        quiet_trainer(devices=devices, strategy=strategy, plugins=[fp16()], max_epochs=2).fit(
+            module, loader(regression_batches(4))
+        )
+        return full_weights(module)
+
+    alone = run(0, 1)
+    for weights in run_ranks(lambda rank: run(rank, 2), 2):
+        for name, value in alone.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_that_nothing_gathers_in_manual_optimization_are_refused() -> None:
+    class Own(Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(1))
+
+    def run(rank: int) -> None:
+        with pytest.raises(MisconfigurationException, match="in manual optimization: temperature of Own belongs to no"):
+            quiet_trainer(devices=2, strategy=fsdp2("net.2")).fit(Own(), loader(regression_batches(1)))
+
+    run_ranks(run, 2)
+
+
+class Fails(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise RuntimeError("planted")
+
+
+def test_step_methods_are_given_back_and_a_second_run_keeps_the_shards() -> None:
+    def run(rank: int) -> Any:
+        module = Blocks()
+        data = loader(regression_batches(2))
+        with pytest.raises(RuntimeError, match="planted"):
+            quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()], callbacks=[Fails()]).fit(module, data)
+        left = {name for name in vars(module) if name.endswith("_step")}
+        shards = [p.to_local().data_ptr() for p in module.parameters()]
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()])
+        trainer.fit(module, data)
+        assert [p.to_local().data_ptr() for p in module.parameters()] == shards
+        other = quiet_trainer(devices=2, strategy=fsdp2(PostNorm))
+        with pytest.raises(
+            MisconfigurationException, match=r"gathers weights in torch.float16, and precision is now '3"
+        ):
+            other.fit(module, data)
+        return left | {name for name in vars(module) if name.endswith("_step")}, trainer.global_step
+
+    assert run_ranks(run, 2) == [(set(), 2)] * 2
+
+
+class Validated(Regression):
+    """The last layer is in no unit but the model itself, and gathered for the whole step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+        self.gathered = not isinstance(self.net[2].weight, DTensor)
+
+
+def test_nothing_stays_gathered_after_evaluation() -> None:
+    def run(rank: int) -> Any:
+        module = Validated()
+        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[fp16()])
+        trainer.validate(module, loader(regression_batches(1)), verbose=False)
+        return module.gathered, {type(parameter) for parameter in module.parameters()}
+
+    assert run_ranks(run, 2) == [(True, {DTensor})] * 2
+
+
+# -- names and refusals ------------------------------------------------------------------------------------------------
+
+
+def test_lightning_knows_its_name() -> None:
+    assert "mp_fsdp2" in StrategyRegistry.available_strategies()
+
+    def run(rank: int) -> Any:
+        trainer = quiet_trainer(devices=2, strategy="mp_fsdp2", plugins=[fp16()])
+        module = model()
+        data = loader([[torch.zeros(2, 8, dtype=torch.int64)] * 2])
+        trainer.fit(module, data, data)
+        return type(trainer.strategy), trainer.strategy.unit_names
+
+    assert run_ranks(run, 2) == [(FSDP2Strategy, BLOCKS)] * 2
+
+
+# LightningCLI 2.6 calls what jsonargparse has given other names since (lightning/pytorch/cli.py); it still works.
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*was deprecated in v4\.49\.0 and will be removed in v5:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:\s*By default only one JsonargparseDeprecationWarning per:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("shard", "read"),
+    [("lightning_mp.demo.model.Block", (Block,)), ("['*.0', '*.1']", ("*.0", "*.1")), ("500", 500)],
+)
+def test_yaml_says_what_is_sharded(shard: str, read: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["project.py"])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # the command line sets them for the rest of the process
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    config = tmp_path / "run.yaml"
+    config.write_text(f"""
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 1
+  logger: false
+  strategy:
+    class_path: lightning_mp.strategies.fsdp2.FSDP2Strategy
+    init_args:
+      shard: {shard}
+      tensor_parallel_size: 2
+      tensor_parallel_plan:
+        '*.up': column
+        '*.down': row
+      process_group_backend: gloo
+""")
+    cli = LightningCLI(Regression, run=False, save_config_callback=None, args=["--config", str(config)])
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, FSDP2Strategy)
+    assert (strategy.shard, strategy.tensor_parallel_plan) == (read, {"*.up": "column", "*.down": "row"})
+
+
+def refusal(strategy: Any, module: pl.LightningModule | None = None, **arguments: Any) -> str:
+    def run(rank: int) -> str:
+        with pytest.raises((ValueError, MisconfigurationException)) as caught:
+            quiet_trainer(devices=2, strategy=strategy, **arguments).fit(
+                module or model(), loader(regression_batches(1)), loader(regression_batches(1))
+            )
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+    return first
+
+
+def test_a_rule_that_matches_nothing_says_what_there_is() -> None:
+    message = refusal(fsdp2("model.block.*"))
+    assert "FSDP2Strategy: 'model.block.*' fits no module of Recorded" in message
+    assert "model.blocks.0" in message
+    assert "Classes: Linear (9)" in message
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    message = refusal(fsdp2(replicate_size=3))
+    assert message.startswith(
+        "FSDP2Strategy(replicate_size=3, tensor_parallel_size=1) needs a multiple of 3 ranks, and"
+    )
+
+
+def test_a_stock_scaler_is_refused() -> None:
+    message = refusal(fsdp2(), plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))])
+    assert "Use Trainer(plugins=[lightning_mp.AutocastPrecision('16-mixed')])" in message
+
+
+# Lightning's word of models that are built in `configure_model`, as this one is; the refusal says more.
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_callbacks_that_have_copied_the_model_are_refused() -> None:
+    message = refusal(fsdp2(), callbacks=[EMAWeightAveraging(decay=0.9)])
+    assert message.startswith("FSDP2Strategy cannot be used with EMAWeightAveraging, which copies the model before")
+
+
+@pytest.mark.parametrize("size", [0, True, 1.5])
+def test_sizes_are_whole_numbers(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of 1 or more"):
+        FSDP2Strategy(replicate_size=size)
+
+
+def test_a_plan_without_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=1 cuts none"):
+        FSDP2Strategy(tensor_parallel_plan="auto")

@@ -1,0 +1,243 @@
+"""Real processes for tests of what several ranks do together: forked from a server, so nothing is imported twice."""
+
+import atexit
+import contextlib
+import datetime
+import functools
+import json
+import math
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "process_group", "run_ranks"]
+
+# Ranks compute on the CPU, wherever they run; and the driver of a GPU does not survive a fork.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+FOLDER = Path(__file__).resolve().parent
+
+# After the first failure the other ranks have this long to fail by themselves, so that their view is reported too.
+GRACE_SECONDS = 2.0
+
+# What a hung rank gets to write down where it is.
+STACK_SECONDS = 0.3
+
+
+class RankError(AssertionError):
+    """A rank raised, hung or died. The text holds each such rank, the first to fail on top."""
+
+
+def run_ranks(function: Callable[[int], Any], world_size: int, timeout_seconds: float = 60) -> list[Any]:
+    """Calls ``function(rank)`` in ``world_size`` processes and returns what they return, in rank order.
+
+    The processes find the variables of a launched job, so a Lightning Trainer in them starts no processes of its own:
+    ``Trainer(accelerator="cpu", devices=world_size, strategy="ddp")``. Without a Trainer, open a :func:`process_group`.
+
+    They are forks of a server that has computed nothing (``rank_server.py``). The function goes there by cloudpickle:
+    with its closure, and with all that it uses of a test file, but without what the test changed in other modules.
+    The folder, environment, import path, torch's random state and the filters of warnings go along; what it returns
+    comes back. Whatever happens, no process outlives the call.
+
+    Raises:
+        RankError: if a rank raised (with its traceback), did not finish in time (with its stack), or died.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(_reserved_port())
+        payload = stack.enter_context(tempfile.TemporaryFile())
+        payload.write(_payload(function, world_size, port))
+        payload.flush()
+        children = [
+            _Child(rank, *(stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)))
+            for rank in range(world_size)
+        ]
+        call = stack.enter_context(_Call.open(payload, children))
+        failed = call.wait(timeout_seconds)
+        reports = [child.failure() for child in failed]
+        still_running = [child for child in children if child.exit_code is None]
+        if still_running and not failed:
+            call.write_stacks()
+        reports += [child.hang(timeout_seconds, after_failure=bool(failed)) for child in still_running]
+        if reports:
+            raise RankError("\n".join(reports))
+        return [child.message()[1] for child in children]
+
+
+@contextlib.contextmanager
+def process_group(timeout_seconds: float = 60) -> Iterator[None]:
+    """The default gloo process group, for functions that run without a Trainer.
+
+    The ranks leave it together: one that is done early would close its connections while another still makes them.
+    After an exception the group stays, and ends with its process: the first to fail is then the first to be seen.
+    """
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@functools.cache
+def _server() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """In a session of its own: Ctrl-C is for the tests, which then close the connection."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        command = [sys.executable, str(FOLDER / "rank_server.py"), str(its.fileno()), json.dumps(sys.path)]
+        process = subprocess.Popen(
+            command,
+            pass_fds=[its.fileno()],
+            env=os.environ | NO_GPU,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    atexit.register(_end_server, process, ours)
+    return process, ours
+
+
+def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()  # which ends it
+    process.wait()
+
+
+def _payload(function: Callable[[int], Any], world_size: int, port: int) -> bytes:
+    """What the processes take over; the function last, since it can be read only where the modules are found."""
+    for name, module in list(sys.modules.items()):
+        # A test file is not imported again: that takes long, and would lose what pytest makes of its assertions.
+        if name.startswith("test_") and FOLDER.parent in Path(getattr(module, "__file__", None) or ".").parents:
+            cloudpickle.register_pickle_by_value(module)
+    variables = {
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    settings = {
+        "path": sys.path,
+        "argv": sys.argv,
+        "folder": os.getcwd(),
+        "environment": dict(os.environ) | NO_GPU | variables,
+        "function": cloudpickle.dumps((function, warnings.filters, torch.get_rng_state())),
+    }
+    return pickle.dumps(settings)
+
+
+@dataclass
+class _Child:
+    rank: int
+    result_file: IO[bytes]
+    stack_file: IO[bytes]
+    exit_code: int | None = None  # None while it runs; negative if a signal ended it
+
+    def message(self) -> tuple[bool, Any]:
+        """Whether it succeeded, and its result or its traceback."""
+        self.result_file.seek(0)
+        success, payload = pickle.load(self.result_file)
+        return success, payload
+
+    def failure(self) -> str:
+        """Why it failed; empty if it did not."""
+        assert self.exit_code is not None
+        if self.exit_code < 0:
+            return f"Rank {self.rank} was ended by {signal.Signals(-self.exit_code).name}."
+        if self.exit_code > 0 or not os.fstat(self.result_file.fileno()).st_size:
+            return f"Rank {self.rank} exited with code {self.exit_code} and no result."
+        success, payload = self.message()
+        return "" if success else f"Rank {self.rank} raised:\n{payload}"
+
+    def hang(self, timeout_seconds: float, *, after_failure: bool) -> str:
+        if after_failure:
+            return f"Rank {self.rank} was still running and has been ended."
+        stack = os.pread(self.stack_file.fileno(), 1 << 20, 0).decode()
+        return f"Rank {self.rank} did not finish within {timeout_seconds:g} seconds. It was here:\n{stack}"
+
+
+@dataclass
+class _Call:
+    """A connection to the server, for as long as which the processes may live."""
+
+    connection: socket.socket
+    children: list[_Child]
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, payload: IO[bytes], children: list[_Child]) -> Iterator["_Call"]:
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with its:
+                files = [its.fileno(), payload.fileno(), 1, 2]
+                files += [file.fileno() for child in children for file in (child.result_file, child.stack_file)]
+                process, control = _server()
+                if process.poll() is not None:  # a test may have ended it
+                    control.close()
+                    _server.cache_clear()
+                    process, control = _server()
+                socket.send_fds(control, [b"?"], files)
+            try:
+                yield cls(ours, children)
+            finally:
+                with contextlib.suppress(OSError):
+                    ours.shutdown(socket.SHUT_WR)
+                    while ours.recv(1 << 12):
+                        pass
+
+    def wait(self, timeout_seconds: float) -> list[_Child]:
+        """Waits until all children have finished or time is up; returns who failed, the first on top.
+
+        The time begins with the function: before, there is a server to be started and modules to be imported.
+        """
+        running, failed = len(self.children), []
+        waited_for, deadline = set(range(running)), None
+        while (
+            running and select.select([self.connection], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]
+        ):
+            rank, *exit_code = self._hear()
+            waited_for.discard(rank)
+            if exit_code:
+                self.children[rank].exit_code = exit_code[0]
+                running -= 1
+            if exit_code and self.children[rank].failure():
+                failed.append(self.children[rank])
+                timeout_seconds = min(timeout_seconds, GRACE_SECONDS)
+                deadline = min(deadline or math.inf, time.monotonic() + timeout_seconds)
+            elif deadline is None and not waited_for:
+                deadline = time.monotonic() + timeout_seconds
+        return failed
+
+    def write_stacks(self) -> None:
+        self.connection.send(b"?")
+        time.sleep(STACK_SECONDS)
+
+    def _hear(self) -> Any:
+        message = self.connection.recv(1 << 12)
+        if not message:
+            raise RuntimeError(f"the server of the ranks has ended with {_server()[0].wait()}; see its standard error")
+        return pickle.loads(message)
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that nobody else is given meanwhile, not even a test session beside this one.
+
+    The socket is bound but does not listen, so with ``SO_REUSEADDR``, which torch's store sets too, rank 0 can.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])

@@ -1,0 +1,199 @@
+"""The process that ranks are forked from: it has imported what they need and computed nothing.
+
+A fork of a process that has run a backward, compiled or touched CUDA takes autograd's threads and the driver's state
+along in pieces. So ``gloo.py`` starts this file once for each test process and asks it for ranks over a socket.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
+
+PRELOAD = (
+    "cloudpickle",
+    "lightning.pytorch",
+    "lightning_mp",
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torchao.float8",
+)
+
+MAX_MESSAGE_BYTES = 1 << 12
+MAX_FILES = 200
+
+
+class _Call:
+    """The ranks of one call. They end when the caller closes the connection.
+
+    It is told of each of them that the function begins, ``(rank,)``, and how it ended, ``(rank, exit_code)``.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.ranks: dict[int, int] = {}  # of those that still run, by process id
+
+    def signal(self, number: int) -> None:
+        for pid in self.ranks:
+            os.kill(pid, number)
+
+    def tell(self, *words: int) -> None:
+        with suppress(OSError):  # the caller has gone: then nobody wants to know
+            self.connection.send(pickle.dumps(words))
+
+
+class RankServer:
+    """Forks ranks for whoever holds the other end of ``control``, and ends them when it is closed."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._calls: set[_Call] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, self._accept)
+
+    def serve(self) -> None:
+        while self._control.fileno() >= 0:
+            key, _ = self._selector.select()[0]
+            key.data()
+        for call in self._calls:
+            call.signal(signal.SIGKILL)
+
+    def _accept(self) -> None:
+        message, files, *_ = socket.recv_fds(self._control, 1, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            self._control.close()
+            return
+        call = _Call(socket.socket(fileno=files.pop(0)))
+        self._calls.add(call)
+        payload, stdout, stderr, *of_ranks = files
+        for rank, (result, stack) in enumerate(zip(of_ranks[::2], of_ranks[1::2], strict=True)):
+            pid = os.fork()
+            if not pid:
+                self._close_all_but(call)
+                _be_rank(rank, call, payload, stdout, stderr, result, stack)
+            call.ranks[pid] = rank
+            pidfd = os.pidfd_open(pid)
+            self._selector.register(pidfd, selectors.EVENT_READ, partial(self._reap, call, pid, pidfd))
+        for file in files:
+            os.close(file)
+        self._selector.register(call.connection, selectors.EVENT_READ, partial(self._hear, call))
+
+    def _reap(self, call: _Call, pid: int, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        call.tell(call.ranks.pop(pid), os.waitstatus_to_exitcode(status))
+        if not call.ranks:
+            self._calls.remove(call)
+            if call.connection in self._selector.get_map():
+                self._selector.unregister(call.connection)
+            call.connection.close()
+
+    def _hear(self, call: _Call) -> None:
+        try:
+            wants_stacks = bool(call.connection.recv(1))
+        except OSError:
+            wants_stacks = False
+        if wants_stacks:
+            call.signal(signal.SIGUSR1)
+        else:
+            self._selector.unregister(call.connection)
+            call.signal(signal.SIGKILL)
+
+    def _close_all_but(self, own: _Call) -> None:
+        """In a rank: a copy of a socket would keep the others from seeing that it was closed."""
+        self._selector.close()
+        self._control.close()
+        for call in self._calls - {own}:
+            call.connection.close()
+
+
+def _be_rank(rank: int, call: _Call, payload: int, stdout: int, stderr: int, result: int, stack: int) -> NoReturn:
+    """Runs the function and leaves; a rank must not go on as a server."""
+    exit_code = 1
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ended with the server, however that ends
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        sys.stdout.reconfigure(write_through=True)
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        import cloudpickle
+
+        try:
+            function = _take_over(rank, pickle.loads(_content(payload)))
+            call.tell(rank)
+            call.connection.close()
+            message = cloudpickle.dumps((True, function(rank)))
+        except BaseException:
+            message = pickle.dumps((False, traceback.format_exc()))
+        with open(result, "wb") as file:
+            file.write(message)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        exit_code = 0
+    finally:
+        os._exit(exit_code)
+
+
+def _content(file: int) -> bytes:
+    """Without moving the position, which all ranks share."""
+    return os.pread(file, os.fstat(file).st_size, 0)
+
+
+def _take_over(rank: int, settings: dict[str, Any]) -> Callable[[int], Any]:
+    """Makes this process look like the caller's, with the variables of a launched job; returns its function."""
+    import torch
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    sys.path[:] = settings["path"]
+    sys.argv[:] = settings["argv"]
+    os.chdir(settings["folder"])
+    os.environ.clear()
+    os.environ.update(settings["environment"])
+    # By these Lightning would take the machine for a cluster and look for ranks elsewhere.
+    for name in ("KUBERNETES_PORT", "SLURM_NTASKS"):
+        os.environ.pop(name, None)
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    rank_zero_only.rank = rank  # read from the environment once, when lightning was imported
+    torch.set_num_threads(1)
+    function, filters, random_state = pickle.loads(settings["function"])
+    torch.set_rng_state(random_state)
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(filters):
+        warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line)
+    return function
+
+
+def _pattern(of_filter: Any) -> str:
+    return getattr(of_filter, "pattern", of_filter) or ""
+
+
+def _preload() -> None:
+    logging.getLogger().addHandler(logging.NullHandler())  # as under pytest: Lightning then adds none of its own
+    for name in PRELOAD:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # or each rank would look through all of this for garbage
+
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[2])
+    _preload()
+    RankServer(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -1,0 +1,153 @@
+"""Small modules, data and Trainers that many tests share."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+WIDTH = 8
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+class Regression(pl.LightningModule):
+    """A two-layer net; the loss of the micro-batches in ``overflows`` (counted over the run) is infinite."""
+
+    def __init__(
+        self,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+        *,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        overflows: Iterable[int] = (),
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 1))
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.overflows = set(overflows)
+        self.seen_batches = 0
+        self.learning_rates: list[float] = []
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(x).float(), y.float())
+        if self.seen_batches in self.overflows:
+            loss = loss * torch.inf
+        self.seen_batches += 1
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        # The learning rate that each step which is really made uses.
+        optimizer.register_step_pre_hook(
+            lambda stepping, *_: self.learning_rates.append(float(stepping.param_groups[0]["lr"]))
+        )
+        if self.make_scheduler is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
+        }
+
+
+class TokenModel(pl.LightningModule):
+    """An embedding and a head over a small vocabulary; mean cross-entropy that leaves label -100 out."""
+
+    def __init__(
+        self, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd, vocabulary: int = 11
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary)
+        self.make_optimizer = optimizer
+        self.trained_tokens = 0
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        self.trained_tokens += int((y != -100).sum())
+        return nn.functional.cross_entropy(self.head(self.embedding(x)).flatten(0, 1).float(), y.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+
+def regression_batches(num_batches: int, batch_size: int = 4, width: int = WIDTH) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    xs = torch.randn(num_batches, batch_size, width, generator=generator)
+    return [[x, x.square().mean(1, keepdim=True)] for x in xs]
+
+
+def token_batches(lengths: Sequence[int], batch_size: int = 2, vocabulary: int = 11) -> list[list[Tensor]]:
+    """One batch per length: that many loss-bearing tokens in all, the rest of the rows padded with -100."""
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for tokens in lengths:
+        columns = -(-tokens // batch_size) + 1
+        x = torch.randint(vocabulary, (batch_size, columns), generator=generator)
+        y = torch.randint(vocabulary, (batch_size, columns), generator=generator)
+        hidden = torch.randperm(batch_size * columns, generator=generator)[tokens:]
+        y.view(-1)[hidden] = -100
+        batches.append([x, y])
+    return batches
+
+
+def loader(batches: list[Any]) -> "DataLoader[Any]":
+    """Hands out ready batches in order, as they are: torch's own conversion would turn tuples into lists."""
+    return DataLoader(batches, batch_size=None, shuffle=False, collate_fn=lambda batch: batch)
+
+
+class ResumableLoader:
+    """Hands out ready batches in order, epoch after epoch, and goes on where its state says."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position %= len(self.batches)
+        for batch in self.batches[self.position :]:
+            self.position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def quiet_trainer(**arguments: Any) -> pl.Trainer:
+    """A CPU Trainer without files and output."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    return pl.Trainer(**(defaults | arguments))
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters()]

@@ -1,0 +1,180 @@
+"""Attention that is not cut by heads, tables of embeddings in parts, and stock clipping, against one process."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fsdp2_runs import fsdp2, full_weights
+from gloo import process_group, run_ranks
+from lightning.pytorch.plugins import Precision
+from small_models import loader, quiet_trainer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lightning_mp.gradients.clipping import clip_norm_, let_clip_over_meshes
+from lightning_mp.tensor_parallel.known_models import Style
+from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
+from lightning_mp.tensor_parallel.plan import Plan, check_divisible, resolve_plan
+
+# torch warns of in-place operations on a sharded layer's output; there are none here.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+
+SIZES = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1}
+LLAMA: dict[str, Style] = {
+    "*.q_proj": "column_gather",
+    "*.k_proj": "column_gather",
+    "*.v_proj": "column_gather",
+    "*.o_proj": "row_split",
+}
+GPT2: dict[str, Style] = {"*.c_attn": "column_gather", "*.attn.c_proj": "row_split"}
+
+
+def llama(kv_heads: int = 1) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=8,
+            **SIZES,
+        )
+    )
+
+
+def gpt2() -> GPT2LMHeadModel:
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(n_positions=8, n_embd=16, n_layer=2, n_head=2, **dropouts, **SIZES))
+
+
+class Model(pl.LightningModule):
+    def __init__(self, make: Any, *, freeze: str = "-") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model: nn.Module = make()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(freeze not in name)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def trained(make: Any, ranks: int, plan: Plan | None = None, freeze: str = "-", **arguments: Any) -> dict[str, Tensor]:
+    module = Model(make, freeze=freeze).train()
+    strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan) if ranks > 1 else "auto"
+    trainer = quiet_trainer(devices=ranks, strategy=strategy, plugins=[Precision()], **arguments)
+    rows = torch.randint(32, (3, 2, 8), generator=torch.Generator().manual_seed(3))
+    trainer.fit(module, loader([[each] for each in rows]))
+    assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
+    return full_weights(module)
+
+
+def check(weights: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
+    for name, value in alone.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_fewer_key_value_heads_than_ranks_are_refused_with_a_plan_that_works() -> None:
+    model = llama(kv_heads=1)
+    with pytest.raises(ValueError, match=r"num_key_value_heads=1, which 2 ranks .* all of them\) as 'column_gather'"):
+        check_divisible(model, resolve_plan(model, "auto"), 2)
+    check_divisible(model, resolve_plan(model, {**LLAMA, "*": "auto"}), 2)
+    with pytest.raises(ValueError, match="num_key_value_heads=1"):
+        check_divisible(model, resolve_plan(model, {"*.q_proj": "column_gather", "*": "auto"}), 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rest", ["auto", "auto_sequence"])
+@pytest.mark.parametrize(("make", "gathered"), [(llama, LLAMA), (gpt2, GPT2)])
+def test_attention_on_all_heads_equals_one_process(make: Any, gathered: dict[str, Style], rest: Any) -> None:
+    """In blocks cut along the sequence, too, where gradients are sums over ranks until they are scattered."""
+    for weights in run_ranks(lambda rank: trained(make, 2, {**gathered, "*": rest}), 2):
+        check(weights, trained(make, 1))
+
+
+# -- clipping by norm with Lightning's own plugins ---------------------------------------------------------------------
+
+
+def test_gradients_on_two_meshes_are_clipped_by_one_norm() -> None:
+    """Cut, whole on all ranks, and one that has no gradient."""
+
+    def run(rank: int) -> Any:
+        with process_group():
+            layers = [nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 4)]
+            before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
+            cut_layer(layers[0], "column", init_device_mesh("cpu", (2,)), shared=SharedInput())
+            parameters = [parameter for layer in layers for parameter in layer.parameters()]
+            for parameter in parameters[:-2]:
+                parameter.grad = parameter.detach().clone()
+            clip_norm_(torch.optim.SGD(parameters, lr=0.1), 0.5)
+            ours = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in parameters[:-2]]
+            copies = [nn.Parameter(value) for value in before[:-2]]
+            for copy in copies:
+                copy.grad = copy.detach().clone()
+            nn.utils.clip_grad_norm_(copies, 0.5)
+            for gradient, copy in zip(ours, copies, strict=True):
+                torch.testing.assert_close(gradient, copy.grad)
+
+    torch.manual_seed(0)
+    run_ranks(run, 2)
+
+
+def test_a_plugin_that_clips_in_its_own_way_keeps_it() -> None:
+    class Own(Precision):
+        def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None: ...
+
+    plugin, own = Precision(), Own()
+    assert (let_clip_over_meshes(plugin), let_clip_over_meshes(own)) == (True, False)
+    assert plugin.clip_grad_by_norm is clip_norm_
+    assert "clip_grad_by_norm" not in vars(own)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("freeze", ["-", "mlp"])
+def test_stock_clipping_equals_one_process(ranks: int, freeze: str) -> None:
+    def run(rank: int) -> Any:
+        return trained(lambda: llama(kv_heads=2), ranks, "auto_sequence", freeze, gradient_clip_val=0.1)
+
+    alone = trained(lambda: llama(kv_heads=2), 1, freeze=freeze, gradient_clip_val=0.1)
+    for weights in run_ranks(run, ranks):
+        check(weights, alone)
+
+
+# -- tables of embeddings ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [None, 1, 6])
+def test_a_table_in_parts_gives_rows_and_gradients_of_the_whole(padding: int | None) -> None:
+    def run(rank: int) -> None:
+        with process_group():
+            whole, cut = (nn.Embedding(8, 4, padding_idx=padding) for _ in range(2))
+            cut.load_state_dict(whole.state_dict())
+            cut_layer(cut, "vocabulary", init_device_mesh("cpu", (2,)), shared=SharedInput())
+            ids = torch.tensor([[0, 1, 1, 3], [4, 6, 7, 6]])
+            factor = torch.arange(32.0).view(2, 4, 4)
+            (whole(ids) * factor).sum().backward()
+            (cut(ids) * factor).sum().backward()
+            assert torch.equal(cut(ids), whole(ids))
+            assert torch.equal(cut.weight.grad.full_tensor(), whole.weight.grad)
+            assert cut.weight.to_local().shape == (4, 4)
+            assert not torch.equal(F.embedding(ids % 4, cut.weight.to_local()), whole(ids))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("argument", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
+def test_a_table_that_needs_all_of_its_rows_is_refused(argument: dict[str, Any]) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(8, 4, **argument)})
+    (name,) = argument
+    with pytest.raises(ValueError, match=f"table has {name}=.* cannot be cut as 'vocabulary'. Leave that out, or let"):
+        resolve_plan(model, {"table": "vocabulary"})

@@ -1,0 +1,232 @@
+"""Style "column_qkv": queries, keys and values in one matrix, cut so that a rank has whole heads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp2_runs import assert_same, assert_same_on_ranks, batches, fp16, fsdp2, full_weights, model, train
+from gloo import process_group, run_ranks
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import Precision
+from small_models import loader, quiet_trainer
+from test_tensor_parallel_plan import HuggingFace
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+
+from lightning_mp import MasterWeightsPrecision
+from lightning_mp.checkpoints.fused_qkv import FusedOrder, fused_orders
+from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
+from lightning_mp.tensor_parallel.plan import check_divisible, resolve_plan
+
+# torch warns of in-place operations on a sharded layer's output; there are none here.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+
+QKV = "model.blocks.0.attention.query_key_value.weight"
+TENSOR = {"tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("ranks", "dim"), [(1, 0), (2, 0), (3, 1), (6, 0)])
+def test_a_cut_in_rank_order_gives_each_rank_its_rows_of_each_matrix(ranks: int, dim: int) -> None:
+    matrices = [torch.arange(12 * 5).view(12, 5) + 1000 * number for number in range(3)]
+    matrices = [matrix if dim == 0 else matrix.t() for matrix in matrices]
+    whole = torch.cat(matrices, dim)
+    order = FusedOrder(ranks, dim)
+    by_rank = order.by_rank(whole)
+    for rank, own in enumerate(by_rank.chunk(ranks, dim)):
+        expected = torch.cat([matrix.chunk(ranks, dim)[rank] for matrix in matrices], dim)
+        assert torch.equal(own, expected)
+    assert torch.equal(order.by_part(by_rank), whole)
+
+
+class HeadsSeen(Callback):
+    """How many heads attention itself computes on this rank."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.heads: set[int] = set()
+        self.plain = F.scaled_dot_product_attention
+
+        def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self.heads.add(query.shape[1])
+            return self.plain(query, *args, **kwargs)
+
+        F.scaled_dot_product_attention = nn.functional.scaled_dot_product_attention = attention
+
+    def on_fit_end(self, *_: Any) -> None:
+        F.scaled_dot_product_attention = nn.functional.scaled_dot_product_attention = self.plain
+
+
+@pytest.mark.parametrize("kind", ["demo", "gpt2"])
+def test_attention_runs_on_the_heads_of_the_rank(kind: str) -> None:
+    def run(rank: int) -> Any:
+        seen = HeadsSeen()
+        module = model() if kind == "demo" else HuggingFace("gpt2")
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(**TENSOR), callbacks=[seen], max_steps=1)
+        rows = loader(batches(1))
+        trainer.fit(module, rows, *([rows] if kind == "demo" else []))
+        return seen.heads, sorted(fused_orders(module))
+
+    for heads, fused in run_ranks(run, 2):
+        assert heads == {1}  # of 2
+        assert len(fused) == (2 if kind == "demo" else 4)  # GPT-2 has biases
+
+
+def test_state_dicts_are_in_the_order_of_one_process() -> None:
+    """Before and after training, of the model, of a part of it, and on the way in."""
+    before = model().state_dict()
+
+    def run(rank: int) -> Any:
+        module = model()
+        quiet_trainer(devices=2, strategy=fsdp2(**TENSOR)).validate(module, loader(batches(1)), verbose=False)
+        full = full_weights(module)
+        part = full_weights(module.model.blocks[0].attention)
+        held = module.get_parameter(QKV)
+        assert isinstance(held, DTensor)
+        module.load_state_dict({name: value * 2 for name, value in module.state_dict().items()})
+        return full, part, held.full_tensor().detach() / 2, full_weights(module)
+
+    for full, part, held, doubled in run_ranks(run, 2):
+        assert full.keys() == before.keys()
+        for name, value in before.items():
+            assert torch.equal(full[name], value), name
+            assert torch.equal(doubled[name], value * 2), name
+        assert torch.equal(part["query_key_value.weight"], before[QKV])
+        assert torch.equal(held, FusedOrder(2, 0).by_rank(before[QKV]))
+        assert not torch.equal(held, before[QKV])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "shards"])
+def test_optimizer_states_are_in_the_order_of_one_process(sharded: bool, tmp_path: Path) -> None:
+    """A single process writes, 2 ranks go on, 4 ranks go on, a single process ends: weights and moments as without."""
+    straight = train(steps=6, plugin=Precision(), save_to=tmp_path / "straight.ckpt")
+    legs: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, TENSOR), (4, TENSOR), (1, {})]
+    paths = [tmp_path / f"{number}.ckpt" for number in range(4)]
+
+    def leg(rank: int, number: int) -> Any:
+        ranks, arguments = legs[number]
+        strategy = fsdp2(save_distributed_checkpoint=sharded and number < 3, **arguments)
+        return train(
+            rank,
+            ranks,
+            strategy,
+            steps=(2, 3, 5, 6)[number],
+            plugin=Precision(),
+            ckpt_path=paths[number - 1] if number else None,
+            save_to=paths[number],
+        )
+
+    for number, (ranks, _) in enumerate(legs):
+        found = run_ranks(lambda rank, number=number: leg(rank, number), ranks)
+        assert_same_on_ranks(found)
+    assert_same(found[0], straight, atol=2e-6)
+    ours, theirs = (torch.load(path, weights_only=True) for path in (paths[3], tmp_path / "straight.ckpt"))
+    for index, values in theirs["optimizer_states"][0]["state"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(ours["optimizer_states"][0]["state"][index][name], value, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fp32_checkpoints", [pytest.param(False, marks=pytest.mark.full), True])
+def test_masters_are_in_the_order_of_one_process(fp32_checkpoints: bool, tmp_path: Path) -> None:
+    """bf16 weights over fp32 masters; what is written by 2 ranks is what one process writes at the start."""
+
+    def run(rank: int, ranks: int) -> Any:
+        plugin = MasterWeightsPrecision("bf16-true", fp32_checkpoints=fp32_checkpoints)
+        strategy = fsdp2(save_distributed_checkpoint=False, **TENSOR) if ranks > 1 else "auto"
+        path = tmp_path / f"{ranks}.ckpt"
+        train(rank, ranks, strategy, steps=1, plugin=plugin, save_to=path)
+        again = MasterWeightsPrecision("bf16-true", fp32_checkpoints=fp32_checkpoints)
+        strategy = fsdp2(save_distributed_checkpoint=False, **TENSOR) if ranks > 1 else "auto"
+        return train(rank, ranks, strategy, steps=2, plugin=again, ckpt_path=path)["weights"]
+
+    expected = run(0, 1)
+    found = run_ranks(lambda rank: run(rank, 2), 2)
+    one, two = (torch.load(tmp_path / f"{ranks}.ckpt", weights_only=True) for ranks in (1, 2))
+    torch.testing.assert_close(two["state_dict"][QKV], one["state_dict"][QKV], rtol=2e-2, atol=1e-3)
+    for index, values in one["optimizer_states"][0]["state"].items():
+        for name, value in values.items():
+            ours = two["optimizer_states"][0]["state"][index][name]
+            torch.testing.assert_close(ours, value, rtol=5e-2, atol=2e-3, msg=lambda t, n=name: f"{n}: {t}")
+    for weights in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=5e-2, atol=4e-3, msg=lambda t, n=name: f"{n}: {t}")
+
+
+class Overflow(Callback):
+    """An inf in the part that one rank has of a fused matrix's gradient."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
+            pl_module.get_parameter(QKV).grad.to_local()[-1, -1] = torch.inf
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_an_overflow_in_one_ranks_heads_skips_on_all(ranks: int) -> None:
+    found = run_ranks(lambda rank: train(rank, ranks, fsdp2(**TENSOR), plugin=fp16(), callbacks=[Overflow()]), ranks)
+    assert_same_on_ranks(found)
+    assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
+    assert all(torch.isfinite(value).all() for value in found[0]["weights"].values())
+
+
+def test_dropout_in_attention_differs_between_the_heads_of_ranks() -> None:
+    """And only there: everything after it is the same on all ranks, and so are the common random numbers."""
+
+    def run(rank: int) -> Any:
+        module = HuggingFace("gpt2")
+        masks: list[Tensor] = []
+        for block in module.model.transformer.h:
+            block.attn.attn_dropout.p = 0.5
+            block.attn.c_proj.register_forward_pre_hook(lambda layer, args: masks.append(args[0].detach().clone()))
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(**TENSOR), max_steps=1)
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))
+        torch.manual_seed(5)
+        module.train()
+        with torch.no_grad():  # both ranks have the same heads, so that only masks can differ
+            for block in module.model.transformer.h:
+                for parameter in (block.attn.c_attn.weight, block.attn.c_attn.bias):
+                    parameter.copy_(
+                        FusedOrder(2, parameter.ndim - 1).by_part(
+                            parameter.unflatten(-1, (2, -1))[..., :1, :]
+                            .expand(*parameter.shape[:-1], 2, -1)
+                            .flatten(-2)
+                        )
+                    )
+        trainer.fit(module, loader([[ids]]))
+        return masks[0], torch.rand(3), full_weights(module)
+
+    (mine, numbers, weights), (theirs, other_numbers, other_weights) = run_ranks(run, 2)
+    assert (mine != theirs).float().mean() > 0.1
+    assert torch.equal(numbers, other_numbers)
+    assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    gpt, gpt2 = model(), HuggingFace("gpt2")
+    with pytest.raises(ValueError, match=r"attention has heads=2, which 4 ranks .* 'column_gather' and .* 'row_split'"):
+        check_divisible(gpt, resolve_plan(gpt, "auto"), 4)
+    with pytest.raises(ValueError, match=r"attn has num_heads=2, which 4 ranks do not divide"):
+        check_divisible(gpt2, resolve_plan(gpt2, "auto"), 4)
+    with pytest.raises(
+        ValueError, match=r"up is cut as 'column_qkv', which is for .* it has 64 outputs, no multiple of 3"
+    ):
+        check_divisible(gpt, {"model.blocks.0.mlp.up": "column_qkv"}, 2)
+    whole = {"*.query_key_value": "column_gather", "*.output": "row_split", "*": "auto"}
+    check_divisible(gpt, resolve_plan(gpt, whole), 4)  # what the message says
+
+
+@pytest.mark.parametrize(("style", "bias"), [("column", Shard(0)), ("column_qkv", Shard(0)), ("row", Replicate())])
+def test_the_bias_of_a_conv1d_is_cut_as_its_outputs_are(style: Any, bias: Any) -> None:
+    """Held whole it would be right, too, and cost a copy of its gradient and moments on each rank."""
+    from transformers.pytorch_utils import Conv1D
+
+    def run(rank: int) -> Any:
+        with process_group():
+            layer = Conv1D(12, 4)
+            cut_layer(layer, style, init_device_mesh("cpu", (2,)), shared=SharedInput())
+            return layer.bias.placements == (bias,), layer.weight.placements
+
+    by_outputs = style != "row"
+    assert run_ranks(run, 2) == [(True, (Shard(1 if by_outputs else 0),))] * 2

@@ -1,0 +1,316 @@
+"""Style "sequence": norms, dropout and residuals on parts of the tokens, between layers that are cut."""
+
+import warnings
+from collections import Counter as PlainCounter
+from typing import Any
+
+import pytest
+import torch
+from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
+from gloo import run_ranks
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import Precision
+from small_models import loader, quiet_trainer
+from test_tensor_parallel_loss import CountsTheStep
+from test_tensor_parallel_plan import HuggingFace
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision
+from lightning_mp.tensor_parallel import dtensor_edges
+from lightning_mp.tensor_parallel.plan import resolve_plan
+from lightning_mp.tensor_parallel.sequence_parallel import check_sequence_styles
+
+SEQUENCE: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto_sequence"}
+NORM = "model.blocks.0.mlp_norm.weight"
+
+
+def bf16() -> AutocastPrecision:
+    return AutocastPrecision("bf16-mixed")
+
+
+class Tokens(Callback):
+    """How many tokens a norm of a block, a layer that is cut and the last norm see, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[int]] = {}
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        gpt = pl_module.model
+        layers = {"norm": gpt.blocks[1].mlp_norm, "row": gpt.blocks[0].mlp.down, "last norm": gpt.final_norm}
+        for name, layer in layers.items():
+            layer.register_forward_hook(
+                lambda layer, _, output, n=name: self.seen.setdefault(
+                    f"{n}, {'training' if layer.training else 'evaluation'}", set()
+                ).add(output.shape[1])
+            )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plugin", "arguments"),
+    [
+        (2, Precision, {}),
+        pytest.param(2, fp16, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
+        pytest.param(2, bf16, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
+        pytest.param(4, fp16, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
+        pytest.param(4, Precision, {}, marks=pytest.mark.full),
+    ],
+    ids=["fp32", "16-mixed", "bf16-mixed", "2-D, 16-mixed", "2-D, fp32"],
+)
+def test_it_equals_one_process(ranks: int, plugin: Any, arguments: dict[str, Any]) -> None:
+    """Norms' gradients are whole before they are unscaled, counted in the norm and clipped."""
+
+    def run(rank: int) -> Any:
+        module, tokens = model(), Tokens()
+        found = train(rank, ranks, fsdp2(**SEQUENCE), module=module, plugin=plugin(), callbacks=[tokens], **arguments)
+        norm = module.get_parameter(NORM)
+        assert isinstance(norm, DTensor)
+        return found | {"seen": tokens.seen, "dtypes": (norm.dtype, norm.grad is None or norm.grad.dtype)}
+
+    alone = train(plugin=plugin(), **arguments)
+    found = run_ranks(run, ranks)
+    assert_same_on_ranks(found)
+    assert_same(found[0], alone, atol=2e-6 if plugin is Precision else 2e-3 if plugin is bf16 else 3e-4)
+    assert found[0]["dtypes"][0] == torch.float32
+    assert found[0]["seen"] == {
+        "norm, training": {4},  # of 8
+        "row, training": {4},
+        "last norm, training": {8},
+        "norm, evaluation": {8},
+        "row, evaluation": {8},
+        "last norm, evaluation": {8},
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("plugin", [fp16, pytest.param(Precision, marks=pytest.mark.full)], ids=["16-mixed", "fp32"])
+def test_hugging_face_models_equal_one_process(kind: str, ranks: int, plugin: Any) -> None:
+    def run(devices: int) -> Any:
+        module = HuggingFace(kind, dropout=0.0)
+        trainer = quiet_trainer(
+            devices=devices,
+            strategy=fsdp2(**SEQUENCE) if devices > 1 else "auto",
+            plugins=[plugin()],
+            gradient_clip_val=0.5 if plugin is fp16 else None,
+        )
+        ids = torch.randint(32, (3, 2, 8), generator=torch.Generator().manual_seed(3))
+        module.train()
+        trainer.fit(module, loader([[rows] for rows in ids]))
+        return full_weights(module)
+
+    alone = run(1)
+    for weights in run_ranks(lambda rank: run(ranks), ranks):
+        for name, value in alone.items():
+            torch.testing.assert_close(
+                weights[name],
+                value,
+                rtol=1e-3,
+                atol=3e-4 if plugin is fp16 else 2e-6,
+                msg=lambda text, n=name: f"{n}: {text}",
+            )
+
+
+@pytest.mark.full
+def test_windows_and_recomputed_blocks_equal_one_process() -> None:
+    """A gradient that was not finished in the first micro-batch is not lost in the second."""
+
+    def run(rank: int, ranks: int) -> Any:
+        callbacks = [AccumulationScheduler({0: 2}), ActivationCheckpointing("Block")]
+        return train(rank, ranks, fsdp2(**SEQUENCE) if ranks > 1 else "auto", steps=3, callbacks=callbacks)
+
+    found = run_ranks(lambda rank: run(rank, 2), 2)
+    assert_same_on_ranks(found)
+    assert_same(found[0], run(0, 1))
+
+
+@pytest.mark.full
+def test_an_older_torch_gives_the_same() -> None:
+    """One whose from_local knows no placements of gradients."""
+
+    def run(rank: int) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dtensor_edges, "_TAKES_GRAD_PLACEMENTS", False)
+            return train(rank, 2, fsdp2(**SEQUENCE), plugin=Precision())
+
+    found = run_ranks(run, 2)
+    assert_same_on_ranks(found)
+    assert_same(found[0], train(plugin=Precision()), atol=2e-6)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks there
+@pytest.mark.parametrize("plan", [pytest.param("auto", marks=pytest.mark.full), "auto_sequence"])
+@pytest.mark.full
+def test_compiled_blocks_equal_one_process(plan: str) -> None:
+    def run(rank: int) -> Any:
+        module = model()
+        for block in module.model.blocks:
+            block.compile(backend="aot_eager")
+        strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan)
+        return train(rank, 2, strategy, module=module, steps=2, plugin=Precision())
+
+    found = run_ranks(run, 2)
+    assert_same_on_ranks(found)
+    assert_same(found[0], train(steps=2, plugin=Precision()), atol=2e-6)
+
+
+class Overflow(Callback):
+    """An inf in the gradient of a norm, in what one rank has of it."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
+            pl_module.get_parameter(NORM).grad.to_local()[-1] = torch.inf
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_an_overflow_on_one_rank_skips_on_all(ranks: int) -> None:
+    found = run_ranks(lambda rank: train(rank, ranks, fsdp2(**SEQUENCE), callbacks=[Overflow()]), ranks)
+    assert_same_on_ranks(found)
+    assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("demo", marks=pytest.mark.full), "llama"])
+@pytest.mark.full
+def test_an_all_reduce_becomes_a_reduce_scatter_and_an_all_gather(kind: str) -> None:
+    """One step, forward and backward: the same bytes, in halves. Llama's queries, keys and values share one input."""
+    activations = (4 if kind == "demo" else 2) * 8 * 16 * 4  # rows, tokens, width, bytes
+
+    def run(rank: int, plan: str) -> Any:
+        count = CountsTheStep()
+        strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan)
+        if kind == "demo":
+            train(rank, 2, strategy, steps=1, plugin=Precision(), callbacks=[count], limit_val_batches=0)
+        else:
+            module = HuggingFace("llama").train()
+            rows = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))
+            trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[count], max_steps=1)
+            trainer.fit(module, loader([[rows]]))
+        return PlainCounter(c.name for c in count.counter.seen if c.payload_bytes == activations)
+
+    # The embedding and the head's input; then two blocks with two modules each, forward and backward.
+    assert run_ranks(lambda rank: run(rank, "auto"), 2)[0] == {"all_reduce": 2 + 2 * 2 * 2}
+    found = run_ranks(lambda rank: run(rank, "auto_sequence"), 2)[0]
+    # Where parts begin and end, one gather more, in backward and in forward.
+    assert found == {"all_reduce": 2, "all_gather": 2 * 2 * 2 + 2, "reduce_scatter": 2 * 2 * 2}
+
+
+@pytest.mark.full
+def test_dropout_differs_between_parts_of_the_sequence_and_nowhere_else() -> None:
+    def run(rank: int) -> Any:
+        module = HuggingFace("gpt2", dropout=0.5)
+        gpt = module.model.transformer
+        gpt.drop.p = 0.5
+        masks: dict[str, Tensor] = {}
+        for name, layer in (("parts", gpt.h[0].mlp.dropout), ("whole", gpt.drop)):
+            layer.register_forward_hook(lambda _, args, output, n=name: masks.update({n: output.detach() == 0}))
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(**SEQUENCE), max_steps=1)
+        torch.manual_seed(5)
+        module.train()
+        trainer.fit(module, loader([[torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))]]))
+        return masks, torch.rand(3), full_weights(module)
+
+    (mine, numbers, weights), (theirs, other_numbers, other_weights) = run_ranks(run, 2)
+    assert torch.equal(mine["whole"], theirs["whole"])
+    assert mine["parts"].shape[1] == 4
+    assert 0.3 < (mine["parts"] != theirs["parts"]).float().mean() < 0.7  # half of the elements if independent
+    assert torch.equal(numbers, other_numbers)
+    assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+@pytest.mark.full
+def test_recomputed_dropout_is_the_same_dropout() -> None:
+    """With an activation checkpoint the masks are drawn again, and the weights are those without it."""
+
+    def run(rank: int, recompute: bool) -> Any:
+        module = HuggingFace("gpt2", dropout=0.5)
+        callbacks = [ActivationCheckpointing("GPT2Block")] if recompute else []
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(**SEQUENCE), callbacks=callbacks, max_steps=1)
+        torch.manual_seed(5)
+        module.train()
+        trainer.fit(module, loader([[torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))]]))
+        return full_weights(module)
+
+    kept, _ = run_ranks(lambda rank: run(rank, False), 2)
+    for weights in run_ranks(lambda rank: run(rank, True), 2):
+        for name, value in kept.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_sequences_that_ranks_do_not_divide_are_refused_in_training_only() -> None:
+    def run(rank: int) -> None:
+        module = HuggingFace("gpt2")
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(**SEQUENCE), max_steps=1)
+        module.train()
+        with pytest.raises(ValueError, match=r"sequences of 7 tokens, which 2 ranks do not divide.*pad_to_multiple_of"):
+            trainer.fit(module, loader([[torch.zeros(2, 7, dtype=torch.int64)]]))
+        module.eval()
+        with torch.no_grad():
+            assert module.model(torch.zeros(2, 7, dtype=torch.int64)).logits.shape == (2, 7, 32)
+            tokens = module.model.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=4, do_sample=False)
+            assert tokens.shape == (1, 7)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
+def test_a_model_in_evaluation_mode_is_trained_whole_with_a_warning() -> None:
+    def run(rank: int) -> None:
+        module = HuggingFace("gpt2").eval()
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(**SEQUENCE), max_steps=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, loader([[torch.zeros(2, 7, dtype=torch.int64)]]))
+        said = [str(warning.message) for warning in caught if "evaluation mode, so it is not" in str(warning.message)]
+        assert len(said) == (rank == 0)
+        assert not said or "Call model.train() before the fit" in said[0]
+
+    run_ranks(run, 2)
+
+
+BLOCKS = {"*.blocks": "sequence"}
+NORMS = {"*_norm": "sequence"}
+WHOLE = {"*.attention": "whole_sequence", "*.mlp": "whole_sequence"}
+CUT = {"*.query_key_value": "column_qkv", "*.output": "row", "*.up": "column", "*.down": "row"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {**BLOCKS, **CUT, **WHOLE},
+            r"attention_norm \(LayerNorm\) stands in blocks .* Give a norm the style 'sequence'",
+        ),
+        ({"*.attention_norm": "sequence", **CUT}, "attention_norm is 'sequence', and no list of blocks around it is"),
+        (
+            {**BLOCKS, "*blocks*_norm": "sequence", **CUT},
+            "query_key_value is 'column_qkv' in .* 'whole_sequence': it gath",
+        ),
+        ({**WHOLE, **CUT}, "attention is 'whole_sequence' and stands in no blocks that are 'sequence'"),
+    ],
+)
+def test_plans_under_which_gradients_would_be_those_of_parts_are_refused(plan: Any, message: str) -> None:
+    gpt = model()
+    with pytest.raises(ValueError, match=message):
+        check_sequence_styles(gpt, resolve_plan(gpt, plan))
+
+
+def test_the_automatic_plan_can_be_written_out() -> None:
+    gpt = model()
+    written = {**BLOCKS, "*blocks*_norm": "sequence", **WHOLE, **CUT, "*.head": "vocab_parallel_head", "*": "auto"}
+    assert resolve_plan(gpt, written) == resolve_plan(gpt, "auto_sequence")
+    check_sequence_styles(gpt, resolve_plan(gpt, written))
+    with pytest.raises(ValueError, match="'blocks' fits no norm, Dropout or ModuleList of Recorded"):
+        resolve_plan(gpt, {"blocks": "sequence"})
+    with pytest.raises(ValueError, match=r"'\*.ups' fits no layer that 'auto' knows of Recorded"):
+        resolve_plan(gpt, {"*.ups": "auto"})
+    nested = nn.ModuleList([nn.ModuleList([nn.LayerNorm(2)])])
+    with pytest.raises(ValueError, match="0 is 'sequence' and stands in another such list"):
+        check_sequence_styles(nn.ModuleDict({"a": nested}), {"a": "sequence", "a.0": "sequence", "a.0.0": "sequence"})
