@@ -17,12 +17,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
-from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
+from lightning_mp.callbacks._gradient_exponents import (
+    count_gradients,
+    gradients_are_scaled,
+    kept_in_fp32,
+    largest_on_any_rank,
+    loss_scale_of,
+)
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import NumberFormat
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
+from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
-from lightning_mp.diagnostics.underflow.observation import UnderflowObservation, UnderflowSummary
+from lightning_mp.diagnostics.underflow.observation import UnderflowObservation, UnderflowSummary, pack_observation
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
@@ -43,6 +50,7 @@ class _Pending:
     step_index: int
     names: dict[str, list[str]]
     numbers: HostCopy
+    kept_in_fp32: tuple[str, ...]
 
 
 class UnderflowMonitor(Callback):
@@ -51,17 +59,23 @@ class UnderflowMonitor(Callback):
     Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per
     parameter, and brought to the host in one transfer that is read one step later. On other steps nothing is done.
 
-    What is judged are gradients as the format would hold them: the true gradient of the step times the loss scale. What
-    that means depends on the run:
+    What is judged are gradients as the format would hold them: the true gradient of the step times the loss scale. In a
+    run with autocast only those that pass through 16 bit are judged: a parameter that is used without a cast, as a
+    positional embedding or the weight of a norm, has its gradient in fp32, where no scale makes it overflow. Headroom
+    and suggested scale are those of the largest 16-bit gradient in that step's backwards, of activations too.
 
+    What that means depends on the run:
+
+    - In a run without autocast nothing passes through 16 bit, and all gradients of parameters are judged.
     - In bf16 and fp32 runs, ``mp/underflow_fraction`` is the share of the non-zero values that would become zero in
       ``format``, at ``scale``. It answers: could this run use fp16, and at which scale?
     - In fp16 runs, a value that became zero inside of backward is gone. It is among ``mp/zero_fraction``, with the true
       zeros (unused embeddings, dead units), and what can be seen is ``mp/subnormal_fraction``: values that have lost
       digits already, the next to vanish. Watch it, and ``activation_gradients``.
 
-    A gradient is that of the whole window: under accumulation a micro-batch's own, which fp16 has to hold, may be
-    larger or smaller. Gradients of activations are as backward held them, micro-batch for micro-batch.
+    The shares are those of the whole window's gradient: under accumulation a micro-batch's own may be larger or
+    smaller. The headroom is that of the micro-batches. Where backward cannot be watched (reentrant activation
+    checkpoints, compiled code, a pipeline), or parameters are sharded, every parameter's gradient is judged.
 
     Logged at every batch once the first observation is read: ``mp/underflow_fraction``, ``mp/subnormal_fraction``,
     ``mp/zero_fraction``, ``mp/headroom_doublings`` (how often the scale may double before the largest gradient
@@ -123,6 +137,9 @@ class UnderflowMonitor(Callback):
         self._pending: _Pending | None = None
         self._activations: dict[str, ExponentTable] = {}
         self._activations_step: int | None = None
+        backwards, self._backwards = getattr(self, "_backwards", None), None
+        if backwards is not None:
+            backwards.detach()
         self._scale_now: Tensor | None = None
 
     # -- what was seen -------------------------------------------------------------------------------------------------
@@ -207,7 +224,9 @@ class UnderflowMonitor(Callback):
         ).attach()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """From here on forwards are recomputations."""
+        """Watches the backward of an observed step; from here on forwards are recomputations."""
+        if self.needs_gradients(trainer.global_step):
+            self._backwards = (self._backwards or BackwardWatch(pl_module.device)).attach(loss)
         if self._hooks is not None:
             self._hooks.in_backward = True
             # The plugin may have changed it before the end of the batch.
@@ -217,6 +236,8 @@ class UnderflowMonitor(Callback):
         """Reads the last observation: by now the device is busy with this backward and has long made it."""
         if self._hooks is not None:
             self._hooks.in_backward = False
+        if self._backwards is not None:
+            self._backwards.detach()
         if self._pending is not None and self._pending.step_index < trainer.global_step:
             self._settle()
 
@@ -228,8 +249,13 @@ class UnderflowMonitor(Callback):
             return
         loss_scale = loss_scale_of(trainer)
         factor = self._factor(loss_scale, already_scaled=gradients_are_scaled(trainer, optimizer))
-        table = count_gradients(trainer, pl_module, optimizer, factor)
-        self._send(trainer, {"gradients": table}, self._judged_scale(loss_scale, pl_module.device))
+        watch, self._backwards = self._backwards, None
+        table = count_gradients(trainer, pl_module, optimizer, factor, watch)
+        # Backward holds gradients times the loss scale, whoever unscales them later.
+        held_factor = self._factor(loss_scale, already_scaled=True)
+        largest = largest_on_any_rank(trainer, watch, held_factor, pl_module.device)
+        kept = kept_in_fp32(pl_module, watch)
+        self._send(trainer, {"gradients": table}, self._judged_scale(loss_scale, pl_module.device), largest, kept)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -272,7 +298,14 @@ class UnderflowMonitor(Callback):
             return loss_scale.detach().reshape(1).clone()
         return torch.full((1,), self.scale or 1.0, dtype=torch.float32, device=device)
 
-    def _send(self, trainer: "pl.Trainer", tables: dict[str, ExponentTable], scale: Tensor) -> None:
+    def _send(
+        self,
+        trainer: "pl.Trainer",
+        tables: dict[str, ExponentTable],
+        scale: Tensor,
+        largest: Tensor | None = None,
+        kept_in_fp32: tuple[str, ...] = (),
+    ) -> None:
         """Starts the one transfer of an observation."""
         self._settle()
         self._detach()
@@ -281,23 +314,18 @@ class UnderflowMonitor(Callback):
             step_index, self._activations_step, self._activations = self._activations_step, None, {}
         else:
             step_index = trainer.global_step
-        vectors = [table.vector() for table in tables.values()]
-        parts = [v.to(device=vectors[0].device, non_blocking=True) for v in [*vectors, scale.to(vectors[0].dtype)]]
         names = {kind: table.names for kind, table in tables.items()}
-        self._pending = _Pending(trainer, step_index, names, HostCopy(torch.cat(parts)))
+        numbers = HostCopy(pack_observation(scale, largest, tables.values()))
+        self._pending = _Pending(trainer, step_index, names, numbers, kept_in_fp32)
 
     def _settle(self) -> None:
         """Reads the observation that is on its way, if there is one."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        numbers = pending.numbers.read()
-        histograms = {}
-        for kind, names in pending.names.items():
-            width = ExponentTable.width(names)
-            histograms[kind] = ExponentTable.decode(names, numbers[:width])
-            numbers = numbers[width:]
-        self._latest = UnderflowObservation(pending.step_index, self.format, numbers[0], histograms)
+        self._latest = UnderflowObservation.unpack(
+            pending.step_index, self.format, pending.names, pending.numbers.read(), pending.kept_in_fp32
+        )
         summaries = {kind: self._latest.summary(kind) for kind in self.watch}
         self._history.append(summaries)
         self._logged = {
