@@ -256,7 +256,6 @@ def test_the_time_limit_is_told_with_the_way_to_go_on(text, capsys):
     assert "The time of --max-minutes is over. Go on with: lightning-mp demo --resume --out out/version_0" in output
 
 
-@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
 def test_an_injected_overflow_is_skipped_named_and_holds_the_learning_rate(text, capsys):
     assert _run("out", text, inject_overflow=4) == 0
     steps = _history("out")["steps"]
@@ -271,7 +270,6 @@ def test_an_injected_overflow_is_skipped_named_and_holds_the_learning_rate(text,
 
 
 @pytest.mark.usefixtures("_no_report")
-@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
 def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the_optimizer(text, monkeypatch):
     fused = lightning_mp.demo.module.AdamW
     monkeypatch.setattr(lightning_mp.demo.module, "AdamW", lambda *args, **kwargs: fused(*args, **kwargs | NOT_FUSED))
@@ -317,7 +315,6 @@ def test_every_precision_lands_exactly(text, precision, capsys):
     assert "22,234 (spent exactly)" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
 def test_two_processes_land_exactly_and_skip_together(text):
     given = TINY | {"text": text, "devices": 2, "batch_size": 2, "strategy": "ddp", "inject_overflow": 4}
     job = prepare(Options(given, Path("out")))

@@ -59,22 +59,25 @@ class InnocentModel:
     Attributes:
         make: the LightningModule, always with the same weights.
         batches: so many training batches, always the same.
+        precisions: what it can be trained in on any CPU.
     """
 
     make: Callable[[], pl.LightningModule]
     batches: Callable[[int], list[Any]]
+    precisions: tuple[str, ...] = ("16-mixed", "bf16-mixed")
 
 
 def _kind(
     net: Callable[[], nn.Module],
     loss: Callable[[nn.Module, Any], Tensor],
     batch: Callable[[torch.Generator], Any],
+    precisions: tuple[str, ...] = ("16-mixed", "bf16-mixed"),
 ) -> InnocentModel:
     def make() -> pl.LightningModule:
         torch.manual_seed(0)
         return Trained(net(), loss)
 
-    return InnocentModel(make, _batches_of(batch))
+    return InnocentModel(make, _batches_of(batch), precisions)
 
 
 def _batches_of(batch: Callable[[torch.Generator], Any]) -> Callable[[int], list[Any]]:
@@ -300,7 +303,7 @@ def _next_token(net: nn.Module, batch: Any) -> Tensor:
 
 
 class _Experts(nn.Module):
-    """A router in fp32 on purpose of nobody: top-2 of four experts, and a loss that balances them."""
+    """Top-2 of four experts, and a loss that balances them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +505,9 @@ def _llama() -> nn.Module:
 
 
 def _mixtral() -> nn.Module:
-    return MixtralForCausalLM(MixtralConfig(**_LLAMA, num_local_experts=4, output_router_logits=True))
+    return MixtralForCausalLM(
+        MixtralConfig(**_LLAMA, num_local_experts=4, output_router_logits=True, experts_implementation="eager")
+    )
 
 
 def _t5() -> nn.Module:
@@ -545,7 +550,8 @@ INNOCENT_MODELS: dict[str, InnocentModel] = {
         _sequences,
     ),
     "U-Net": _kind(_UNet, _segment, _masks),
-    "LSTM": _kind(lambda: _Recurrent(nn.LSTM, num_layers=2, dropout=0.1), _classify, _sequences),
+    # oneDNN has no fp16 LSTM on most CPUs.
+    "LSTM": _kind(lambda: _Recurrent(nn.LSTM, num_layers=2, dropout=0.1), _classify, _sequences, ("bf16-mixed",)),
     "bidirectional GRU": _kind(lambda: _Recurrent(nn.GRU, bidirectional=True), _classify, _sequences),
     "variational autoencoder": _kind(_VAE, _elbo, _vectors),
     "GAN, manual optimization": _gan(),
