@@ -129,6 +129,7 @@ class UnderflowMonitor(Callback):
         self._history: deque[dict[str, UnderflowSummary]] = deque(maxlen=HISTORY_OBSERVATIONS)
         self._logged: dict[str, float] = {}
         self._hooks: ActivationWatch | None = None
+        self._backwards: BackwardWatch | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -137,9 +138,9 @@ class UnderflowMonitor(Callback):
         self._pending: _Pending | None = None
         self._activations: dict[str, ExponentTable] = {}
         self._activations_step: int | None = None
-        backwards, self._backwards = getattr(self, "_backwards", None), None
-        if backwards is not None:
-            backwards.detach()
+        if self._backwards is not None:
+            self._backwards.detach()
+            self._backwards = None
         self._scale_now: Tensor | None = None
 
     # -- what was seen -------------------------------------------------------------------------------------------------

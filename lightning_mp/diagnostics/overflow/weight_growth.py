@@ -1,6 +1,5 @@
 """How much weights have grown since the start of a run: the sign that training has diverged."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,18 +37,18 @@ def weight_rms(model: nn.Module) -> Tensor:
     """Root mean square of each parameter's part on this rank, in order, left on the device; 0 for an empty part.
 
     Example:
-        >>> weight_rms(nn.Linear(2, 2, bias=False).requires_grad_(False).apply(lambda m: m.weight.fill_(-3.0)))
-        tensor([3.])
+        >>> weight_rms(nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(2))).tolist()
+        [1.0, 0.0, 1.0, 0.0]
     """
     shards = [gradient_ops.local_shard(parameter) for parameter in model.parameters()]
-    norms = [
-        torch.linalg.vector_norm(shard.float()) / math.sqrt(max(shard.numel(), 1))
-        if shard.is_floating_point()
-        else torch.zeros(())
-        for shard in shards
-    ]
-    device = norms[-1].device if norms else None
-    return torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(0)
+    filled = [index for index, shard in enumerate(shards) if shard.numel() and shard.is_floating_point()]
+    if not filled:
+        return torch.zeros(len(shards))
+    norms = gradient_ops.shard_norms([shards[index] for index in filled])
+    sizes = torch.tensor([float(shards[index].numel()) for index in filled], dtype=norms.dtype).to(norms.device)
+    rms = torch.zeros(len(shards), dtype=norms.dtype, device=norms.device)
+    rms[torch.tensor(filled).to(norms.device)] = norms / sizes.sqrt()
+    return rms
 
 
 def largest_growth(names: Sequence[str], at_start: Sequence[float], now: Sequence[float]) -> WeightGrowth | None:

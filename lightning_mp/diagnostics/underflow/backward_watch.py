@@ -15,8 +15,12 @@ __all__ = ["BackwardWatch"]
 
 _LOW = (torch.float16, torch.bfloat16)
 #: Nodes that only change the shape of a parameter: what uses the parameter comes after them.
-_SHAPE_NODES = ("View", "UnsafeView", "Reshape", "ReshapeAlias", "T", "Transpose", "Permute", "Slice", "Select")
-_SHAPE_NODES += ("Squeeze", "Unsqueeze", "Expand", "Alias", "AsStrided", "Narrow", "Split", "Unbind", "Chunk")
+_SHAPE_NODES = frozenset(
+    {
+        *("View", "UnsafeView", "Reshape", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Expand"),
+        *("T", "Transpose", "Permute", "Slice", "Select", "Narrow", "Split", "Unbind", "Chunk"),
+    }
+)
 
 
 class BackwardWatch:
@@ -121,7 +125,7 @@ class BackwardWatch:
                 continue
             seen.add(user)
             name = user.name().removesuffix("0").removesuffix("Backward")
-            if isinstance(user, BackwardCFunction):
+            if issubclass(type(user), BackwardCFunction):
                 return True  # a custom function: what it does inside cannot be seen
             if name in _SHAPE_NODES:
                 waiting += self._users[user]
