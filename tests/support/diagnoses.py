@@ -16,11 +16,11 @@ from lightning_mp.diagnostics.overflow.report import OverflowReport
 
 __all__ = ["diagnose"]
 
-_ANYWHERE = ("diverged", "sum")
+_ANYWHERE = ("diverged",)
 
 
 def diagnose(
-    module: pl.LightningModule, batches: list[Any], plugin: Precision, folder: Path, accumulate: int = 1
+    module: pl.LightningModule, batches: list[Any], plugin: Precision, folder: Path
 ) -> dict[Monitor, list[tuple[str, ...]]]:
     """Trains with every monitor; what each of them found, in order, without repetitions."""
     monitor, underflow, audit = OverflowMonitor(stop_after_skips=5), UnderflowMonitor(every_n_steps=1), PrecisionAudit()
@@ -28,7 +28,6 @@ def diagnose(
     trainer = quiet_trainer(
         plugins=[plugin],
         callbacks=[monitor, underflow, audit, post_mortem],
-        accumulate_grad_batches=accumulate,
         default_root_dir=folder,
     )
     with warnings.catch_warnings():
@@ -38,7 +37,7 @@ def diagnose(
     return {
         "OverflowPostMortem": list(dict.fromkeys(_name(report) for report in post_mortem.reports)),
         "PrecisionAudit": [(finding.kind, finding.modules[0]) for finding in audit.findings],
-        "UnderflowMonitor": _of_scale(underflow, monitor.skipped_steps),
+        "UnderflowMonitor": _of_scale(underflow, monitor.skipped_steps) if plugin.precision == "16-mixed" else [],
         "OverflowMonitor": [("only skips",)] if monitor.stop_reason is not None else [],
     }
 
@@ -57,7 +56,7 @@ def _of_scale(monitor: UnderflowMonitor, skipped_steps: int) -> list[tuple[str, 
     """The monitor has numbers, and a reader draws conclusions: the scale is far from what it suggests."""
     found = []
     for summary in (summaries["gradients"] for summaries in monitor.history):
-        lost = summary.underflow_fraction + summary.subnormal_fraction + summary.zero_fraction
+        lost = summary.underflow_fraction + summary.subnormal_fraction
         suggested = summary.suggested_scale
         if suggested is not None and suggested >= 16 * summary.scale and lost > 0.1:
             found.append(("scale too low",))

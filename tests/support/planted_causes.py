@@ -9,11 +9,10 @@ import lightning.pytorch as pl
 import torch
 from innocent_models import BATCH, CLASSES, WIDTH, Trained
 from lightning.pytorch.plugins import Precision
-from small_models import sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, PrecisionPolicy
+from lightning_mp import AutocastPrecision, LossScaler, PrecisionPolicy
 
 __all__ = ["PLANTED_CAUSES", "Monitor", "PlantedCause"]
 
@@ -39,7 +38,6 @@ class PlantedCause:
         plugin: makes the precision plugin.
         spoil: what is done to each batch.
         num_batches: training batches.
-        accumulate: micro-batches in a step.
     """
 
     make: Callable[[], pl.LightningModule]
@@ -48,7 +46,6 @@ class PlantedCause:
     plugin: Callable[[], Precision] = fp16
     spoil: Callable[[list[Tensor]], None] = lambda batch: None
     num_batches: int = 2
-    accumulate: int = 1
 
     def batches(self) -> list[list[Tensor]]:
         generator = torch.Generator().manual_seed(1)
@@ -160,20 +157,6 @@ class GroupedExperts(nn.Module):
         return F.grouped_mm(x.float(), self.weight, offs=torch.tensor([2, BATCH], dtype=torch.int32))
 
 
-class SixteenBitSum(pl.LightningModule):
-    """Each micro-batch's gradient of the bias is 40000; fp16 ends at 65504."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layer.bias.sum() * 40000.0 * 2 / 2.0**8
-
-    def configure_optimizers(self) -> Any:
-        return sgd(self.parameters())
-
-
 def _broken_weight() -> pl.LightningModule:
     module = _with_loss(F.mse_loss)()
     module.get_submodule("net.0").weight.data[0, 0] = torch.nan
@@ -211,8 +194,8 @@ PLANTED_CAUSES: dict[str, PlantedCause] = {
     "derivative of a square root at zero": _dies(
         "model", "backward", "net.1", _around(lambda x: x + (x * 0).float().sqrt())
     ),
-    "derivative of a standard deviation of equal values": _dies(
-        "model", "backward", "net.1", _around(lambda x: x + (x * 0).float().std(-1, keepdim=True))
+    "derivative of an arc cosine at one": _dies(
+        "model", "backward", "net.1", _around(lambda x: x + (x * 0 + 1).float().acos())
     ),
     "exp of something large": _dies("model", "forward", "net.1", _around(lambda x: (1e3 * x.float()).exp())),
     "exp too large for fp16": _dies("range", "forward", "net.1", _around(lambda x: (x * 0 + 12).exp())),
@@ -227,7 +210,9 @@ PLANTED_CAUSES: dict[str, PlantedCause] = {
     "division by the sum of an empty loss mask": _dies(
         "model", "loss", "", _with_loss(lambda out, y: ((out - y).square() * 0).sum() / (y * 0).sum())
     ),
-    "mean over no elements": _dies("model", "loss", "", _with_loss(lambda out, y: out.float()[:0].mean())),
+    "log of a probability that is zero": _dies(
+        "model", "loss", "", _with_loss(lambda out, y: -torch.sigmoid(-1e3 - out.float().abs()).log().mean())
+    ),
     "infinite label": _dies("data", "data", "", _with_loss(F.mse_loss), spoil=_spoil(1, torch.inf)),
     "nan in the input": _dies("data", "data", "", _with_loss(F.mse_loss), spoil=_spoil(0, torch.nan)),
     "broken weight": _dies("weights", "weights", "net.0", _broken_weight),
@@ -243,12 +228,6 @@ PLANTED_CAUSES: dict[str, PlantedCause] = {
     ),
     "exploding gradients through time": _dies("range", "backward", "net.1", _around(_chaos)),
     "loss scale too high": _dies("scale", "backward", "", _with_loss(F.mse_loss), plugin=partial(fp16, 2.0**24)),
-    "16-bit accumulation": _dies(
-        *("sum", "", ""),
-        SixteenBitSum,
-        plugin=lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=2.0**8)),
-        accumulate=2,
-    ),
     "loss scale too low": PlantedCause(
         _with_loss(lambda out, y: 1e-3 * F.mse_loss(out, y)),
         "UnderflowMonitor",
@@ -269,7 +248,10 @@ PLANTED_CAUSES: dict[str, PlantedCause] = {
     ),
     "autocast switched off around the model": _audited("not_active", "net.0", _everything_without_autocast),
     "layer.half() inside": _audited(
-        "other_format", "net.1.layer", _around(Inner(nn.Linear(WIDTH, WIDTH).half(), _called_in_half)), plugin=bf16
+        "other_format",
+        "net.1.layer",
+        _around(Inner(nn.Linear(WIDTH, WIDTH).half().requires_grad_(False), _called_in_half)),
+        plugin=bf16,
     ),
     "layer that goes against its policy": _audited(
         "policy",
