@@ -39,8 +39,9 @@ class AtomicCheckpoints(Callback):
 
     For any strategy and any kind of checkpoint: a single file, or the directory that FSDP and ModelParallelStrategy
     write with all ranks. It is written under a hidden name beside its place, synced to the disk, marked as complete if
-    it is a directory, and renamed by rank 0 when all ranks are done. :func:`lightning_mp.latest_checkpoint` finds it
-    again. All ranks must see the same folder. Paths with a protocol, as ``s3://``, are left to Lightning.
+    it is a directory, and renamed by rank 0 when all ranks are done.
+    :func:`lightning_mp.checkpoints.latest_checkpoint` finds it again. All ranks must see the same folder. Paths with
+    a protocol, as ``s3://``, are left to Lightning.
 
     Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no state of the optimizer yet,
     because all steps so far were skipped or it took no part in them, and writing before the first step makes Adam count

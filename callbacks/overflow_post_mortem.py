@@ -29,7 +29,7 @@ from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatch
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.scaling.loss_scaler import LossScaler
 
-__all__ = ["OverflowPostMortem", "OverflowReport"]
+__all__ = ["OverflowPostMortem"]
 
 
 class OverflowPostMortem(Callback):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.diagnostics.audit.asked import AskedPrecision
-from lightning_mp.diagnostics.audit.findings import Finding, find_problems
+from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
 from lightning_mp.diagnostics.audit.records import AuditReport
 from lightning_mp.diagnostics.audit.stages import join_stages
 from lightning_mp.diagnostics.audit.table import audit_table
@@ -68,7 +68,7 @@ class PrecisionAudit(Callback):
             )
         self.batch = batch
         self.records: AuditReport | None = None
-        self.findings: tuple[Finding, ...] = ()
+        self.findings: tuple[AuditFinding, ...] = ()
         self._watch: PrecisionWatch | None = None
         self._is_due = False
         self._num_batches = 0
@@ -171,7 +171,7 @@ def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> AskedPr
     )
 
 
-def _summary(findings: tuple[Finding, ...]) -> str:
+def _summary(findings: tuple[AuditFinding, ...]) -> str:
     lines = [f"  {number}. {finding}" for number, finding in enumerate(findings[:_MOST_IN_LOG], start=1)]
     if len(findings) > _MOST_IN_LOG:
         lines.append(f"  and {len(findings) - _MOST_IN_LOG} more, in PrecisionAudit.findings")

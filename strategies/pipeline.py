@@ -77,7 +77,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     samples; while one stage works on the second chunk, the next one works on the first. The gradient is that of the
     whole batch: chunks are weighted by tokens if the batch has token labels, else by samples. What a layer needs
     besides the output of the layer before, such as a mask, it takes from its chunk
-    (:class:`~lightning_mp.PipelineLayer`).
+    (:class:`~lightning_mp.pipelining.PipelineLayer`).
 
     Stages are idle while the pipeline fills and drains: of the time of a step
     :math:`(s - 1) / (m + s - 1)` with :math:`s` stages of equal work and :math:`m` chunks; it is printed at set-up.
@@ -354,7 +354,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         if path.is_dir():
             raise MisconfigurationException(
                 f"PipelineParallelStrategy cannot load {path}: it is a folder with shards. Make a single file of it:"
-                f" lightning_mp.consolidate_checkpoint({str(path)!r}, 'whole.ckpt')"
+                f" lightning_mp.checkpoints.consolidate_checkpoint({str(path)!r}, 'whole.ckpt')"
             )
         if type(self.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO):
             return super().load_checkpoint(path, weights_only=weights_only)  # who wrote it knows how to read it

@@ -78,8 +78,8 @@ class StagePlaceholder(nn.Module):
         name, stages, cut, _ = self.__dict__["_placed"]
         return (
             f"{name} is on stage {', '.join(map(str, stages))} of the pipeline, and this rank has stage {cut.stage}."
-            " Under PipelineParallelStrategy layers are run by lightning_mp.pipelined_loss(self, batch); whatever needs"
-            " weights of all stages has to be done before trainer.fit or on a checkpoint."
+            " Under PipelineParallelStrategy layers are run by lightning_mp.pipelining.pipelined_loss(self, batch);"
+            " whatever needs weights of all stages has to be done before trainer.fit or on a checkpoint."
         )
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:

@@ -19,7 +19,7 @@ _NAMES_IN_MESSAGE = 6
 _HOW = (
     " Define `def pipeline_layers(self): return [self.embedding, *self.blocks, self.head]`: modules that run one after"
     " the other, each on what the one before returned; names of modules or globs over them ('blocks.*') will do, too,"
-    " and lightning_mp.PipelineLayer(function, *modules) where there is code between modules."
+    " and lightning_mp.pipelining.PipelineLayer(function, *modules) where there is code between modules."
 )
 
 

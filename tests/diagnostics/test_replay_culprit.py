@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.diagnostics.overflow.culprit import Culprit, find_culprit
 from lightning_mp.diagnostics.overflow.report import OverflowReport
-from lightning_mp.diagnostics.overflow.search import Finding, largest_finite_scale
+from lightning_mp.diagnostics.overflow.search import OverflowFinding, largest_finite_scale
 from lightning_mp.diagnostics.overflow.sightings import Place, Sighting, take_reading
 from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
 
@@ -187,7 +187,7 @@ def test_only_a_number_that_no_module_takes_in_is_the_loss(enclosing, shape, pha
 
 def finding(rank, verdict, finite_scale=None):
     culprit = Culprit("backward", "m", "Linear", "output", "inf", "float16", (4,), 1.0)
-    return Finding(rank, 0, 1, 0, verdict, culprit, finite_scale)
+    return OverflowFinding(rank, 0, 1, 0, verdict, culprit, finite_scale)
 
 
 def test_a_report_counts_the_halvings_that_a_scale_was_too_high():

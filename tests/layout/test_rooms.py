@@ -17,7 +17,6 @@ FLOORS = [
     {"flops", "gradients", "policy"},
     {
         "activation_checkpointing",
-        "diagnostics",
         "distributed",
         "metrics",
         "optimizer_step",
@@ -26,7 +25,7 @@ FLOORS = [
         "sharding",
         "tokens",
     },
-    {"accumulation", "cli", "lr_schedule", "tensor_parallel"},
+    {"accumulation", "cli", "diagnostics", "lr_schedule", "tensor_parallel"},
     {"pipelining", "precision"},
     {"callbacks", "strategies"},
     {"demo", "__main__"},

@@ -7,10 +7,11 @@ import torch
 from gloo import run_ranks
 from pipelined_models import PipelinedGPT, PipelinedMLP, losses_of, token_batches
 
-from lightning_mp import PipelineParallelStrategy, pipelined_loss
+from lightning_mp import PipelineParallelStrategy
 from lightning_mp.gradients.bucketed_all_reduce import buckets
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
 from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.pipelining import pipelined_loss
 
 #: For each step, which of its backwards are kept local.
 WINDOWS = [(True, True, False), (True, False, False), (False, True, False)]

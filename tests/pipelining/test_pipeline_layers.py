@@ -17,8 +17,9 @@ from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import PipelineLayer, PipelineParallelStrategy, pipelined_loss
+from lightning_mp import PipelineParallelStrategy
 from lightning_mp.modules.stage_placeholder import StagePlaceholder, cut_of, full_model
+from lightning_mp.pipelining import PipelineLayer, pipelined_loss
 from lightning_mp.pipelining.layers import loss_of, pipeline_input, read_layers
 from lightning_mp.pipelining.partition import cut_model
 from lightning_mp.pipelining.partition_points import balanced_cuts, named_cuts

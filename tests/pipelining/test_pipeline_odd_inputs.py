@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_mp import PipelineLayer, PipelineParallelStrategy, pipelined_loss, pipelined_output
+from lightning_mp import PipelineParallelStrategy
+from lightning_mp.pipelining import PipelineLayer, pipelined_loss, pipelined_output
 
 
 class LabelsSometimes(PipelinedGPT):

@@ -10,7 +10,8 @@ from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, token_ba
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, pipelined_loss, pipelined_output
+from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
+from lightning_mp.pipelining import pipelined_loss, pipelined_output
 from lightning_mp.strategies.pipeline import PipelineParallelStrategy
 
 

@@ -13,16 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_mp import (
-    AutocastPrecision,
-    Float8Precision,
-    PipelineLayer,
-    PipelineParallelStrategy,
-    PrecisionAudit,
-    PrecisionPolicy,
-    pipelined_loss,
-    pipelined_output,
-)
+from lightning_mp import AutocastPrecision, Float8Precision, PipelineParallelStrategy, PrecisionAudit, PrecisionPolicy
+from lightning_mp.pipelining import PipelineLayer, pipelined_loss, pipelined_output
 from lightning_mp.pipelining.checkpoints import OptimizerParts
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.microbatches import batch_digest

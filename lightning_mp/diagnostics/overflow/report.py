@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.overflow.culprit import Culprit
-from lightning_mp.diagnostics.overflow.search import Finding
+from lightning_mp.diagnostics.overflow.search import OverflowFinding
 
 __all__ = ["OverflowReport"]
 
@@ -33,7 +33,7 @@ class OverflowReport:
     loss_scale: float
     parameters: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[OverflowFinding] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     note: str = ""
 
@@ -60,7 +60,7 @@ class OverflowReport:
         return "\n".join(lines)
 
 
-def _tell(finding: Finding, loss_scale: float) -> list[str]:
+def _tell(finding: OverflowFinding, loss_scale: float) -> list[str]:
     position = f"micro-batch {finding.micro_batch + 1} of {finding.num_micro_batches}"
     where = f"{position} (batch_idx {finding.batch_idx}) on rank {finding.rank}"
     if finding.culprit is None:
@@ -86,7 +86,7 @@ def _describe(culprit: Culprit) -> str:
     return f"{phase} is where it begins, in {place}: {tensor}"
 
 
-def _advice(finding: Finding, loss_scale: float) -> str:
+def _advice(finding: OverflowFinding, loss_scale: float) -> str:
     culprit = finding.culprit
     place = (culprit.module if culprit is not None else "") or "the training step"
     if finding.verdict == "scale" and finding.finite_scale is not None:

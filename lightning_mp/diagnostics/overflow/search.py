@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_mp.diagnostics.overflow.culprit import Culprit
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay, Trial
 
-__all__ = ["Finding", "SearchResult", "Verdict", "largest_finite_scale", "search_overflow"]
+__all__ = ["OverflowFinding", "SearchResult", "Verdict", "largest_finite_scale", "search_overflow"]
 
 Verdict = Literal["scale", "range", "model", "data", "weights", "sum"]
 
@@ -16,7 +16,7 @@ AnyRank = Callable[[bool], bool]
 
 
 @dataclass(frozen=True)
-class Finding:
+class OverflowFinding:
     """Where a step overflowed on one rank, and why.
 
     Attributes:
@@ -47,7 +47,7 @@ class Finding:
 class SearchResult:
     """A finding of this rank, if any, and what went wrong with the search itself; "" if nothing did."""
 
-    finding: Finding | None
+    finding: OverflowFinding | None
     error: str = ""
 
 
@@ -146,5 +146,7 @@ def _finding(
     culprit: Culprit | None,
     finite_scale: float | None = None,
     finite_in_fp32: bool | None = None,
-) -> Finding:
-    return Finding(rank, index, len(window), window[index].batch_idx, verdict, culprit, finite_scale, finite_in_fp32)
+) -> OverflowFinding:
+    return OverflowFinding(
+        rank, index, len(window), window[index].batch_idx, verdict, culprit, finite_scale, finite_in_fp32
+    )
