@@ -14,6 +14,7 @@ from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thre
 from lightning_mp.accumulation.step_estimate import estimate_steps
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
 from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.data_ranks import num_data_ranks
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
@@ -77,7 +78,7 @@ def _read(text: str) -> int | None:
     return int(number) if number == int(number) else None
 
 
-class AccumulationScheduler(Callback):
+class AccumulationScheduler(SettingsRepr, Callback):
     """Micro-batches per optimizer step, by schedule or for a target batch; always the exact mean.
 
     A drop-in for Lightning's ``GradientAccumulationScheduler``, with its names, too. A change takes effect where the
@@ -161,6 +162,9 @@ class AccumulationScheduler(Callback):
             self.windows = Thresholds(self.schedule, unit)
         else:
             self.windows = _target_batch(target_samples, target_tokens, unit, ramp)
+        self.target_samples = target_samples
+        self.target_tokens = target_tokens
+        self.ramp: Ramp = ramp
         self.weight_by: WeightBy = weight_by
         self.count = count
         self.sync: Sync = sync

@@ -15,6 +15,7 @@ from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.messages import listed
 from lightning_mp.core.private_api import is_compiled
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
@@ -23,7 +24,7 @@ __all__ = ["ActivationCheckpointing"]
 _NAMES_IN_LOG = 4
 
 
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(SettingsRepr, Callback):
     r"""Modules that keep their inputs only and run again in backward: less memory for about a third more FLOPs.
 
     .. code-block:: python
@@ -85,7 +86,7 @@ class ActivationCheckpointing(Callback):
     """
 
     def __init__(self, modules: ModulePattern | Sequence[ModulePattern], *, every: int = 1) -> None:
-        self.patterns = as_patterns(modules, type(self).__name__)
+        self.modules = as_patterns(modules, type(self).__name__)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(
                 f"ActivationCheckpointing(every={every!r}): it must be a whole number of 1 or more; 1 checkpoints every"
@@ -117,7 +118,7 @@ class ActivationCheckpointing(Callback):
             MisconfigurationException: if something else checkpoints already.
         """
         with full_model(pl_module):  # a stage of a pipeline may have none of them
-            found = select_modules(pl_module, self.patterns, type(self).__name__, every=self.every)
+            found = select_modules(pl_module, self.modules, type(self).__name__, every=self.every)
         _refuse_other_checkpoints(pl_module)
         self.module_names = tuple(found)
         self.report = None

@@ -30,11 +30,12 @@ from lightning_mp.checkpoints.sharded import (
 )
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.core.settings_repr import SettingsRepr
 
 __all__ = ["AtomicCheckpoints"]
 
 
-class AtomicCheckpoints(Callback):
+class AtomicCheckpoints(SettingsRepr, Callback):
     """Makes each checkpoint of ``fit`` appear in one step: ``kill -9`` at any moment leaves the last one usable.
 
     For any strategy and any kind of checkpoint: a single file, or the directory that FSDP and ModelParallelStrategy

@@ -14,6 +14,7 @@ from lightning_mp.callbacks._common import log_host_number, refuse_other_trainer
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.planning.scaling_laws.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
 
 __all__ = ["BudgetForecast"]
@@ -22,7 +23,7 @@ _MOST_POINTS = 2_000
 _RECENT_POINTS = 200
 
 
-class BudgetForecast(Callback):
+class BudgetForecast(SettingsRepr, Callback):
     """Forecasts the loss at the end of the budget, with a band, and the time until then.
 
     Beside a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is

@@ -13,6 +13,7 @@ from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers, report_folder
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.saved_state import SECONDS, checked_state
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
@@ -28,7 +29,7 @@ Counted = Literal["all", "trainable", "non_embedding"]
 OnWaste = Literal["report", "extend"]
 
 
-class ChinchillaBudget(Callback):
+class ChinchillaBudget(SettingsRepr, Callback):
     """Ends the run when it has spent its budget, by default 20 tokens per parameter.
 
     Loss-bearing tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, also

@@ -18,6 +18,7 @@ from lightning_mp.callbacks._common import log_host_number, refuse_other_trainer
 from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.saved_state import NUMBER, checked_state, listed_of, or_none
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.noise_scale.estimate import NoiseScale, NoiseScaleAverage
 from lightning_mp.diagnostics.noise_scale.measurement import (
     NUM_NUMBERS,
@@ -39,7 +40,7 @@ __all__ = ["GradientNoiseScale"]
 _OPEN_WINDOW = "lightning_mp_noise_window"
 
 
-class GradientNoiseScale(Callback):
+class GradientNoiseScale(SettingsRepr, Callback):
     r"""Estimates while training how large a batch would be worth its price: the gradient noise scale.
 
     :math:`B_{simple} = \operatorname{tr}(\Sigma) / |G|^2` (McCandlish et al. 2018, "An Empirical Model of Large-Batch
@@ -82,6 +83,7 @@ class GradientNoiseScale(Callback):
                 f"GradientNoiseScale(average_steps={average_steps!r}): it must be a whole number of optimizer steps, 2"
                 " or more; some hundreds are needed for a steady value."
             )
+        self.average_steps = average_steps
         self.average = NoiseScaleAverage(average_steps)
         self._window: NoiseWindow | None = None
         self._closed: dict[int, ClosedNoiseWindow] = {}

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers
 from lightning_mp.core import private_api
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
 from lightning_mp.flops.hardware import matmul_format, peak_flops
@@ -29,7 +30,7 @@ from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 __all__ = ["MFUMonitor"]
 
 
-class MFUMonitor(Callback):
+class MFUMonitor(SettingsRepr, Callback):
     """Logs how fast a run goes and how much of the machine it uses.
 
     Logged at every batch, over the last ``window`` optimizer steps and all devices together:
@@ -109,6 +110,7 @@ class MFUMonitor(Callback):
         Weighting("auto", count)
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
+        self._window = window
         self.count = count
         self.throughput = Throughput(window)
         self.flop_count: FlopCount | None = None

@@ -24,6 +24,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.modules.state import keep_module
@@ -33,7 +34,7 @@ from lightning_mp.tokens.loss_weighting import Weighting
 __all__ = ["MicroBatchOnOOM"]
 
 
-class MicroBatchOnOOM(Callback):
+class MicroBatchOnOOM(SettingsRepr, Callback):
     """Halves the micro-batch when memory runs out in forward or backward, and goes on with the same gradient.
 
     The micro-batch is then run as chunks, one forward and backward after the other, each weighed by its share of the

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, report_folder
 from lightning_mp.core.messages import listed
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.optimizer_step.step_limit import RealStepLimit
 from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
@@ -19,7 +20,7 @@ __all__ = ["OverflowMonitor"]
 _NAMES_IN_REASON = 5
 
 
-class OverflowMonitor(Callback):
+class OverflowMonitor(SettingsRepr, Callback):
     """Logs what every optimizer step came to, without waiting for the device.
 
     Logged at every batch once the first outcome is known: ``mp/loss_scale`` and ``mp/skipped_steps`` (also on the

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
 from lightning_mp.diagnostics.overflow.report import OverflowReport
 from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
@@ -32,7 +33,7 @@ from lightning_mp.scaling.loss_scaler import LossScaler
 __all__ = ["OverflowPostMortem"]
 
 
-class OverflowPostMortem(Callback):
+class OverflowPostMortem(SettingsRepr, Callback):
     """Says why a step was skipped, in a few lines in the log and in ``overflow_step_<step_index>.json``.
 
     Each report names the parameters whose gradients were not finite. Our precision plugins know them from the norms

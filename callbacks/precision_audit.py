@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.audit.asked import AskedPrecision
 from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
 from lightning_mp.diagnostics.audit.records import AuditReport
@@ -26,7 +27,7 @@ __all__ = ["PrecisionAudit"]
 _MOST_IN_LOG = 12
 
 
-class PrecisionAudit(Callback):
+class PrecisionAudit(SettingsRepr, Callback):
     """Watches one training batch and tells in which dtype every module and operation really ran.
 
     ::

@@ -6,12 +6,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.heartbeat import Heartbeat
 
 __all__ = ["RankWatchdog"]
 
 
-class RankWatchdog(Callback):
+class RankWatchdog(SettingsRepr, Callback):
     """Ends a run in which nobody goes on any more, with a message that names the rank that hangs.
 
     A rank that hangs (in a data loader, on a lock, on a device) makes the others wait in a collective until the process

@@ -14,12 +14,13 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 
 __all__ = ["StopAtBoundary"]
 
 
-class StopAtBoundary(Callback):
+class StopAtBoundary(SettingsRepr, Callback):
     """Saves and ends the run at the next optimizer step after a signal, or after so much time.
 
     Lightning leaves on SIGTERM wherever it is, also inside an accumulation window, and writes nothing. Here the first

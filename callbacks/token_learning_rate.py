@@ -14,6 +14,7 @@ from lightning_mp.callbacks._common import join_window_controller, refuse_other_
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.lr_schedule.cooldown import CooldownRequest
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
@@ -23,7 +24,7 @@ from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 __all__ = ["TokenLearningRate"]
 
 
-class TokenLearningRate(Callback):
+class TokenLearningRate(SettingsRepr, Callback):
     """Sets the learning rate of every optimizer step by the tokens trained on before it.
 
     .. code-block:: text

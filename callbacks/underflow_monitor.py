@@ -20,6 +20,7 @@ from lightning_mp.callbacks._common import log_host_number, refuse_other_trainer
 from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import NumberFormat
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
 from lightning_mp.diagnostics.underflow.observation import UnderflowObservation, UnderflowSummary
@@ -45,7 +46,7 @@ class _Pending:
     numbers: HostCopy
 
 
-class UnderflowMonitor(Callback):
+class UnderflowMonitor(SettingsRepr, Callback):
     """Tells how many gradient values a format loses at the present loss scale, and which scale would be better.
 
     Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per

@@ -162,7 +162,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.shard = read_shard(shard)
         self.replicate_size = replicate_size
         self.tensor_parallel_size = tensor_parallel_size
-        self.tensor_parallel_plan = read_plan(tensor_parallel_plan)
+        self.tensor_parallel_plan = read_plan(tensor_parallel_plan) if tensor_parallel_size > 1 else None
         self.reshard_after_forward = reshard_after_forward
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self.unit_names: tuple[str, ...] = ()
@@ -243,7 +243,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         refuse_own_parallelism(module, "FSDP2Strategy")
         names = unit_names(module, self.shard)
         data, tensor = self._meshes
-        styles = resolve_plan(module, self.tensor_parallel_plan) if tensor is not None else {}
+        styles = resolve_plan(module, self.tensor_parallel_plan) if self.tensor_parallel_plan is not None else {}
         check_divisible(module, styles, self.tensor_parallel_size)
         check_sequence_styles(module, styles)
         shard_model(

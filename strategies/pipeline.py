@@ -149,6 +149,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )
+        self._kwargs = kwargs
         self.stages = stages
         self.chunks = chunks
         self.schedule: ScheduleName = schedule

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_mp.core.messages import listed
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.names import named_modules, near_misses
 
 __all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers", "run_layers"]
@@ -23,7 +24,7 @@ _HOW = (
 )
 
 
-class PipelineLayer:
+class PipelineLayer(SettingsRepr):
     """A layer of a pipeline that is more than one module: a function, and the modules that it uses.
 
     Args:

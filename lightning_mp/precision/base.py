@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import is_asked_by
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients.fused_optimizers import refuse_fused_without_dtensors
 from lightning_mp.gradients.replication import GradientReplication, gradient_replication
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, found_by_unscaling
@@ -38,7 +39,7 @@ _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 
 
-class GradientStepPrecision(MixedPrecision, FSDPPrecision):
+class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     """Base class; users take ``AutocastPrecision``.
 
     It is a subclass of both stock mixed-precision plugins because ``FSDPStrategy`` accepts nothing but an

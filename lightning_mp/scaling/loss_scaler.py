@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
 from lightning_mp.scaling.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
@@ -94,7 +95,7 @@ def _resolve_device_type(device: str | torch.device | None) -> str:
     return device_type
 
 
-class LossScaler(torch.amp.GradScaler):
+class LossScaler(SettingsRepr, torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` that cannot run away, and that lets all ranks decide alike.
 
     Use it wherever a ``GradScaler`` is asked for: in our plugins, in Lightning's, in Fabric, in a hand-written loop.
