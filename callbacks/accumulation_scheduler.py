@@ -23,6 +23,8 @@ __all__ = ["AccumulationScheduler", "parse_schedule"]
 
 #: A number of micro-batches, or of samples or tokens, by threshold. YAML and Hydra write both as strings.
 Table = Mapping[int, int] | Mapping[str, int] | Mapping[int, str] | Mapping[str, str] | Mapping[int | str, int | str]
+#: Samples or tokens in a step: a number, such a number as text ("1M"), or a table of them.
+BatchTarget = int | str | Table
 
 
 def parse_schedule(schedule: Table, name: str = "schedule") -> dict[int, int]:
@@ -134,8 +136,8 @@ class AccumulationScheduler(SettingsRepr, Callback):
         *,
         scheduling: Table | None = None,
         unit: Unit = "epoch",
-        target_samples: int | str | Table | None = None,
-        target_tokens: int | str | Table | None = None,
+        target_samples: BatchTarget | None = None,
+        target_tokens: BatchTarget | None = None,
         ramp: Ramp = "stepped",
         weight_by: WeightBy = "auto",
         count: CountFunction | None = None,
@@ -293,9 +295,7 @@ def _refuse_ramp(ramp: Ramp) -> None:
         )
 
 
-def _target_batch(
-    samples: int | str | Table | None, tokens: int | str | Table | None, unit: Unit, ramp: Ramp
-) -> TargetBatch:
+def _target_batch(samples: BatchTarget | None, tokens: BatchTarget | None, unit: Unit, ramp: Ramp) -> TargetBatch:
     counted: Literal["sample", "token"] = "sample" if samples is not None else "token"
     target = samples if samples is not None else tokens
     assert target is not None

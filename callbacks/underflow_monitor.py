@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
 from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.number_formats import NumberFormat
+from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
@@ -101,7 +101,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
 
     def __init__(
         self,
-        format: str | torch.dtype | NumberFormat = "fp16",
+        format: FormatLike = "fp16",
         every_n_steps: int = 100,
         *,
         scale: float | None = None,

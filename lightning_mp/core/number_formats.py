@@ -108,6 +108,9 @@ class NumberFormat:
         return self.largest_finite + 2.0**exponent * self.epsilon / 2
 
 
+FormatLike = str | torch.dtype | NumberFormat
+"""A number format, by its name, by its torch dtype or itself."""
+
 IEEE_754 = "IEEE 754-2008, table 3.5 (binary interchange formats)"
 OCP_FP8 = "OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5; Micikevicius et al. 2022, arXiv:2209.05433"
 
@@ -135,7 +138,7 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
 """Every format by name, widest first."""
 
 
-def number_format(key: str | torch.dtype | NumberFormat) -> NumberFormat:
+def number_format(key: FormatLike) -> NumberFormat:
     """Look a format up by its short name or its torch dtype.
 
     Args:
@@ -177,7 +180,7 @@ class FractionLost:
     """Number of non-zero values that the shares refer to. With 0 every share is 0."""
 
 
-def fraction_lost(values: Tensor, target: str | torch.dtype | NumberFormat, scale: float = 1.0) -> FractionLost:
+def fraction_lost(values: Tensor, target: FormatLike, scale: float = 1.0) -> FractionLost:
     """Share of ``values * scale`` that a number format cannot hold at full precision.
 
     With x = abs(value) * scale, round-to-nearest-even gives::

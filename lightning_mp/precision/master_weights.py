@@ -1,6 +1,6 @@
 """16-bit weights with fp32 masters in the optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,7 @@ from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
-from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.precision.masters.casting import cast_weights_
@@ -126,7 +126,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         scaler: "torch.amp.GradScaler | None" = None,
         fp32_gradients: bool = False,
         fp32_checkpoints: bool = False,
-        policy: PrecisionPolicy | Mapping[str, str] | None = None,
+        policy: PolicyLike | None = None,
     ) -> None:
         check_arguments(precision, storage, scaler)
         self.precision = precision

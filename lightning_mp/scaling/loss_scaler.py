@@ -18,7 +18,9 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
 from lightning_mp.scaling.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
 
-__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler"]
+__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler", "OnFloor"]
+
+OnFloor = Literal["raise", "warn", "ignore"]
 
 #: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
 FLOOR_PATIENCE_STEPS = 20
@@ -156,7 +158,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
         hysteresis_refill: Literal["step", "growth"] = "step",
-        on_floor: Literal["raise", "warn", "ignore"] = "raise",
+        on_floor: OnFloor = "raise",
         process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         rule = ScaleRule(

@@ -7,17 +7,15 @@ procedure: Huber loss of 1e-3 on log losses, summed, many starts, bootstrap of t
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mp.planning.scaling_laws.fit_result import Certificate, HeldOut, Outlier, ScalingLawFit
 from lightning_mp.planning.scaling_laws.huber_fit import PARAMETERS, LogRuns, Solutions, minimise, starts
-from lightning_mp.planning.scaling_laws.runs import Run, read_runs
+from lightning_mp.planning.scaling_laws.runs import Run, RunsLike, read_runs
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw, TrainedRange
 
 FEWEST_RUNS = PARAMETERS + 1
@@ -31,7 +29,7 @@ _CHUNK_ELEMENTS = 60_000  # problems times runs: a batch of bootstrap problems t
 
 
 def fit_scaling_law(
-    runs: str | Path | Iterable[Run | Mapping[str, Any]],
+    runs: RunsLike,
     *,
     bootstrap_samples: int = 4000,
     confidence: float = 0.95,

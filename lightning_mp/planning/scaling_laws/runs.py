@@ -50,7 +50,11 @@ class Run:
         return FLOPS_PER_PARAMETER_AND_TOKEN * self.parameters * self.tokens
 
 
-def read_runs(runs: str | Path | Iterable[Run | Mapping[str, Any]]) -> tuple[Run, ...]:
+RunsLike = str | Path | Iterable[Run | Mapping[str, Any]]
+"""Runs, or the CSV file that they stand in."""
+
+
+def read_runs(runs: RunsLike) -> tuple[Run, ...]:
     """Reads runs from a CSV file with a header, or from records with the same names.
 
     The columns are ``parameters`` (or ``params``, ``n``, ``model_size``), ``loss`` (``l``, ``final_loss``), and one of
