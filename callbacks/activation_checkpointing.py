@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_mp.activation_checkpointing.cost import RecomputeReport, StepCost
 from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
 from lightning_mp.core.private_api import is_compiled
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -20,8 +21,6 @@ from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
 __all__ = ["ActivationCheckpointing"]
-
-_NAMES_IN_LOG = 4
 
 
 class ActivationCheckpointing(SettingsRepr, Callback):
@@ -87,12 +86,12 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     def __init__(self, modules: ModulePattern | Sequence[ModulePattern], *, every: int = 1) -> None:
         self.modules = as_patterns(modules, type(self).__name__)
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"ActivationCheckpointing(every={every!r}): it must be a whole number of 1 or more; 1 checkpoints every"
-                " module that was found, 2 every second one."
-            )
-        self.every = every
+        self.every = whole_number(
+            every,
+            "every",
+            "ActivationCheckpointing",
+            hint="1 checkpoints every module that was found, 2 every second one.",
+        )
         self.module_names: tuple[str, ...] = ()
         self.report: RecomputeReport | None = None
         self._checkpointed: CheckpointedModules | None = None
@@ -127,7 +126,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         classes = ", ".join(sorted({type(module).__name__ for module in found.values()}))
         rank_zero_info(
             f"ActivationCheckpointing: {len(found)} modules of class {classes} run again in backward:"
-            f" {listed(self.module_names, _NAMES_IN_LOG)}."
+            f" {listed(self.module_names)}."
         )
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

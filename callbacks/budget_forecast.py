@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -51,12 +52,10 @@ class BudgetForecast(SettingsRepr, Callback):
     """
 
     def __init__(self, metric: str, *, every_n_steps: int = 100, confidence: float = 0.9) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"BudgetForecast(every_n_steps={every_n_steps!r}): it must be a whole number from 1.")
         if not 0 < confidence < 1:
             raise ValueError(f"BudgetForecast(confidence={confidence!r}): it must be over 0 and below 1.")
         self.metric = metric
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = whole_number(every_n_steps, "every_n_steps", "BudgetForecast", unit="optimizer steps")
         self.confidence = confidence
         self.loss: LossForecast | None = None
         self.time: SecondsForecast | None = None

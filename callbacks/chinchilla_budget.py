@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers, report_folder
+from lightning_mp.core.arguments import positive_number, whole_tokens
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.saved_state import SECONDS, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -86,10 +87,16 @@ class ChinchillaBudget(SettingsRepr, Callback):
     ) -> None:
         if all(target is None for target in (tokens_per_parameter, tokens, flops, device_hours)):
             tokens_per_parameter = TOKENS_PER_PARAMETER
-        self.tokens_per_parameter = _positive("tokens_per_parameter", tokens_per_parameter, ", for instance 20")
+        if tokens_per_parameter is not None:
+            positive_number(
+                tokens_per_parameter, "tokens_per_parameter", "ChinchillaBudget", hint="Hoffmann et al. have about 20."
+            )
+        if device_hours is not None:
+            positive_number(device_hours, "device_hours", "ChinchillaBudget", unit="hours times devices")
+        self.tokens_per_parameter = tokens_per_parameter
         self.flops = None if flops is None else parse_quantity(flops, "flops")
-        self.device_hours = _positive("device_hours", device_hours, " of hours times devices")
-        self._tokens = None if tokens is None else _whole_tokens(tokens)
+        self.device_hours = device_hours
+        self._tokens = None if tokens is None else whole_tokens(tokens, "tokens", "ChinchillaBudget")
         for name, value, allowed in (("parameters", parameters, Counted), ("on_waste", on_waste, OnWaste)):
             if value not in get_args(allowed):
                 raise ValueError(
@@ -346,18 +353,3 @@ def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", wh
             " budget would be 0 tokens. Give tokens=, or count other parameters."
         )
     return number, said
-
-
-def _positive(name: str, value: float | None, hint: str) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < float("inf")):
-        raise ValueError(f"ChinchillaBudget({name}={value!r}) must be a positive number{hint}.")
-    return value
-
-
-def _whole_tokens(tokens: object) -> int:
-    if isinstance(tokens, str):
-        tokens = parse_quantity(tokens, "tokens")
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 != 0 or tokens < 1:
-        raise ValueError(f"ChinchillaBudget(tokens={tokens!r}): it must be a whole number of tokens, 1 or more.")
-    return int(tokens)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
 from lightning_mp.core import private_api
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.saved_state import NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -78,12 +79,14 @@ class GradientNoiseScale(SettingsRepr, Callback):
     """
 
     def __init__(self, average_steps: int = 500) -> None:
-        if isinstance(average_steps, bool) or not isinstance(average_steps, int) or average_steps < 2:
-            raise ValueError(
-                f"GradientNoiseScale(average_steps={average_steps!r}): it must be a whole number of optimizer steps, 2"
-                " or more; some hundreds are needed for a steady value."
-            )
-        self.average_steps = average_steps
+        self.average_steps = whole_number(
+            average_steps,
+            "average_steps",
+            "GradientNoiseScale",
+            minimum=2,
+            unit="optimizer steps",
+            hint="A steady value needs some hundreds.",
+        )
         self.average = NoiseScaleAverage(average_steps)
         self._window: NoiseWindow | None = None
         self._closed: dict[int, ClosedNoiseWindow] = {}

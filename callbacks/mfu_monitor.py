@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers
 from lightning_mp.core import private_api
+from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
@@ -102,11 +103,10 @@ class MFUMonitor(SettingsRepr, Callback):
                     f"MFUMonitor(flops_per_token={flops_per_token!r}): it must be a number or one of {names}."
                 )
         else:
-            _refuse_unless_positive("flops_per_token", flops_per_token)
+            positive_number(flops_per_token, "flops_per_token", "MFUMonitor")
         if peak_flops is not None:
-            _refuse_unless_positive("peak_flops", peak_flops)
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"MFUMonitor(window={window!r}): it must be a whole number of optimizer steps, 1 or more.")
+            positive_number(peak_flops, "peak_flops", "MFUMonitor")
+        whole_number(window, "window", "MFUMonitor", unit="optimizer steps")
         Weighting("auto", count)
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
@@ -385,8 +385,3 @@ def _readable(rates: Rates) -> str:
         if value is not None
     ]
     return ", ".join(parts)
-
-
-def _refuse_unless_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError(f"MFUMonitor({name}={value!r}) must be a positive number.")

@@ -1,7 +1,6 @@
 """Micro-batches that are halved when memory runs out, with the same gradient."""
 
 import functools
-import operator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,8 +20,10 @@ from lightning_mp.accumulation.chunk_logs import ChunkLogs
 from lightning_mp.accumulation.chunked_step import ChunkedStep, chunk_shares, weighting_of
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_api
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.messages import listed
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
@@ -261,15 +262,8 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
 
 def _positive_integer(value: Any) -> int:
-    number: int | None = None
-    if not isinstance(value, bool):
-        try:
-            number = int(value) if isinstance(value, str) else operator.index(value)
-        except (TypeError, ValueError):
-            number = None
-    if number is None or number < 1:
-        raise ValueError(f"MicroBatchOnOOM(min_size={value!r}): it must be a whole number of samples, 1 or more.")
-    return number
+    is_text = isinstance(value, str) and value.isdecimal()  # as the command line has it
+    return whole_number(int(value) if is_text else value, "min_size", "MicroBatchOnOOM", unit="samples")
 
 
 def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -310,15 +304,15 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
     hooked = [name for name, p in pl_module.named_parameters() if private_api.has_gradient_hooks(p)]
     if hooked:
         raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({', '.join(hooked[:3])}"
-            f"{', ...' if len(hooked) > 3 else ''}): they would run on every chunk and once more on the sum. Change"
+            f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({listed(hooked)}):"
+            f" they would run on every chunk and once more on the sum. Change"
             " gradients in on_after_backward or on_before_optimizer_step instead of Tensor.register_hook or"
             " register_post_accumulate_grad_hook."
         )
     synced = [name for name, module in pl_module.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if synced and trainer.world_size > 1:
         raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot be used with SyncBatchNorm ({', '.join(synced[:3])}) on several ranks: it reduces"
+            f"MicroBatchOnOOM cannot be used with SyncBatchNorm ({listed(synced)}) on several ranks: it reduces"
             " in every forward, and a rank that repeats one alone waits for the others forever. Use a normalisation of"
             " single samples (GroupNorm, LayerNorm), or remove the callback."
         )
@@ -328,7 +322,7 @@ def _warn_of_mixing_layers(pl_module: "pl.LightningModule") -> None:
     mixing = [name for name, module in pl_module.named_modules() if "BatchNorm" in type(module).__name__]
     if mixing:
         rank_zero_warn(
-            f"MicroBatchOnOOM: {len(mixing)} layers ({', '.join(mixing[:3])}{', ...' if len(mixing) > 3 else ''})"
+            f"MicroBatchOnOOM: {len(mixing)} layers ({listed(mixing)})"
             " normalise over the samples of a batch. If a micro-batch has to be split they see its chunks, so that the"
             " gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
         )

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.audit.asked import AskedPrecision
 from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
@@ -62,12 +63,9 @@ class PrecisionAudit(SettingsRepr, Callback):
     """
 
     def __init__(self, batch: int = 0) -> None:
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
-            raise ValueError(
-                f"PrecisionAudit(batch={batch!r}): it is the number of a training batch, counted from 0. Use 0 for the"
-                " first one."
-            )
-        self.batch = batch
+        self.batch = whole_number(
+            batch, "batch", "PrecisionAudit", minimum=0, hint="Training batches are counted from 0."
+        )
         self.records: AuditReport | None = None
         self.findings: tuple[AuditFinding, ...] = ()
         self._watch: PrecisionWatch | None = None

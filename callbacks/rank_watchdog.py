@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.arguments import positive_number
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.heartbeat import Heartbeat
 
@@ -39,12 +40,13 @@ class RankWatchdog(SettingsRepr, Callback):
     """
 
     def __init__(self, *, timeout_seconds: float = 600) -> None:
-        if isinstance(timeout_seconds, bool) or not 0 < timeout_seconds < float("inf"):
-            raise ValueError(
-                f"RankWatchdog(timeout_seconds={timeout_seconds!r}): it must be a positive number of seconds, longer"
-                " than a micro-batch, a validation batch or a checkpoint takes; for instance 600."
-            )
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = positive_number(
+            timeout_seconds,
+            "timeout_seconds",
+            "RankWatchdog",
+            unit="seconds",
+            hint="Give more than a micro-batch, a validation batch or a checkpoint takes; for instance 600.",
+        )
         self._heartbeat: Heartbeat | None = None
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.core.arguments import positive_number
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
@@ -65,10 +66,8 @@ class StopAtBoundary(SettingsRepr, Callback):
                 f"StopAtBoundary(signals={names!r}): {', '.join(map(repr, unknown))} is no signal here; give names such"
                 " as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
             )
-        if max_seconds is not None and not max_seconds > 0:
-            raise ValueError(
-                f"StopAtBoundary(max_seconds={max_seconds!r}): it must be a positive number, or None for no limit."
-            )
+        if max_seconds is not None:
+            positive_number(max_seconds, "max_seconds", "StopAtBoundary", unit="seconds", hint="None sets no limit.")
         try:
             filename.format(step=0)
         except (AttributeError, IndexError, KeyError, ValueError):

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
+from lightning_mp.core.arguments import whole_tokens
 from lightning_mp.core.private_api import callbacks_of
-from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.lr_schedule.cooldown import CooldownRequest
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
@@ -72,7 +72,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         self, schedule: TokenSchedule, *, tokens: float | str | None = None, count: CountFunction | None = None
     ) -> None:
         self.schedule = check_schedule(schedule)
-        self.tokens = None if tokens is None else _whole_tokens("TokenLearningRate", tokens)
+        self.tokens = None if tokens is None else whole_tokens(tokens, "tokens", "TokenLearningRate")
         Weighting("auto", count)  # raises on a wrong argument now, not at set-up
         self.count = count
         self._run = ScheduleRun(schedule)
@@ -148,7 +148,7 @@ class TokenLearningRate(SettingsRepr, Callback):
                 f" WarmupStableDecay brings a fraction of its own, and this schedule is {self.schedule!r}."
             )
         if tokens is not None:
-            self._request.amount = _whole_tokens("TokenLearningRate.cooldown_now", tokens)
+            self._request.amount = whole_tokens(tokens, "tokens", "TokenLearningRate.cooldown_now")
             return
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ValueError(
@@ -377,11 +377,3 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._end_tokens = state_dict["end_tokens"]
         self._cooldown = state_dict["cooldown_agreed"]
         self._request.load_state_dict(state_dict["cooldown_request"])
-
-
-def _whole_tokens(who: str, tokens: object) -> int:
-    if isinstance(tokens, str):
-        tokens = parse_quantity(tokens, "tokens")
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 != 0 or tokens < 1:
-        raise ValueError(f"{who}(tokens={tokens!r}): it must be a whole number of tokens, 1 or more.")
-    return int(tokens)

@@ -31,6 +31,7 @@ from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states
 from lightning_mp.checkpoints.sharded import load_checkpoint, without_a_made_up_step
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.ranks_alike import RanksAlike
@@ -146,8 +147,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         timeout: timedelta = _DEFAULT_TIMEOUT,
     ) -> None:
         for name, size in (("replicate_size", replicate_size), ("tensor_parallel_size", tensor_parallel_size)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"FSDP2Strategy({name}={size!r}): it must be a whole number of 1 or more.")
+            whole_number(size, name, "FSDP2Strategy", unit="ranks")
         if tensor_parallel_plan is not None and tensor_parallel_size == 1:
             raise ValueError(
                 "FSDP2Strategy(tensor_parallel_plan=...) says how layers are cut, and tensor_parallel_size=1 cuts none."

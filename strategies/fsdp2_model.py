@@ -27,7 +27,6 @@ __all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
 #: Methods of a LightningModule that begin with a forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-_NAMES_IN_MESSAGE = 6
 
 _LOW = {
     "16-mixed": torch.float16,
@@ -162,7 +161,7 @@ def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[
     own = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
     if own:
         raise MisconfigurationException(
-            f"FSDP2Strategy in manual optimization: {listed(own, _NAMES_IN_MESSAGE)} of {type(module).__name__} belongs"
+            f"FSDP2Strategy in manual optimization: {listed(own)} of {type(module).__name__} belongs"
             " to no module that is called, so nothing would gather it. Put it into a submodule with a forward of its"
             " own."
         )

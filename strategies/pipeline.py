@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
@@ -138,10 +139,8 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     ) -> None:
         refuse_arguments_about_ddp(kwargs)
         for name, number in (("stages", stages), ("chunks", chunks)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(
-                    f"PipelineParallelStrategy({name}={number!r}): it must be a whole number of 1 or more."
-                )
+            if number is not None:
+                whole_number(number, name, "PipelineParallelStrategy")
         if schedule not in get_args(ScheduleName):
             raise ValueError(
                 f"PipelineParallelStrategy(schedule={schedule!r}): it must be one of {get_args(ScheduleName)}."

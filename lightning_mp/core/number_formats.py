@@ -20,6 +20,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from lightning_mp.core.arguments import positive_number
+
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
@@ -211,8 +213,7 @@ def fraction_lost(values: Tensor, target: FormatLike, scale: float = 1.0) -> Fra
         0.25
     """
     row = number_format(target)
-    if not 0.0 < scale < float("inf"):
-        raise ValueError(f"`scale` must be a positive finite number, got {scale!r}.")
+    positive_number(scale, "scale")
     if not values.is_floating_point():
         raise ValueError(f"`values` must be a floating-point tensor, got dtype {values.dtype}. Call `.float()` first.")
     magnitude = values.detach().to(torch.float64).abs() * scale

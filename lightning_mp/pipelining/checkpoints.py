@@ -16,8 +16,6 @@ from lightning_mp.modules.stage_placeholder import Cut
 
 __all__ = ["OptimizerParts", "gather_on_rank_zero", "keep_own_parameters", "own_state"]
 
-_NAMES_IN_MESSAGE = 6
-
 
 @dataclass(frozen=True)
 class OptimizerParts:
@@ -93,7 +91,7 @@ def keep_own_parameters(optimizer: Optimizer, names: Mapping[str, nn.Parameter],
     if strangers:
         raise MisconfigurationException(
             f"PipelineParallelStrategy: configure_optimizers has given parameters that are not part of the"
-            f" LightningModule to {listed(strangers, _NAMES_IN_MESSAGE)}, so no stage would train them. Put each into a"
+            f" LightningModule to {listed(strangers)}, so no stage would train them. Put each into a"
             " module, and that module into the layer that uses it: PipelineLayer(function, *modules)."
         )
     whole = [name_of[id(p)] for p in every]

@@ -15,8 +15,6 @@ from lightning_mp.modules.stage_placeholder import Cut
 
 __all__ = ["StageGradients"]
 
-_NAMES_IN_MESSAGE = 6
-
 
 class StageGradients:
     """Reduces gradients at the end of a window; until then each rank keeps its own.
@@ -77,7 +75,7 @@ class StageGradients:
         without = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
         if without:
             raise MisconfigurationException(
-                f"PipelineParallelStrategy: {listed(without, _NAMES_IN_MESSAGE)} got no gradient, and it cannot be told"
+                f"PipelineParallelStrategy: {listed(without)} got no gradient, and it cannot be told"
                 " whether it did on the ranks that the gradients are reduced with. Freeze what the loss does not depend"
                 " on (requires_grad_(False))."
             )

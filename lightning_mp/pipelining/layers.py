@@ -15,7 +15,6 @@ from lightning_mp.modules.names import named_modules, near_misses
 
 __all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers", "run_layers"]
 
-_NAMES_IN_MESSAGE = 6
 
 _HOW = (
     " Define `def pipeline_layers(self): return [self.embedding, *self.blocks, self.head]`: modules that run one after"
@@ -117,7 +116,7 @@ def _read(entry: Any, position: int, module: nn.Module, names: Mapping[int, str]
     strangers = [type(part).__name__ for part in parts if id(part) not in names]
     if strangers:
         raise MisconfigurationException(
-            f"{type(module).__name__}.pipeline_layers: entry {position} uses {listed(strangers, _NAMES_IN_MESSAGE)},"
+            f"{type(module).__name__}.pipeline_layers: entry {position} uses {listed(strangers)},"
             " which is not part of the module, so nothing would train or save it. Make it an attribute in __init__ and"
             " return that one, not a new one at each call."
         )
@@ -213,7 +212,7 @@ def loss_of(module: nn.Module, output: Any, batch: Any) -> dict[str, Tensor]:
     if wrong or not isinstance(values.get("loss"), Tensor):
         raise MisconfigurationException(
             f"{type(module).__name__}.pipeline_loss must return a scalar tensor, or a mapping of scalars with a tensor"
-            f" under 'loss'; got {listed([f'{name}: {_shown(value)}' for name, value in values.items()], 4)}."
+            f" under 'loss'; got {listed([f'{name}: {_shown(value)}' for name, value in values.items()])}."
         )
     device = values["loss"].device
     return {

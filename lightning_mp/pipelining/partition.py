@@ -14,8 +14,6 @@ from lightning_mp.sharding.rules import tied_parameters
 
 __all__ = ["cut_model", "first_layers", "parameters_of_layers"]
 
-_NAMES_IN_MESSAGE = 6
-
 
 def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
     """Number of parameters of each layer; one that several layers share counts in each.
@@ -139,7 +137,7 @@ def _stages_of_parameters(module: nn.Module, stages_of: dict[str, set[int]]) -> 
     homeless = [name for name, parameter in every if id(parameter) not in of_parameter]
     if homeless:
         raise MisconfigurationException(
-            f"{type(module).__name__}.pipeline_layers: {listed(homeless, _NAMES_IN_MESSAGE)} "
+            f"{type(module).__name__}.pipeline_layers: {listed(homeless)} "
             f"{'are' if len(homeless) > 1 else 'is'} in no layer, so no stage would train it. Put its module into the"
             " layer that uses it: PipelineLayer(function, *modules). What the loss uses belongs to the last layer; a"
             " parameter of the LightningModule itself belongs into a module of its own."

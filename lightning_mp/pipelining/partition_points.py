@@ -8,7 +8,6 @@ from lightning_mp.core.messages import listed
 __all__ = ["balanced_cuts", "named_cuts"]
 
 _OWNER = "PipelineParallelStrategy"
-_NAMES_IN_MESSAGE = 12
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
@@ -82,7 +81,7 @@ def named_cuts(layer_names: Sequence[str], split_points: Sequence[str], stages: 
                     if len(found) != 1
                     else "does not come after the cut before it, or is the first layer of all"
                 )
-                + f". Layers in order: {listed(layer_names, _NAMES_IN_MESSAGE)}."
+                + f". Layers in order: {listed(layer_names, most=12)}."
             )
         cuts.append(found[0])
     return cuts

@@ -18,12 +18,12 @@ from lightning_mp.accumulation.chunked_step import chunk_shares, weighting_of
 from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.pipelining.broadcast import LastStageBroadcast
 from lightning_mp.pipelining.layers import Layer, loss_of
 from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import chunks_of, refuse_other_batches, signature
-from lightning_mp.pipelining.rng import RankRNG
 from lightning_mp.pipelining.stage import Stage, StageModule
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.loss_weighting import Weighting
@@ -83,7 +83,9 @@ class PipelineRunner:
         self._shares: list[float] = []
         self._factor: Tensor | None = None
         self._values: dict[int, dict[str, Tensor]] = {}
-        self._numbers = RankRNG(dist.get_rank(), pipeline.device)
+        self._rng = RankRNG(dist.get_rank(), seed=torch.initial_seed)
+        # A layer on a GPU may also draw on the CPU, as to leave itself out.
+        self._rng_devices = dict.fromkeys((torch.device("cpu"), pipeline.device))
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class PipelineRunner:
         made.module.begin([chunk.batch for chunk in run])
         self._chunks = run
         try:
-            with self._numbers.drawn() if self._pipeline.stages > 1 else nullcontext():
+            with self._rng.drawn(*self._rng_devices) if self._pipeline.stages > 1 else nullcontext():
                 return step(*first, target=target, return_outputs=return_outputs, chunk=numbers)
         finally:
             # Evaluation leaves what backwards would want.

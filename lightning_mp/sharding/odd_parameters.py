@@ -13,7 +13,6 @@ from lightning_mp.policy.sharding_units import ShardingUnit
 
 __all__ = ["refuse_odd_parameters", "units_of_one_dtype"]
 
-_NAMES_IN_MESSAGE = 6
 
 _WITH_SPARSE_GRADIENTS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -34,7 +33,7 @@ def refuse_odd_parameters(model: nn.Module, owner: str) -> None:
     complex_ones = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
     if complex_ones:
         raise MisconfigurationException(
-            f"{owner} cannot shard complex parameters, and {listed(complex_ones, _NAMES_IN_MESSAGE)} of"
+            f"{owner} cannot shard complex parameters, and {listed(complex_ones)} of"
             f" {type(model).__name__} are complex: torch gathers and reduces real numbers. Hold them as"
             " torch.view_as_real(...) and use torch.view_as_complex(...) in the forward, or use strategy='ddp'."
         )
@@ -45,7 +44,7 @@ def refuse_odd_parameters(model: nn.Module, owner: str) -> None:
     ]
     if sparse:
         raise MisconfigurationException(
-            f"{owner} cannot reduce sparse gradients, and {listed(sparse, _NAMES_IN_MESSAGE)} of {type(model).__name__}"
+            f"{owner} cannot reduce sparse gradients, and {listed(sparse)} of {type(model).__name__}"
             " have sparse=True. Leave sparse out: a sharded table's gradient is small already. Or use strategy='ddp'."
         )
 

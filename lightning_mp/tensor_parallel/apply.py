@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.names import named_modules
 from lightning_mp.sharding.rules import tied_parameters
 from lightning_mp.tensor_parallel.known_models import Style, adapt_attention, attention_dropout, head_counts
 from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
-from lightning_mp.tensor_parallel.rng import RankRNG
 from lightning_mp.tensor_parallel.sequence_parallel import (
     blocks_around,
     cut_sequence_of_blocks,

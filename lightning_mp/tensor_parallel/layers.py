@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from lightning_mp.checkpoints.fused_qkv import hold_in_rank_order
 from lightning_mp.core import private_api
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.tensor_parallel.dtensor_edges import local_part, unreduced
 from lightning_mp.tensor_parallel.known_models import Style, class_path
-from lightning_mp.tensor_parallel.rng import RankRNG
 from lightning_mp.tensor_parallel.vocab_parallel_embedding import look_up_in_parts
 from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelSplit, cut_logits
 

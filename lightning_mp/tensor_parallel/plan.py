@@ -24,7 +24,6 @@ Plan = Mapping[str, Style | Automatic] | Automatic
 
 _OWNER = "FSDP2Strategy"
 _STYLES = (*get_args(Style), *get_args(Automatic))
-_NAMES_IN_MESSAGE = 12
 #: Queries, keys and values.
 _FUSED = 3
 
@@ -152,7 +151,7 @@ def _fitting(
     if not fitting:
         raise ValueError(
             f"{_OWNER}(tensor_parallel_plan=...): {pattern!r} fits no {kinds} of {type(model).__name__}."
-            f"{near_misses(pattern, candidates)} Layers that exist: {listed(candidates, _NAMES_IN_MESSAGE) or 'none'}."
+            f"{near_misses(pattern, candidates)} Layers that exist: {listed(candidates, most=12) or 'none'}."
         )
     return fitting
 
@@ -163,7 +162,7 @@ def _refuse_other_parameters(name: str, layer: nn.Module) -> None:
     if is_parametrized(layer) or not own <= {"weight", "bias"}:
         others = [inner for inner, _ in layer.named_parameters() if inner not in ("weight", "bias")]
         raise ValueError(
-            f"{_OWNER}(tensor_parallel_plan=...): {name} has {listed(others, _NAMES_IN_MESSAGE)} (weight_norm,"
+            f"{_OWNER}(tensor_parallel_plan=...): {name} has {listed(others, most=12)} (weight_norm,"
             " spectral_norm or another parametrization), from which its weight is computed anew, and only plain weights"
             " and biases are cut. Let it be 'whole', with the layers that share its cut, or remove the parametrization"
             " (torch.nn.utils.parametrize.remove_parametrizations)."

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.names import named_modules
 from lightning_mp.tensor_parallel.dtensor_edges import local_part
 from lightning_mp.tensor_parallel.known_models import Style
-from lightning_mp.tensor_parallel.rng import RankRNG
 
 __all__ = [
     "blocks_around",

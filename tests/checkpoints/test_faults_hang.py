@@ -224,7 +224,7 @@ def test_who_is_named() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), True])
 def test_a_wrong_timeout_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"RankWatchdog\(timeout_seconds=.*must be a positive number of seconds"):
+    with pytest.raises(ValueError, match=r"RankWatchdog\(timeout_seconds=.*a positive finite number of seconds"):
         RankWatchdog(timeout_seconds=seconds)
 
 

@@ -144,7 +144,7 @@ def test_a_loss_must_be_a_scalar(returned):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"stages": 0}, r"stages=0\): it must be a whole number of 1 or more"),
+        ({"stages": 0}, r"stages=0\): it must be a whole number, 1 or more"),
         ({"chunks": 2.0}, r"chunks=2\.0\)"),
         ({"find_unused_parameters": True}, r"find_unused_parameters=...\) is not known.*it takes accelerator"),
         ({"schedule": "zero bubble"}, r"schedule='zero bubble'\): it must be one of \('1f1b', 'gpipe'\)"),

@@ -11,10 +11,10 @@ from test_pipeline_runs import Frozen
 from torch import nn
 
 from lightning_mp import PipelineParallelStrategy
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.partition import cut_model
-from lightning_mp.pipelining.rng import RankRNG
 
 
 class Scale(nn.Module):
@@ -48,7 +48,7 @@ def test_a_module_without_memory_that_nothing_can_initialise_is_refused():
 
 @pytest.mark.parametrize("arguments", [{"stages": True}, {"chunks": True}])
 def test_a_flag_is_no_number(arguments):
-    with pytest.raises(ValueError, match="=True.: it must be a whole number of 1 or more"):
+    with pytest.raises(ValueError, match="=True.: it must be a whole number, 1 or more"):
         PipelineParallelStrategy(**arguments)
 
 
@@ -99,7 +99,7 @@ def test_an_exception_in_a_layer_leaves_the_random_numbers_of_the_process_alone(
     torch.manual_seed(1)
     wanted = float(torch.rand(()))
     torch.manual_seed(1)
-    with contextlib.suppress(KeyError), RankRNG(0, torch.device("cpu")).drawn():
+    with contextlib.suppress(KeyError), RankRNG(0).drawn(torch.device("cpu")):
         torch.rand(())
         raise KeyError
     assert float(torch.rand(())) == wanted

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states, hold_in_rank_order
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.tensor_parallel.apply import TensorParallelCut
 from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
 from lightning_mp.tensor_parallel.plan import check_divisible, resolve_plan
-from lightning_mp.tensor_parallel.rng import RankRNG
 from lightning_mp.tensor_parallel.sequence_parallel import (
     check_sequence_styles,
     cut_sequence_of_blocks,

@@ -23,7 +23,6 @@ of 8, or of 16 in fp8. "fp64": 64-bit numbers, which GPUs compute 2 to 64 times 
 """
 
 _LOW = ("bf16", "fp16")
-_MOST_NAMES = 4
 _K = TypeVar("_K")
 # What overflows or loses digits in a norm that is written by hand.
 _PARTS_OF_NORMS = ("pow", "mean", "sum", "var", "var_mean", "std", "linalg_vector_norm")
@@ -232,4 +231,4 @@ def _modules(rows: Sequence[OperationRecord]) -> tuple[str, ...]:
 
 
 def _places(names: Sequence[str]) -> str:
-    return listed([name or "the step around the model" for name in names], _MOST_NAMES)
+    return listed([name or "the step around the model" for name in names])

@@ -10,7 +10,6 @@ from lightning_mp.diagnostics.overflow.search import OverflowFinding
 
 __all__ = ["OverflowReport"]
 
-_NAMES_IN_TEXT = 5
 _RANKS_IN_TEXT = 4
 
 
@@ -44,15 +43,15 @@ class OverflowReport:
     def __str__(self) -> str:
         lines = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:g}."]
         if self.parameters:
-            lines[0] += f" Non-finite gradients, last layer first: {listed(self.parameters, _NAMES_IN_TEXT)}."
+            lines[0] += f" Non-finite gradients, last layer first: {listed(self.parameters)}."
         for finding in self.findings[:_RANKS_IN_TEXT]:
             lines += _tell(finding, self.loss_scale)
         if len(self.findings) > _RANKS_IN_TEXT:
             others = [str(finding.rank) for finding in self.findings[_RANKS_IN_TEXT:]]
-            lines.append(f"  The same kind of trouble on ranks {listed(others, 20)}.")
+            lines.append(f"  The same kind of trouble on ranks {listed(others, most=12)}.")
         if self.buffers:
             lines.append(
-                f"  Non-finite numbers are now in the buffers {listed(self.buffers, _NAMES_IN_TEXT)}, and stay there: a"
+                f"  Non-finite numbers are now in the buffers {listed(self.buffers)}, and stay there: a"
                 " skipped step does not take back what its forward wrote. Reset them, or go back to a checkpoint."
             )
         if self.note:

@@ -22,6 +22,7 @@ that ranks have run.
 
 from typing import Literal, get_args
 
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
@@ -179,8 +180,7 @@ def _check(
         if value not in allowed:
             raise ValueError(f"Unknown `{name}` {value!r}. Use one of {', '.join(allowed)}.")
     for name, number in (("tokens_per_micro_batch", tokens), ("micro_batches", micro_batches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {number!r}.")
+        whole_number(number, name)
     for name, whole, parts, unit in (
         ("layers", size.layers, layout.stages, "stages"),
         ("width", size.width, layout.tensor, "tensor-parallel ranks"),

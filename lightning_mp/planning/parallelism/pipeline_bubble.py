@@ -15,6 +15,8 @@ arXiv:2104.04473, section 2.2.1. Neither has the time of sending in it, and the 
 
 from typing import Literal
 
+from lightning_mp.core.arguments import whole_number
+
 __all__ = ["bubble_fraction", "bubble_to_ideal_ratio", "kept_micro_batches"]
 
 
@@ -115,5 +117,4 @@ def kept_micro_batches(stages: int, micro_batches: int, stage: int, *, schedule:
 
 def _check(stages: int, micro_batches: int) -> None:
     for name, value in (("stages", stages), ("micro_batches", micro_batches)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+        whole_number(value, name)

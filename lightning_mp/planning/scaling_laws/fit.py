@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.planning.scaling_laws.fit_result import Certificate, HeldOut, Outlier, ScalingLawFit
 from lightning_mp.planning.scaling_laws.huber_fit import PARAMETERS, LogRuns, Solutions, minimise, starts
 from lightning_mp.planning.scaling_laws.runs import Run, RunsLike, read_runs
@@ -110,8 +111,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_options(bootstrap_samples: int, confidence: float) -> None:
-    if isinstance(bootstrap_samples, bool) or not isinstance(bootstrap_samples, int) or bootstrap_samples < 100:
-        raise ValueError(f"`bootstrap_samples` must be an integer of at least 100, got {bootstrap_samples!r}.")
+    whole_number(bootstrap_samples, "bootstrap_samples", minimum=100)
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` must lie between 0 and 1, got {confidence!r}. For 95%, write 0.95.")
 

@@ -28,7 +28,6 @@ Float8Skip = type[nn.Module] | str
 #: ``torch._scaled_mm`` on CUDA refuses other sizes of a weight (github.com/pytorch/ao/issues/571); rows are padded.
 DIMENSION_MULTIPLE = 16
 
-_NAMES_IN_AN_ERROR = 20
 #: Name of the dimension of the mesh, Lightning's and ours.
 _TENSOR_PARALLEL = "tensor_parallel"
 
@@ -146,7 +145,7 @@ def _entries_by_linear(
             if any(_is_inside(name, root) for name in own_names for root in roots)
         ]
         if not hits:
-            there_are = listed([own[0] for own in names.values()], _NAMES_IN_AN_ERROR) or "none"
+            there_are = listed([own[0] for own in names.values()], most=12) or "none"
             raise ValueError(
                 f"skip={written} matches no nn.Linear, and no module that holds one. The Linear layers of"
                 f" {type(model).__name__} are: {there_are}."
