@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim import LBFGS
 
 from lightning_mp.accumulation import oom_retry as oom_retry
-from lightning_mp.accumulation.batch_split import Chunk, SplitFunction, num_samples, split_batch, split_by
-from lightning_mp.accumulation.chunk_logs import ChunkLogs
-from lightning_mp.accumulation.chunked_step import ChunkedStep, chunk_shares, weighting_of
+from lightning_mp.accumulation.batch_split import Microbatch, SplitFunction, num_samples, split_batch, split_by
+from lightning_mp.accumulation.microbatch_logs import MicrobatchLogs
+from lightning_mp.accumulation.microbatched_step import MicrobatchedStep, microbatch_shares, weighting_of
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import whole_number
@@ -38,8 +38,8 @@ __all__ = ["MicroBatchOnOOM"]
 class MicroBatchOnOOM(SettingsRepr, Callback):
     """Halves the micro-batch when memory runs out in forward or backward, and goes on with the same gradient.
 
-    The micro-batch is then run as chunks, one forward and backward after the other, each weighed by its share of the
-    loss-bearing tokens (of the samples, where there are no token labels), so that their sum is the gradient of the
+    The micro-batch is then run as microbatches, one forward and backward after the other, each weighed by its share of
+    the loss-bearing tokens (of the samples, where there are no token labels), so that their sum is the gradient of the
     whole, up to rounding. An attempt that failed leaves nothing behind: gradients that the window has gathered before,
     buffers, plain attributes and metrics of the module, logged values and random numbers are as they were. The size
     that fitted is kept for all following micro-batches, on all ranks, and in the checkpoint. It never grows again by
@@ -53,12 +53,13 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
       gradients per micro-batch, and inside an open window room for one more set of gradients towards the end of a
       backward. A micro-batch that fits is bit-equal to stock.
     - Under DDP gradients are reduced once per window, as always, but after the last backward and not during it. Ranks
-      need not agree on chunks; the smallest size is shared by one 8-byte reduction per optimizer step.
-    - Values given to ``self.log`` in the training step are logged once, as the mean over chunks by their shares (sums,
-      maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are joined, numbers averaged.
-    - A split micro-batch whose labels lie on a device waits for it once: a chunk without any token is left out.
-    - Layers that mix samples (BatchNorm) see chunks; you are warned. Dropout draws other masks for chunks than for the
-      whole. ``torch.compile`` compiles again for a new size.
+      need not agree on microbatches; the smallest size is shared by one 8-byte reduction per optimizer step.
+    - Values given to ``self.log`` in the training step are logged once, as the mean over microbatches by their shares
+      (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are joined, numbers
+      averaged.
+    - A split micro-batch whose labels lie on a device waits for it once: a microbatch without any token is left out.
+    - Layers that mix samples (BatchNorm) see microbatches; you are warned. Dropout draws other masks for microbatches
+      than for the whole. ``torch.compile`` compiles again for a new size.
 
     Not covered are the optimizer's step itself, validation, and collectives inside the training step
     (``self.all_gather`` is refused).
@@ -91,9 +92,9 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         self.split = split
         self.min_size = _positive_integer(min_size)
         self.size: int | None = None
-        self._step: ChunkedStep | None = None
-        self._logs: ChunkLogs | None = None
-        self._methods: list[InstancePatch | ChunkLogs] = []
+        self._step: MicrobatchedStep | None = None
+        self._logs: MicrobatchLogs | None = None
+        self._methods: list[InstancePatch | MicrobatchLogs] = []
         self._weighting: Weighting | None = None
         self._pending_size: HostCopy | None = None
         self._is_running = False
@@ -111,7 +112,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         _refuse_module(trainer, pl_module)
         _warn_of_mixing_layers(pl_module)
         original = pl_module.training_step
-        self._step = ChunkedStep(trainer, pl_module, original)
+        self._step = MicrobatchedStep(trainer, pl_module, original)
         self._weighting = self._pending_size = None
 
         @functools.wraps(original)
@@ -121,7 +122,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
                 return original(*args, **kwargs)
             return self._run(pl_module, *args, **kwargs)
 
-        self._logs = ChunkLogs(pl_module)
+        self._logs = MicrobatchLogs(pl_module)
         self._methods = [self._logs, InstancePatch(pl_module, "training_step", training_step)]
         if trainer.world_size > 1:
             self._methods.append(self._guarded_all_gather(pl_module))
@@ -168,7 +169,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """With the first batch: finds out how chunks are weighed, and whether batches can be split at all."""
+        """With the first batch: finds out how microbatches are weighed, and whether batches can be split at all."""
         if self._weighting is not None:
             return
         if self.split is None:
@@ -215,7 +216,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         return output
 
     def _attempt_until_it_fits(
-        self, logs: ChunkLogs, pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any
+        self, logs: MicrobatchLogs, pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, list[float]]:
         assert self._step is not None
         restore_module = keep_module(pl_module)
@@ -223,31 +224,33 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         sizes_tried: list[int] = []
         while True:
             logs.clear()
-            chunks = self._split(batch, self.size)
-            shares = self._shares(chunks)
+            microbatches = self._split(batch, self.size)
+            shares = self._shares(microbatches)
             try:
-                return self._step.run(chunks, shares, logs, *args, **kwargs), shares
+                return self._step.run(microbatches, shares, logs, *args, **kwargs), shares
             except Exception as error:
                 if not oom_retry.is_out_of_memory(error):
                     raise
-                self._make_smaller(chunks, batch, sizes_tried, error)
+                self._make_smaller(microbatches, batch, sizes_tried, error)
                 oom_retry.forget_attempt(error)
             restore_module()
             oom_retry.free_cached_memory(pl_module.device)
             random_state.restore()
 
-    def _split(self, batch: Any, size: int | None) -> list[Chunk]:
+    def _split(self, batch: Any, size: int | None) -> list[Microbatch]:
         if size is None:
-            return [Chunk(batch, 0)]
+            return [Microbatch(batch, 0)]
         return split_batch(batch, size) if self.split is None else split_by(self.split, batch, size)
 
-    def _shares(self, chunks: list[Chunk]) -> list[float]:
+    def _shares(self, microbatches: list[Microbatch]) -> list[float]:
         assert self._weighting is not None
-        return [1.0] if len(chunks) == 1 else chunk_shares(chunks, self._weighting)
+        return [1.0] if len(microbatches) == 1 else microbatch_shares(microbatches, self._weighting)
 
-    def _make_smaller(self, chunks: list[Chunk], batch: Any, sizes_tried: list[int], error: Exception) -> None:
+    def _make_smaller(
+        self, microbatches: list[Microbatch], batch: Any, sizes_tried: list[int], error: Exception
+    ) -> None:
         """Halves the size, or raises the error with advice."""
-        samples = max(chunk.samples for chunk in chunks)
+        samples = max(microbatch.samples for microbatch in microbatches)
         if samples == 0:
             samples = num_samples(batch) if self.split is None else len(self.split(batch, 1))
         sizes_tried.append(samples)
@@ -305,7 +308,7 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
     if hooked:
         raise MisconfigurationException(
             f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({listed(hooked)}):"
-            f" they would run on every chunk and once more on the sum. Change"
+            " they would run on every microbatch and once more on the sum. Change"
             " gradients in on_after_backward or on_before_optimizer_step instead of Tensor.register_hook or"
             " register_post_accumulate_grad_hook."
         )
@@ -323,6 +326,6 @@ def _warn_of_mixing_layers(pl_module: "pl.LightningModule") -> None:
     if mixing:
         rank_zero_warn(
             f"MicroBatchOnOOM: {len(mixing)} layers ({listed(mixing)})"
-            " normalise over the samples of a batch. If a micro-batch has to be split they see its chunks, so that the"
-            " gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
+            " normalise over the samples of a batch. If a micro-batch has to be split they see its microbatches, so that"
+            " the gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
         )

@@ -74,16 +74,16 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         Trainer(strategy=PipelineParallelStrategy(), devices=4)          # 4 stages
         Trainer(strategy=PipelineParallelStrategy(stages=2), devices=4)  # 2 stages, each on 2 ranks: 2 x 2
 
-    Each stage holds its layers only, with their gradients and optimizer states. A batch is split into chunks along its
-    samples; while one stage works on the second chunk, the next one works on the first. The gradient is that of the
-    whole batch: chunks are weighted by tokens if the batch has token labels, else by samples. What a layer needs
-    besides the output of the layer before, such as a mask, it takes from its chunk
+    Each stage holds its layers only, with their gradients and optimizer states. A batch is split into microbatches
+    along its samples; while one stage works on the second microbatch, the next one works on the first. The gradient is
+    that of the whole batch: microbatches are weighted by tokens if the batch has token labels, else by samples. What a
+    layer needs besides the output of the layer before, such as a mask, it takes from its microbatch
     (:class:`~lightning_mp.pipelining.PipelineLayer`).
 
     Stages are idle while the pipeline fills and drains: of the time of a step
-    :math:`(s - 1) / (m + s - 1)` with :math:`s` stages of equal work and :math:`m` chunks; it is printed at set-up.
-    "1f1b" lets a stage keep the activations of at most ``stages`` chunks, "gpipe" those of all. A batch whose samples
-    ``chunks`` does not divide goes through in two runs, as the last batch of an epoch may.
+    :math:`(s - 1) / (m + s - 1)` with :math:`s` stages of equal work and :math:`m` microbatches; it is printed at
+    set-up. "1f1b" lets a stage keep the activations of at most ``stages`` microbatches, "gpipe" those of all. A batch
+    whose samples ``microbatches`` does not divide goes through in two runs, as the last batch of an epoch may.
 
     Ranks are laid out stage by stage: ranks of one stage are neighbours and see different data; their gradients are
     averaged in fp32, once per window of accumulation. Loss scale, skipped steps and the norm for clipping are of the
@@ -99,7 +99,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     Args:
         stages: how many; None for one on every rank. The number of ranks must be a multiple of it.
-        chunks: into how many chunks a batch is split, at most; None for 4 for each stage.
+        microbatches: into how many microbatches a batch is split, at most; None for 4 for each stage.
         schedule: "1f1b" or "gpipe".
         split_points: names of the layers that begin the second and later stages; None for stages of about equally many
             parameters.
@@ -119,7 +119,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     Example:
         >>> from lightning_mp.strategies.pipeline import PipelineParallelStrategy
-        >>> PipelineParallelStrategy(stages=2, chunks=8).schedule
+        >>> PipelineParallelStrategy(stages=2, microbatches=8).schedule
         '1f1b'
     """
 
@@ -128,7 +128,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def __init__(
         self,
         stages: int | None = None,
-        chunks: int | None = None,
+        microbatches: int | None = None,
         *,
         schedule: ScheduleName = "1f1b",
         split_points: Sequence[str] | None = None,
@@ -138,7 +138,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         **kwargs: Any,
     ) -> None:
         refuse_arguments_about_ddp(kwargs)
-        for name, number in (("stages", stages), ("chunks", chunks)):
+        for name, number in (("stages", stages), ("microbatches", microbatches)):
             if number is not None:
                 whole_number(number, name, "PipelineParallelStrategy")
         if schedule not in get_args(ScheduleName):
@@ -150,7 +150,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         )
         self._kwargs = kwargs
         self.stages = stages
-        self.chunks = chunks
+        self.microbatches = microbatches
         self.schedule: ScheduleName = schedule
         self.split_points = read_cuts(split_points)
         self.pipeline_runner: PipelineRunner | None = None
@@ -238,14 +238,14 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self.accelerator.setup(trainer)
         refuse_what_cannot_be_cut(trainer, self)
         module = self.lightning_module
-        chunks = self.chunks or _CHUNKS_PER_STAGE * self._mesh.size(0)
+        microbatches = self.microbatches or _CHUNKS_PER_STAGE * self._mesh.size(0)
         stage, stages = self._mesh.get_local_rank("pipeline"), self._mesh.size(0)
         self._cut = cut = cut_of(module)
         if cut is not None:
             check_earlier_cut(cut, stage, stages, self.split_points)
         else:
             self._cut = cut = cut_into_stages(module, stage, stages, self.split_points, self.root_device)
-            rank_zero_info(description(cut, chunks=chunks, replicas=self.replicas, schedule=self.schedule))
+            rank_zero_info(description(cut, microbatches=microbatches, replicas=self.replicas, schedule=self.schedule))
         self.model = module
         self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -253,7 +253,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
             self._mesh.get_group("pipeline"),
             stage,
             stages,
-            chunks,
+            microbatches,
             self.schedule,
             self.root_device,
         )

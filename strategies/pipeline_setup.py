@@ -77,7 +77,7 @@ def refuse_what_cannot_be_cut(trainer: "pl.Trainer", strategy: ParallelStrategy)
     owner = "PipelineParallelStrategy"
     why = "looks at one rank only, and stages would skip different steps"
     refuse_scaler_of_torch(trainer.precision_plugin, owner, why)
-    refuse_sync_batchnorm(strategy, owner, "whose statistics would be of one chunk")
+    refuse_sync_batchnorm(strategy, owner, "whose statistics would be of one microbatch")
     refuse_copies_of_the_model(trainer, owner, "it is cut")
 
 
@@ -122,7 +122,7 @@ def cut_into_stages(
     return cut_model(module, layers, cuts, stage, bring_to_life=Materialiser(device))
 
 
-def description(cut: Cut, *, chunks: int, replicas: int, schedule: str) -> str:
+def description(cut: Cut, *, microbatches: int, replicas: int, schedule: str) -> str:
     """What each stage holds, and how long it will be idle."""
     bounds = [*cut.first_layers, len(cut.layer_names)]
     parts = [
@@ -132,7 +132,7 @@ def description(cut: Cut, *, chunks: int, replicas: int, schedule: str) -> str:
     ]
     copies = f", {replicas} copies of the model" if replicas > 1 else ""
     return (
-        f"PipelineParallelStrategy (experimental): {cut.stages} stages{copies}. {'; '.join(parts)}. With {chunks}"
-        f" chunks per batch stages of equal work are idle {bubble_fraction(cut.stages, chunks):.1%} of a step"
-        f" ({schedule}; the bubble, (stages - 1) / (chunks + stages - 1))."
+        f"PipelineParallelStrategy (experimental): {cut.stages} stages{copies}. {'; '.join(parts)}. With {microbatches}"
+        f" microbatches per batch stages of equal work are idle {bubble_fraction(cut.stages, microbatches):.1%} of a"
+        f" step ({schedule}; the bubble, (stages - 1) / (microbatches + stages - 1))."
     )

@@ -76,7 +76,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_foreach_clamp_min_", "all masters held within the range of fp16 in one kernel"),
     (torch, "_foreach_clamp_max_", "the same from above"),
     (torch, "_foreach_copy_", "all weights or gradients cast in one kernel"),
-    (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every chunk"),
+    (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every microbatch"),
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
     (torch.Tensor, "_version", "tells that a weight was changed in place by somebody else"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),

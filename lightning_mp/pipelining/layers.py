@@ -27,9 +27,9 @@ class PipelineLayer(SettingsRepr):
     """A layer of a pipeline that is more than one module: a function, and the modules that it uses.
 
     Args:
-        function: called with what the layer before has returned, and with the chunk of the batch, which every stage
-            has at hand; so masks and positions need not be sent from stage to stage. It returns a tensor or a tuple of
-            tensors.
+        function: called with what the layer before has returned, and with the microbatch of the batch, which every
+            stage has at hand; so masks and positions need not be sent from stage to stage. It returns a tensor or a
+            tuple of tensors.
         modules: those whose parameters and buffers it uses.
 
     Example:
@@ -203,8 +203,8 @@ def loss_of(module: nn.Module, output: Any, batch: Any) -> dict[str, Tensor]:
     if own is None:
         raise MisconfigurationException(
             f"{type(module).__name__} has no loss for its pipeline. Define `def pipeline_loss(self, output, batch)`:"
-            " from what the last layer returns and the chunk of the batch to the mean loss, or to a mapping with it"
-            " under 'loss' and other scalars, such as an accuracy, beside it."
+            " from what the last layer returns and the microbatch to the mean loss, or to a mapping with it under"
+            " 'loss' and other scalars, such as an accuracy, beside it."
         )
     returned = own(output, batch)
     values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}

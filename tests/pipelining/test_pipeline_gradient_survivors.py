@@ -44,7 +44,7 @@ def test_gradients_are_reduced_once_whichever_backwards_are_kept_local():
         return losses_of(Windows(), strategy, devices, train=batches, limit_val_batches=0, max_epochs=1)
 
     wanted = run_ranks(lambda _: rank("ddp", 2), 2)
-    got = run_ranks(lambda _: rank(PipelineParallelStrategy(2, chunks=2), 4), 4)
+    got = run_ranks(lambda _: rank(PipelineParallelStrategy(2, microbatches=2), 4), 4)
     for own, expected in zip(got, wanted * 2, strict=True):
         assert own == pytest.approx(expected, rel=1e-5)
 
@@ -66,7 +66,7 @@ class Frozen(PipelinedMLP):
 )
 def test_frozen_layers_have_no_gradient_and_take_no_part_in_the_norm(layers, devices):
     arguments = {"max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": 0.05}
-    strategy = {"stages": 2, "chunks": 2, "split_points": ["layers.3"]}
+    strategy = {"stages": 2, "microbatches": 2, "split_points": ["layers.3"]}
     wanted = run_ranks(lambda _: losses_of(Frozen(layers), "ddp", devices // 2, **arguments), devices // 2)
     got = run_ranks(
         lambda _: losses_of(Frozen(layers), PipelineParallelStrategy(**strategy), devices, **arguments), devices

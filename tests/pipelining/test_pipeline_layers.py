@@ -145,7 +145,7 @@ def test_a_loss_must_be_a_scalar(returned):
     ("arguments", "says"),
     [
         ({"stages": 0}, r"stages=0\): it must be a whole number, 1 or more"),
-        ({"chunks": 2.0}, r"chunks=2\.0\)"),
+        ({"microbatches": 2.0}, r"microbatches=2\.0\)"),
         ({"find_unused_parameters": True}, r"find_unused_parameters=...\) is not known.*it takes accelerator"),
         ({"schedule": "zero bubble"}, r"schedule='zero bubble'\): it must be one of \('1f1b', 'gpipe'\)"),
     ],
@@ -263,10 +263,10 @@ def test_its_name_is_known():
 def test_each_stage_says_what_it_holds_and_how_long_it_is_idle():
     model = PipelinedGPT()
     cut = cut_model(model, read_layers(model), [0, 2], 1)
-    told = description(cut, chunks=3, replicas=2, schedule="1f1b")
+    told = description(cut, microbatches=3, replicas=2, schedule="1f1b")
     assert "2 stages, 2 copies of the model. stage 0: model.token_embedding to model.blocks.0, 3,744 parameters" in told
     assert "stage 1: model.blocks.1 to model.head, 6,736 parameters" in told
-    assert "With 3 chunks per batch stages of equal work are idle 25.0% of a step (1f1b" in told
+    assert "With 3 microbatches per batch stages of equal work are idle 25.0% of a step (1f1b" in told
 
 
 def test_a_module_needs_no_trainer():

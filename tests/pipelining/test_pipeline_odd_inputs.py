@@ -35,7 +35,7 @@ class LabelsSometimes(PipelinedGPT):
 @pytest.mark.full
 @pytest.mark.parametrize("trains_on_labels", [True, False])
 def test_training_and_validation_may_have_batches_of_different_kinds(trains_on_labels):
-    """Chunks are weighted by tokens where there are labels, whichever loop was the first."""
+    """Microbatches are weighted by tokens where there are labels, whichever loop was the first."""
 
     def rank(strategy: Any, devices: int) -> Any:
         batches = [{"input_ids": ids, "labels": labels} for ids, labels in token_batches(16, 8)]
@@ -47,7 +47,7 @@ def test_training_and_validation_may_have_batches_of_different_kinds(trains_on_l
         return module.train_losses + module.val_losses
 
     wanted = run_ranks(lambda _: rank("ddp", 1), 1)[0]
-    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=4), 2), 2):
+    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 

@@ -46,7 +46,7 @@ def test_a_module_without_memory_that_nothing_can_initialise_is_refused():
     assert "Cannot copy out of meta tensor" not in str(error.value)
 
 
-@pytest.mark.parametrize("arguments", [{"stages": True}, {"chunks": True}])
+@pytest.mark.parametrize("arguments", [{"stages": True}, {"microbatches": True}])
 def test_a_flag_is_no_number(arguments):
     with pytest.raises(ValueError, match="=True.: it must be a whole number, 1 or more"):
         PipelineParallelStrategy(**arguments)

@@ -69,7 +69,7 @@ KINDS = {
     "fsdp2, tensor": _fsdp2(data_ranks=1, tensor_parallel_size=2, tensor_parallel_plan=PLAN),
     "fsdp2, hybrid": _fsdp2(4, 4, replicate_size=2),
     "fsdp2, 2-D": _fsdp2(4, 2, tensor_parallel_size=2, tensor_parallel_plan=PLAN),
-    "pipeline": Kind(lambda: PipelineParallelStrategy(chunks=2), 2, 1),
+    "pipeline": Kind(lambda: PipelineParallelStrategy(microbatches=2), 2, 1),
 }
 # kept, since Python complains of one that is forgotten before it has ended
 killers: list[subprocess.Popen[bytes]] = []

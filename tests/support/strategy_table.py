@@ -85,8 +85,8 @@ The model shards and cuts itself in `configure_model`.""",
 The model knows nothing of it: `FSDP2Strategy(shard=nn.Linear)`, with `replicate_size=2`, and with
 `tensor_parallel_size=2` and `tensor_parallel_plan={"up": "column", "down": "row"}`.""",
     "`PipelineParallelStrategy`": """\
-Experimental. Two stages, cut in the middle of the residual block; up to 4 chunks per batch, of different sizes where 4
-does not divide it.""",
+Experimental. Two stages, cut in the middle of the residual block; up to 4 microbatches per batch, of different sizes
+where 4 does not divide it.""",
 }
 
 _NOT_VERIFIED = """
