@@ -103,7 +103,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
             see different data; a resume on other ranks, or with another batch size of the loader, measures again.
         target_tokens: the same in tokens, padding included.
         ramp: between the targets: "stepped" or "linear".
-        weight_by: what a micro-batch weighs in the mean of its window: "token" for its loss-bearing tokens, "sample"
+        weight_by: what a micro-batch weighs in the mean of its window: "token" for its target tokens, "sample"
             for its batch size, "batch" for all alike. "auto" takes tokens if batches have token labels, else samples.
             The loss must be a mean over these items; or, if the batch is a mapping with ``"num_items_in_batch"``, a sum
             divided by that, as Hugging Face models make it.

@@ -33,7 +33,7 @@ OnWaste = Literal["report", "extend"]
 class ChinchillaBudget(SettingsRepr, Callback):
     """Ends the run when it has spent its budget, by default 20 tokens per parameter.
 
-    Loss-bearing tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, also
+    Target tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, also
     on another number of ranks. The run always ends at the end of an accumulation window, after a last validation. Use
     it with ``Trainer(max_epochs=-1)``. Of several targets the one that is reached first ends the run.
 
@@ -130,7 +130,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     @property
     def tokens_seen(self) -> int:
-        """Loss-bearing tokens so far over all ranks; during training those of the last window may still be missing."""
+        """Target tokens so far over all ranks; during training those of the last window may still be missing."""
         return self._controller.counter.tokens if self._controller is not None else 0
 
     @property

@@ -56,7 +56,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     :class:`~lightning_mp.AccumulationScheduler`. Steps that are skipped are left out. A unit of noise is a *sample*
     (a sequence): tokens of a sequence are not independent. With micro-batches weighted by tokens, the gradient is a
     mean over tokens, and a batch still counts by its samples. ``mp/noise_scale`` is in samples, and
-    ``mp/noise_scale_tokens`` is that times the mean loss-bearing tokens of a sample.
+    ``mp/noise_scale_tokens`` is that times the mean target tokens of a sample.
 
     It is a monitor and changes nothing. What it recommends rests on a model of training, and the batch sizes that
     measurements find best can differ by a factor of two and more, above all early in a run (Merrill et al. 2025,

@@ -39,7 +39,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     """Halves the micro-batch when memory runs out in forward or backward, and goes on with the same gradient.
 
     The micro-batch is then run as microbatches, one forward and backward after the other, each weighed by its share of
-    the loss-bearing tokens (of the samples, where there are no token labels), so that their sum is the gradient of the
+    the target tokens (of the samples, where there are no token labels), so that their sum is the gradient of the
     whole, up to rounding. An attempt that failed leaves nothing behind: gradients that the window has gathered before,
     buffers, plain attributes and metrics of the module, logged values and random numbers are as they were. The size
     that fitted is kept for all following micro-batches, on all ranks, and in the checkpoint. It never grows again by
@@ -326,6 +326,6 @@ def _warn_of_mixing_layers(pl_module: "pl.LightningModule") -> None:
     if mixing:
         rank_zero_warn(
             f"MicroBatchOnOOM: {len(mixing)} layers ({listed(mixing)})"
-            " normalise over the samples of a batch. If a micro-batch has to be split they see its microbatches, so that"
+            " normalise over the samples of a batch. If a micro-batch has to be split they see its microbatches, and"
             " the gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
         )

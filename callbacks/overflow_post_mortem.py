@@ -19,10 +19,10 @@ from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
 from lightning_mp.diagnostics.overflow.report import OverflowReport
 from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
-from lightning_mp.diagnostics.overflow.sightings import take_reading
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import named_modules

@@ -32,7 +32,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         lr = initial_lr * schedule(tokens / horizon)
 
     ``initial_lr`` is each parameter group's own rate in ``configure_optimizers``, so groups keep their ratios.
-    ``tokens`` are the loss-bearing tokens of all optimizer steps before this one, over all ranks, exactly: however many
+    ``tokens`` are the target tokens of all optimizer steps before this one, over all ranks, exactly: however many
     micro-batches a step has. Those of a skipped step do not count, so the next step uses the rate that the skipped one
     had; with a stock precision plugin that takes ``OverflowMonitor``. ``horizon`` is the budget of
     ``ChinchillaBudget``, or ``tokens``. Where skipped tokens are spent (``on_waste="report"``), the rest of the

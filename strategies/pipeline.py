@@ -24,7 +24,7 @@ from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
 from lightning_mp.gradients.replication import GradientReplication
-from lightning_mp.modules.stage_placeholder import Cut, cut_of, full_model
+from lightning_mp.modules.stage_placeholder import StageSplit, full_model, stage_split_of
 from lightning_mp.pipelining.checkpoints import (
     OptimizerParts,
     gather_on_rank_zero,
@@ -37,12 +37,12 @@ from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import ScheduleName
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.strategies.pipeline_setup import (
-    check_earlier_cut,
-    cut_into_stages,
+    check_earlier_split,
     description,
-    read_cuts,
+    read_split_points,
     refuse_arguments_about_ddp,
-    refuse_what_cannot_be_cut,
+    refuse_what_cannot_be_split,
+    split_into_stages,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _CHUNKS_PER_STAGE = 4
 
 
 class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
-    r"""Cuts a model into stages, one after the other, that work on different parts of a batch at once. Experimental.
+    r"""Splits a model into stages, one after the other, that work on different parts of a batch at once. Experimental.
 
     .. code-block:: python
 
@@ -95,7 +95,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     Layers draw random numbers of their own on each rank; what steps draw stays the same on all stages.
 
-    A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is cut.
+    A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is split.
 
     Args:
         stages: how many; None for one on every rank. The number of ranks must be a multiple of it.
@@ -152,10 +152,10 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self.stages = stages
         self.microbatches = microbatches
         self.schedule: ScheduleName = schedule
-        self.split_points = read_cuts(split_points)
+        self.split_points = read_split_points(split_points)
         self.pipeline_runner: PipelineRunner | None = None
         self._mesh: DeviceMesh | None = None
-        self._cut: Cut | None = None
+        self._split: StageSplit | None = None
         self._parts: dict[Optimizer, OptimizerParts] = {}
         self._gradients: StageGradients | None = None
         self._clipping: InstancePatch | None = None
@@ -186,12 +186,12 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     def whole_optimizer(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None, int]]:
         """Name of every parameter of the whole optimizer, the parameter if it is here, and on how many ranks it is."""
-        assert self._cut is not None
+        assert self._split is not None
         parts = self._parts[optimizer]
         own = [p for group in optimizer.param_groups for p in group["params"]]
         of_number = dict(zip(parts.numbers, own, strict=True))
         return [
-            (name, of_number.get(number), self.replicas * len(self._cut.holders.get(name, (0,))))
+            (name, of_number.get(number), self.replicas * len(self._split.holders.get(name, (0,))))
             for number, name in enumerate(parts.names)
         ]
 
@@ -223,10 +223,10 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Cuts the model, then lets the precision plugin and the optimizers see it.
+        """Splits the model, then lets the precision plugin and the optimizers see it.
 
         Raises:
-            ValueError: if the layers cannot be cut so.
+            ValueError: if the layers cannot be split so.
             MisconfigurationException: if the model or the precision plugin cannot do it.
         """
         # Brings torch.distributed.pipelining along, so not at the top.
@@ -236,16 +236,18 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         assert self.lightning_module is not None
         assert self._mesh is not None
         self.accelerator.setup(trainer)
-        refuse_what_cannot_be_cut(trainer, self)
+        refuse_what_cannot_be_split(trainer, self)
         module = self.lightning_module
         microbatches = self.microbatches or _CHUNKS_PER_STAGE * self._mesh.size(0)
         stage, stages = self._mesh.get_local_rank("pipeline"), self._mesh.size(0)
-        self._cut = cut = cut_of(module)
-        if cut is not None:
-            check_earlier_cut(cut, stage, stages, self.split_points)
+        self._split = split = stage_split_of(module)
+        if split is not None:
+            check_earlier_split(split, stage, stages, self.split_points)
         else:
-            self._cut = cut = cut_into_stages(module, stage, stages, self.split_points, self.root_device)
-            rank_zero_info(description(cut, microbatches=microbatches, replicas=self.replicas, schedule=self.schedule))
+            self._split = split = split_into_stages(module, stage, stages, self.split_points, self.root_device)
+            rank_zero_info(
+                description(split, microbatches=microbatches, replicas=self.replicas, schedule=self.schedule)
+            )
         self.model = module
         self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -257,10 +259,10 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
             self.schedule,
             self.root_device,
         )
-        bounds = (*cut.first_layers, None)
+        bounds = (*split.first_layers, None)
         own_layers = read_layers(module)[slice(bounds[stage], bounds[stage + 1])]
         self.pipeline_runner = PipelineRunner(trainer, module, own_layers, pipeline, self._backward_context)
-        self._gradients = StageGradients(module, cut, self._mesh)
+        self._gradients = StageGradients(module, split, self._mesh)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -281,7 +283,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self._parts = {optimizer: keep_own_parameters(optimizer, names, own) for optimizer in self.optimizers}
 
     def teardown(self) -> None:
-        """Lets the schedules go; the model stays cut."""
+        """Lets the schedules go; the model stays split."""
         self.pipeline_runner = None
         clipping, self._clipping = self._clipping, None
         if clipping is not None:
@@ -329,17 +331,17 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         """On rank 0 the state of the whole model, as one process has it; empty on other ranks."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
-        if self._cut is None or self._cut.stages == 1:
+        if self._split is None or self._split.stages == 1:
             return own
         gathered = gather_on_rank_zero(own, self._sender_ranks(), self.root_device)
-        return {name: gathered[name] for name in self._cut.state_names if name in gathered} if gathered else {}
+        return {name: gathered[name] for name in self._split.state_names if name in gathered} if gathered else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the state of the whole optimizer, as one process has it; empty on other ranks."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state = inner.state_dict()
         parts = self._parts.get(inner)
-        if parts is None or self._cut is None or self._cut.stages == 1:
+        if parts is None or self._split is None or self._split.stages == 1:
             return state
         return parts.whole(state, self._sender_ranks(), self.root_device)
 
@@ -364,8 +366,8 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes what this stage holds; names of the whole model are checked."""
         assert self.lightning_module is not None
-        assert self._cut is not None
-        state = own_state(checkpoint["state_dict"], self.lightning_module, self._cut, strict=strict)
+        assert self._split is not None
+        state = own_state(checkpoint["state_dict"], self.lightning_module, self._split, strict=strict)
         self.lightning_module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

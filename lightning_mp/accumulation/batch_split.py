@@ -1,4 +1,4 @@
-"""Cuts a batch into smaller ones along its first dimension, and joins what a step returned for each."""
+"""Splits a batch into smaller ones along its first dimension, and joins what a step returned for each."""
 
 import dataclasses
 import sys
@@ -99,7 +99,7 @@ def microbatch_bounds(samples: int, size: int) -> list[tuple[int, int]]:
 
 
 def split_batch(batch: Any, size: int) -> list[Microbatch]:
-    """Cuts a batch into microbatches of at most ``size`` samples.
+    """Splits a batch into microbatches of at most ``size`` samples.
 
     Tensors and arrays are sliced along dimension 0 (views, nothing is copied). Dicts and other mutable mappings
     (``BatchEncoding``), dataclasses, named tuples, and lists and tuples that hold a tensor anywhere are taken apart and
@@ -123,7 +123,7 @@ def split_batch(batch: Any, size: int) -> list[Microbatch]:
 
 
 def split_by(split: SplitFunction, batch: Any, size: int) -> list[Microbatch]:
-    """Cuts a batch by a user's function; ``len(split(batch, 1))`` counts samples.
+    """Splits a batch by a user's function; ``len(split(batch, 1))`` counts samples.
 
     Raises:
         MisconfigurationException: if microbatches are too large, or samples got lost or doubled.

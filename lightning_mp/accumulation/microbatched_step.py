@@ -21,7 +21,7 @@ __all__ = ["MicrobatchedStep", "microbatch_shares", "weighting_of"]
 def microbatch_shares(microbatches: Sequence[Microbatch], weighting: Weighting) -> list[float]:
     """The share of each microbatch in the mean of its micro-batch, by tokens or by samples; they add up to 1.
 
-    Tokens that lie on a device are waited for. A micro-batch without a loss-bearing token is shared by samples.
+    Tokens that lie on a device are waited for. A micro-batch without a target token is shared by samples.
     """
     counts: list[Any] = [microbatch.samples for microbatch in microbatches]
     if weighting.weight_by == "token" and len(microbatches) > 1:

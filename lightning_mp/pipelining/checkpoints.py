@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.single_file import refuse_other_groups, refuse_other_names
 from lightning_mp.core.messages import listed
-from lightning_mp.modules.stage_placeholder import Cut
+from lightning_mp.modules.stage_placeholder import StageSplit
 
 __all__ = ["OptimizerParts", "gather_on_rank_zero", "keep_own_parameters", "own_state"]
 
@@ -144,17 +144,17 @@ def gather_on_rank_zero(own: Mapping[str, Any], ranks: Sequence[int], device: to
     return gathered
 
 
-def own_state(whole: Mapping[str, Any], module: nn.Module, cut: Cut, *, strict: bool) -> dict[str, Any]:
+def own_state(whole: Mapping[str, Any], module: nn.Module, split: StageSplit, *, strict: bool) -> dict[str, Any]:
     """Of a whole model's state what this stage holds.
 
     Raises:
         RuntimeError: if names of the whole model are missing or unknown, and ``strict``.
     """
     if strict:
-        known = set(cut.state_names)
+        known = set(split.state_names)
         refuse_other_names(
             type(module).__name__,
-            missing=[name for name in cut.state_names if name not in whole],
+            missing=[name for name in split.state_names if name not in whole],
             unexpected=[name for name in whole if name not in known],
         )
     own = set(module.state_dict())

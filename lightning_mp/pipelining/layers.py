@@ -136,7 +136,7 @@ def _call_of(part: nn.Module) -> Callable[[Any, Any], Any]:
 def _fitting(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     parts = dict(named_modules(module))
     found = [(name, part) for name, part in parts.items() if name and fnmatchcase(name, pattern)]
-    # By names only: after the cut other classes stand in some of the places.
+    # By names only: after the split other classes stand in some of the places.
     # A glob fits what is inside of the modules that it is about, too.
     outer = [(name, part) for name, part in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if not outer:

@@ -55,7 +55,7 @@ class PipelineRunner:
 
     Args:
         trainer: of this run.
-        module: cut.
+        module: split.
         layers: of this stage.
         pipeline: where this rank stands.
         backward_context: what backwards run in.
@@ -240,8 +240,8 @@ class PipelineRunner:
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise MisconfigurationException(
                 "self.log was called inside of a layer or of pipeline_loss, which runs for every microbatch and on one"
-                " stage only. Return the value from pipeline_loss, in a mapping beside 'loss', and log what pipelined_loss"
-                " returns, in training_step or validation_step."
+                " stage only. Return the value from pipeline_loss, in a mapping beside 'loss', and log what"
+                " pipelined_loss returns, in training_step or validation_step."
             )
 
         with ExitStack() as stack:

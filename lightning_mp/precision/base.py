@@ -343,7 +343,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             ValueError: if the checkpoint was written with another optimizer.
         """
         if self._trainer is not None and "optimizer_states" in checkpoint and self._trainer.optimizers:
-            # Strategies that restore after their set-up have cut parameters, and so optimizers, into parts.
+            # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
             whole = not self._trainer.strategy.restore_checkpoint_after_setup
             refuse_other_optimizers(checkpoint["optimizer_states"], self._trainer.optimizers, counts_parameters=whole)
         if self._dispatcher is not None:

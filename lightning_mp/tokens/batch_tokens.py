@@ -1,4 +1,4 @@
-"""How much a batch weighs: its samples and its loss-bearing tokens, and how to hide tokens from the loss."""
+"""How much a batch weighs: its samples and its target tokens, and how to hide tokens from the loss."""
 
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
@@ -148,13 +148,13 @@ def replaceable_labels(batch: Any) -> bool:
 
 
 def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> Tensor:
-    """Hides all but the first ``keep_tokens`` loss-bearing tokens of a batch from the loss.
+    """Hides all but the first ``keep_tokens`` target tokens of a batch from the loss.
 
     The label tensor is exchanged in its container, never written to: it may be a view of the data set.
 
     Args:
         batch: a batch with :func:`replaceable_labels`.
-        keep_tokens: loss-bearing tokens that stay, counted in row order.
+        keep_tokens: target tokens that stay, counted in row order.
         shifted: see :func:`loss_bearing`.
 
     Returns:

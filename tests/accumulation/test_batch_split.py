@@ -1,4 +1,4 @@
-"""Cutting batches and joining outputs, apart from any training."""
+"""Splitting batches and joining outputs, apart from any training."""
 
 import dataclasses
 from collections import UserDict, namedtuple

@@ -130,7 +130,7 @@ def ragged(lengths: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("limit", [2, 1])
 def test_ragged_tokens_weigh_what_they_are(limit):
-    """Microbatches are weighed by loss-bearing tokens; a row without any is left out instead of being 0 / 0."""
+    """Microbatches are weighed by target tokens; a row without any is left out instead of being 0 / 0."""
     batches = ragged([9, 30, 14, 21])
     model, whole = Tokens().double(), Tokens().double()
     model.limit = limit

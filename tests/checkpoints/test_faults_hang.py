@@ -120,7 +120,7 @@ PLAN = {"net.0": "column", "net.2": "row"}
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.full
 def test_a_hung_rank_of_a_sharded_model_is_named(ranks: int, rank: int, arguments: Any, tmp_path: Path) -> None:
-    """D44. The others wait in different collectives, of shards, of copies or of cut layers, and only it is named."""
+    """D44. The others wait in different collectives, of shards, of copies or of split layers, and only it is named."""
 
     def hangs(each: int) -> None:
         strategy = FSDP2Strategy("net.0", process_group_backend="gloo", **arguments)

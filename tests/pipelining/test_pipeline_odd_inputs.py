@@ -58,7 +58,7 @@ class EndsInCode(PipelinedMLP):
         return [*self.layers, PipelineLayer(lambda hidden, batch: 2 * hidden)]
 
 
-def test_a_stage_that_holds_all_modules_is_not_cut_again():
+def test_a_stage_that_holds_all_modules_is_not_split_again():
     """The others would not take part in it, and wait."""
 
     def rank(_):
@@ -120,6 +120,6 @@ def test_outputs_have_no_gradients_on_one_device_either():
 
 
 @pytest.mark.parametrize("split_points", [[1], 5, [None]])
-def test_cuts_are_names(split_points):
+def test_splits_are_names(split_points):
     with pytest.raises(ValueError, match=r"PipelineParallelStrategy\(split_points=.*names of layers"):
         PipelineParallelStrategy(2, split_points=split_points)

@@ -14,7 +14,7 @@ from lightning_mp import PipelineParallelStrategy
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model
 from lightning_mp.pipelining.layers import read_layers
-from lightning_mp.pipelining.partition import cut_model
+from lightning_mp.pipelining.partition import split_model
 
 
 class Scale(nn.Module):
@@ -74,8 +74,8 @@ def test_batches_are_compared_at_the_start_of_every_evaluation():
     run_ranks(rank, 2)
 
 
-def cut_in_two(module):
-    cut_model(module, read_layers(module), [0, 2], 0)
+def split_in_two(module):
+    split_model(module, read_layers(module), [0, 2], 0)
     return module
 
 
@@ -84,11 +84,11 @@ def test_a_buffer_that_layers_of_other_stages_share_stays():
     module, mask = PipelinedMLP(), torch.ones(6)
     for layer in module.layers:
         layer.register_buffer("mask", mask)
-    assert cut_in_two(module).layers[0].mask.tolist() == [1.0] * 6
+    assert split_in_two(module).layers[0].mask.tolist() == [1.0] * 6
 
 
-def test_an_exception_in_configure_optimizers_leaves_the_model_cut():
-    module = cut_in_two(PipelinedMLP())
+def test_an_exception_in_configure_optimizers_leaves_the_model_split():
+    module = split_in_two(PipelinedMLP())
     with contextlib.suppress(KeyError), full_model(module):
         assert not any(isinstance(layer, StagePlaceholder) for layer in module.layers)
         raise KeyError

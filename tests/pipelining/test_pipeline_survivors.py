@@ -18,7 +18,7 @@ from lightning_mp.pipelining import PipelineLayer, pipelined_loss, pipelined_out
 from lightning_mp.pipelining.checkpoints import OptimizerParts
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.microbatches import batch_digest
-from lightning_mp.pipelining.partition import cut_model
+from lightning_mp.pipelining.partition import split_model
 
 RULES = [("*.head", "fp32"), ("model.blocks.0.mlp", "fp32"), *PrecisionPolicy.default().rules]
 
@@ -389,7 +389,7 @@ def test_layers_of_other_stages_are_freed_one_by_one():
         freed.append(sum(layer[0].weight.untyped_storage().nbytes() == 4 for layer in layers))
 
     layers = list(module.layers)
-    cut_model(module, read_layers(module), [0, 2], 0, bring_to_life=count)
+    split_model(module, read_layers(module), [0, 2], 0, bring_to_life=count)
     assert freed == [0, 0, 0, 1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""LightningModules that say how to cut themselves, and short fits of them, for tests of the pipeline."""
+"""LightningModules that say how to split themselves, and short fits of them, for tests of the pipeline."""
 
 from typing import Any
 

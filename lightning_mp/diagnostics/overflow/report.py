@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_mp.core.messages import listed
-from lightning_mp.diagnostics.overflow.culprit import Culprit
+from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
 from lightning_mp.diagnostics.overflow.search import OverflowFinding
 
 __all__ = ["OverflowReport"]
@@ -62,32 +62,32 @@ class OverflowReport:
 def _tell(finding: OverflowFinding, loss_scale: float) -> list[str]:
     position = f"micro-batch {finding.micro_batch + 1} of {finding.num_micro_batches}"
     where = f"{position} (batch_idx {finding.batch_idx}) on rank {finding.rank}"
-    if finding.culprit is None:
+    if finding.first_overflow is None:
         return [
             f"  Replay: up to {where} every gradient is finite, their sum is not.",
             f"  {_advice(finding, loss_scale)}",
         ]
-    return [f"  Replay of {where}: {_describe(finding.culprit)}.", f"  {_advice(finding, loss_scale)}"]
+    return [f"  Replay of {where}: {_describe(finding.first_overflow)}.", f"  {_advice(finding, loss_scale)}"]
 
 
-def _describe(culprit: Culprit) -> str:
-    place = culprit.module or "training_step"
-    if culprit.module_class:
-        place += f" ({culprit.module_class})"
-    tensor = f"{culprit.tensor} holds {culprit.kind} ({culprit.dtype}, shape {list(culprit.shape)})"
-    if culprit.largest_input is not None:
-        tensor += f"; what went in reaches {culprit.largest_input:.3g}"
-    if culprit.phase == "data":
+def _describe(first: FirstOverflow) -> str:
+    place = first.module or "training_step"
+    if first.module_class:
+        place += f" ({first.module_class})"
+    tensor = f"{first.tensor} holds {first.kind} ({first.dtype}, shape {list(first.shape)})"
+    if first.largest_input is not None:
+        tensor += f"; what went in reaches {first.largest_input:.3g}"
+    if first.phase == "data":
         return f"the data is at fault: {tensor}"
-    if culprit.phase == "weights":
+    if first.phase == "weights":
         return f"the weights are at fault: in {place}, {tensor}"
-    phase = {"forward": "the forward", "loss": "the loss", "backward": "the backward"}[culprit.phase]
+    phase = {"forward": "the forward", "loss": "the loss", "backward": "the backward"}[first.phase]
     return f"{phase} is where it begins, in {place}: {tensor}"
 
 
 def _advice(finding: OverflowFinding, loss_scale: float) -> str:
-    culprit = finding.culprit
-    place = (culprit.module if culprit is not None else "") or "the training step"
+    first = finding.first_overflow
+    place = (first.module if first is not None else "") or "the training step"
     if finding.verdict == "scale" and finding.finite_scale is not None:
         halvings = round(math.log2(loss_scale / finding.finite_scale))
         return (
@@ -98,7 +98,7 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
         )
     if finding.verdict == "range":
         return (
-            f"Verdict: too large for {culprit.dtype if culprit is not None else 'fp16'}, whatever the loss scale; in"
+            f"Verdict: too large for {first.dtype if first is not None else 'fp16'}, whatever the loss scale; in"
             f" fp32 it is finite. Use bf16-mixed, or run {place} in fp32 with a PrecisionPolicy, or bring its inputs"
             " down (normalisation, smaller initial weights)."
         )

@@ -28,7 +28,7 @@ def plot_exponents(histogram: ExponentHistogram, target: FormatLike = "fp16", ti
     """Share of values by exponent.
 
     Bars are coloured by what the format does to them: lost (rounded to zero), subnormal, normal, overflow. The shares
-    on top are of the non-zero values. The bar of zeros is cut where it would flatten the rest.
+    on top are of the non-zero values. The bar of zeros is split where it would flatten the rest.
 
     Args:
         histogram: values as the format would hold them, so of loss-scaled gradients.

@@ -28,7 +28,7 @@ class ParallelLayout:
     shards: int = 1
     """Over how many ranks weights, gradients and optimizer states are sharded (FSDP)."""
     tensor: int = 1
-    """Over how many ranks each layer is cut (TP)."""
+    """Over how many ranks each layer is split (TP)."""
     stages: int = 1
     """Of a pipeline (PP)."""
 

@@ -189,15 +189,15 @@ def _unsuited(linear: nn.Linear, owners: Mapping[int, str]) -> str | None:
         size = getattr(linear, dimension)
         if size % DIMENSION_MULTIPLE:
             return f"{dimension} is {size}, no multiple of {DIMENSION_MULTIPLE}"
-        part = size // _ranks_that_cut(linear.weight, dim)
+        part = size // _ranks_that_split(linear.weight, dim)
         if part % DIMENSION_MULTIPLE:
             return f"a rank's part of {dimension} is {part}, no multiple of {DIMENSION_MULTIPLE}"
     owner = owners.get(id(linear.weight))
     return None if owner is None else f"its weight is also that of {owner}"
 
 
-def _ranks_that_cut(weight: Tensor, dim: int) -> int:
-    """Over how many ranks tensor parallelism has cut a dimension. What FSDP2 shards is whole when it is multiplied."""
+def _ranks_that_split(weight: Tensor, dim: int) -> int:
+    """Over how many ranks tensor parallelism splits a dimension. What FSDP2 shards is whole when it is multiplied."""
     if not isinstance(weight, DTensor):
         return 1
     names = weight.device_mesh.mesh_dim_names or ()
