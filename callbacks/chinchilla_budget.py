@@ -291,8 +291,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
         counter = self._controller.counter
         counter.settle()
         rank_zero_info(
-            f"Tokens over all ranks: {counter.presented_tokens:,} presented, {counter.nonpad_tokens:,} without padding,"
-            f" {counter.tokens:,} in the loss, of those {counter.skipped_tokens:,} in skipped steps and"
+            f"Tokens over all ranks: {counter.presented_tokens:,} in the inputs, {counter.nonpad_tokens:,} without"
+            f" padding, {counter.tokens:,} in the loss, of those {counter.skipped_tokens:,} in skipped steps and"
             f" {counter.repeated_tokens:,} after the first epoch. {self.device_seconds / 3600:.3g} device hours."
         )
         if not self.reached:

@@ -276,8 +276,8 @@ def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         raise MisconfigurationException(
             f"MicroBatchOnOOM works on a single device and with DDP, not with {type(strategy).__name__}: where weights"
             " or layers are spread over ranks, every forward and backward gathers or sends them, and a rank that"
-            " repeats one alone waits for the others forever. Find a size that fits on one device first, or recompute"
-            " activations; then remove the callback."
+            " repeats one alone waits for the other ranks forever. Find a size that fits on one device first, or"
+            " recompute activations; then remove the callback."
         )
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
@@ -316,8 +316,8 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
     if synced and trainer.world_size > 1:
         raise MisconfigurationException(
             f"MicroBatchOnOOM cannot be used with SyncBatchNorm ({listed(synced)}) on several ranks: it reduces"
-            " in every forward, and a rank that repeats one alone waits for the others forever. Use a normalisation of"
-            " single samples (GroupNorm, LayerNorm), or remove the callback."
+            " in every forward, and a rank that repeats one alone waits for the other ranks forever. Use a"
+            " normalisation of single samples (GroupNorm, LayerNorm), or remove the callback."
         )
 
 

@@ -221,7 +221,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._first_batch, self._warned = True, bool(getattr(trainer, "fast_dev_run", False))
         if trainer.global_step and not counter.windows:
             rank_zero_warn(
-                f"TokenLearningRate: nobody counted the tokens of the {trainer.global_step:,} steps before; the"
+                f"TokenLearningRate: no callback counted the tokens of the {trainer.global_step:,} steps before; the"
                 " schedule begins at 0 tokens."
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeDispatcher.of(trainer) is None:

@@ -92,7 +92,7 @@ def _resolve_device_type(device: str | torch.device | None) -> str:
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"LossScaler(device={str(device)!r}): CUDA is not available on this machine."
-            " Leave `device` out to use the device that is there, or pass enabled=False."
+            " Leave `device` out to use the device that is available, or pass enabled=False."
         )
     return device_type
 

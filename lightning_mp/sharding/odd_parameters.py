@@ -126,6 +126,6 @@ def _refuse_a_mixture(name: str, dtype: torch.dtype, dtypes: set[torch.dtype]) -
         others = ", ".join(sorted(str(other) for other in dtypes - {dtype}))
         raise MisconfigurationException(
             f"FSDP2Strategy: {name or 'the model itself'} holds parameters in {dtype} beside others in {others}, and"
-            " FSDP2 reduces what it gathers together in one dtype. Put the former into a module of their own, give all"
-            " of them one dtype, or use strategy='ddp'."
+            " FSDP2 reduces what it gathers together in one dtype. Put those parameters into a module of their own,"
+            " give all of them one dtype, or use strategy='ddp'."
         )

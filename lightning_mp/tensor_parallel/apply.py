@@ -38,7 +38,7 @@ class TensorParallelSplit:
         self._styles = styles
         self._mesh = mesh
         self._shared = SharedInput()
-        self._own_numbers = {name: self._rng_of(self._modules[name]) for name, _, _ in head_counts(model, styles)}
+        self._rngs = {name: self._rng_of(self._modules[name]) for name, _, _ in head_counts(model, styles)}
         self._ties = [tie for tie in tied_parameters(model) if any(_owner(name) in styles for name in tie)]
 
     def layers(self, names: Iterable[str]) -> None:
@@ -54,8 +54,8 @@ class TensorParallelSplit:
                 do = work_on_parts if style == "sequence" else take_whole_sequence
                 do(layer, self._mesh, in_parts)
             else:
-                own = self._own_numbers.get(_owner(name))
-                split_layer(layer, style, self._mesh, shared=self._shared, in_parts=in_parts, rng=own)
+                rng = self._rngs.get(_owner(name))
+                split_layer(layer, style, self._mesh, shared=self._shared, in_parts=in_parts, rng=rng)
             if style == "column_qkv":
                 adapt_attention(self._modules[_owner(name)], self._mesh.size())
         self._tie_again([tie for tie in self._ties if _owner(tie[0]) in here])

@@ -250,7 +250,7 @@ class BudgetLimiter:
             return
         if self._weighting.count is not None:
             raise MisconfigurationException(
-                "landing='exact' trims labels, and with count= nobody knows what that does to the count."
+                "landing='exact' trims labels, and with count= it is not known how that changes the count."
                 " Give trim= too, choose landing='floor' or landing='ceil', or leave count= out."
             )
         if not batch_tokens.replaceable_labels(batch):

@@ -508,7 +508,7 @@ def test_sharded_strategies_are_refused_with_the_reason(strategy):
         "model_parallel": pl.strategies.ModelParallelStrategy,
     }[strategy]
     trainer.strategy.__class__ = chosen
-    with pytest.raises(MisconfigurationException, match="repeats one alone waits for the others forever"):
+    with pytest.raises(MisconfigurationException, match="repeats one alone waits for the other ranks forever"):
         callback.setup(trainer, Limited(), "fit")
 
 

@@ -248,7 +248,7 @@ def test_the_account_knows_padding(caplog: pytest.LogCaptureFixture) -> None:
     presented = sum(b["labels"].numel() for b in batches)
     with caplog.at_level("INFO"):
         fit(ChinchillaBudget(tokens=51), FromDict(), batches=batches)
-    assert f"{presented} presented, {presented - 8} without padding, 51 in the loss" in caplog.text
+    assert f"{presented} in the inputs, {presented - 8} without padding, 51 in the loss" in caplog.text
 
 
 def test_making_up_needs_somebody_who_tells() -> None:
