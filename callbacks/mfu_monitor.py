@@ -25,6 +25,7 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.counter import TokenCounterDeltas
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
@@ -201,11 +202,7 @@ class MFUMonitor(SettingsRepr, Callback):
         assert self._controller is not None
         assert self._controller.requests.weighting is not None
         if not self._controller.requests.weighting.counts_tokens:
-            raise MisconfigurationException(
-                f"MFUMonitor cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer"
-                " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
-                " batch to its number of tokens, or of samples to have all figures per sample."
-            )
+            raise no_tokens_in(batch, "MFUMonitor", ", or of samples to have all figures per sample")
         self._read_if_new()
         if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
             self._stop_counting()  # of a micro-batch that was declined

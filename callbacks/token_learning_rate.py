@@ -19,6 +19,7 @@ from lightning_mp.lr_schedule.cooldown import CooldownRequest
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 __all__ = ["TokenLearningRate"]
@@ -333,11 +334,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         assert self._controller is not None
         assert self._controller.requests.weighting is not None
         if not self._controller.requests.weighting.counts_tokens:
-            raise MisconfigurationException(
-                f"TokenLearningRate cannot count tokens in a batch of type {type(batch).__name__!r}: there is no"
-                " integer tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function"
-                " from a batch to its number of tokens."
-            )
+            raise no_tokens_in(batch, "TokenLearningRate")
         if self._controller.requests.budget is not None:
             return
         micro_batches = []

@@ -84,8 +84,8 @@ def read_policy(policy: PolicyLike | None, scaler: object, instead: str) -> Prec
     if scaler is None and torch.float16 in policy.dtypes:
         rules = ", ".join(str(rule) for rule in policy.rules if rule.dtype == torch.float16)
         raise MisconfigurationException(
-            f"The policy asks for fp16 ({rules}), and without a loss scale small gradients vanish in fp16. Use {instead},"
-            " or 'bf16' in the rules."
+            f"The policy asks for fp16 ({rules}), and without a loss scale small gradients vanish in fp16. Use"
+            f" {instead}, or 'bf16' in the rules."
         )
     return policy
 
