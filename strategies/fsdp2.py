@@ -232,7 +232,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._ranks_alike = RanksAlike(trainer, self.optimizers)
-        self.setup_precision_plugin()
+        self.setup_precision_plugin()  # after the optimizers, to which master weights attach
         if self.tensor_parallel_size > 1:
             self._lets_plugin_clip = let_clip_over_meshes(self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:  # otherwise they are those of an earlier fit
@@ -353,9 +353,9 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         path = self._local(self.broadcast(filepath))
         if self.is_global_zero:
             begin_checkpoint(path)
-        self.barrier()
+        self.barrier()  # no rank writes into a folder that rank 0 still clears
         super().save_checkpoint(checkpoint, temporary_path(path), storage_options)
-        self.barrier()
+        self.barrier()  # only a folder with the shards of all ranks gets its name
         if self.is_global_zero:
             commit_checkpoint(path)
         self.barrier()

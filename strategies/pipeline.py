@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["PipelineParallelStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_CHUNKS_PER_STAGE = 4
+_MICROBATCHES_PER_STAGE = 4
 
 
 class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
@@ -238,7 +238,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self.accelerator.setup(trainer)
         refuse_what_cannot_be_split(trainer, self)
         module = self.lightning_module
-        microbatches = self.microbatches or _CHUNKS_PER_STAGE * self._mesh.size(0)
+        microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * self._mesh.size(0)
         stage, stages = self._mesh.get_local_rank("pipeline"), self._mesh.size(0)
         self._split = split = stage_split_of(module)
         if split is not None:
@@ -249,6 +249,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
                 description(split, microbatches=microbatches, replicas=self.replicas, schedule=self.schedule)
             )
         self.model = module
+        # After the split, so that only this stage's layers are converted.
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         pipeline = Pipeline(
@@ -301,6 +302,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _backward_context(self) -> AbstractContextManager[Any]:
+        # Schedules run backwards inside of training_step, whose autocast a backward must not see.
         if isinstance(self.precision_plugin, GradientStepPrecision):
             return self.precision_plugin.backward_context()
         return torch.autocast(self.root_device.type, enabled=False)

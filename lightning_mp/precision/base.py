@@ -101,6 +101,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                     refuse_closures_under_a_scale(optimizer, self)
                 refuse_fused_without_dtensors(optimizer)
             if self.scaler is not None:
+                # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
             self._ranks = None
             self._remove_step_hooks()
@@ -120,6 +121,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 stack.callback(dispatcher.detach)
             stack.callback(self._end_run)
             stack.callback(self._remove_step_hooks)
+            # Manual optimization updates the scale when the next batch begins, and there is none.
             self._update_scale_of_last_batch()
 
     def _remove_step_hooks(self) -> None:
@@ -263,6 +265,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             context = nullcontext if model.automatic_optimization else self.forward_context
             begin = partial(self._open_epilogue, optimizer, model)
             step.hand_out(closure, closure_result, begin, context)
+        # Steps nest: a closure may step another optimizer.
         outer, self._step = self._step, step
         try:
             return step_or_skip(step, **kwargs)
@@ -290,6 +293,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             # This rank has scaled no loss yet. Others may have: all of them count on the same scale.
             self.scaler.scale(torch.zeros((), device=model.device))
         epilogue = self._begin_epilogue(optimizer, model)
+        # Manual optimization may have called `scaler.unscale_`: these gradients are true already.
         if self.scaler is not None and private_api.has_unscaled(self.scaler):
             found_inf = found_by_unscaling(self.scaler, optimizer, model)
             if found_inf is not None:
@@ -349,7 +353,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self._dispatcher is not None:
             self._dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
-            return
+            return  # Lightning hands a plugin its own state
         for key in _STOCK_STATE_KEYS:
             if key in checkpoint:
                 self.load_state_dict(checkpoint[key])
