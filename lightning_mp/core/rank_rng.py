@@ -74,7 +74,9 @@ class RankRNG:
                 generator.set_state(state)
 
     def end(self) -> None:
-        """Back to the common numbers."""
+        """Back to the common numbers; does nothing if that was done."""
+        if not self._common:
+            return
         self._states = [generator.get_state() for generator, _ in self._common]
         for generator, state in self._common:
             generator.set_state(state)
