@@ -48,7 +48,7 @@ def refuse_arguments_about_ddp(arguments: Mapping[str, Any]) -> None:
 
 
 def read_split_points(split_points: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Checks the argument; a name alone is one split.
+    """Checks the argument; a name alone is one split point.
 
     Raises:
         ValueError: if it is no names.
