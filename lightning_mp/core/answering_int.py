@@ -22,7 +22,7 @@ class AnsweringInt(int):
     def of(cls, number: int, remainder: Callable[[int], int]) -> Self:
         """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
         answering = cls(number)
-        answering._remainder = remainder  # type: ignore[method-assign]
+        vars(answering)["_remainder"] = remainder
         return answering
 
     def _remainder(self, value: int) -> int:

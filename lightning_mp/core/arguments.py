@@ -59,7 +59,7 @@ def positive_number(value: object, argument: str, owner: str = "", *, unit: str 
         ...
         ValueError: RankWatchdog(timeout_seconds=nan): it must be a positive finite number of seconds. For instance 600.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         measured = f" of {unit}" if unit else ""
         raise _refusal(value, argument, owner, f"a positive finite number{measured}", hint)
     number: float = value  # type: ignore[assignment]  # typeshed's float is no Real

@@ -186,4 +186,5 @@ def _positive_integer(name: str, value: int | None, convention: FlopsConvention)
         raise ValueError(
             f"The {convention.name!r} convention ({convention.formula}) needs `{name}`. Pass `{name}=...`."
         )
-    return whole_number(int(value) if isinstance(value, float) and value.is_integer() else value, name)
+    number: float = value  # 124e6 is a whole number, too
+    return whole_number(int(number) if number == number // 1 else number, name)
