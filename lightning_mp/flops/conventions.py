@@ -187,4 +187,4 @@ def _positive_integer(name: str, value: int | None, convention: FlopsConvention)
             f"The {convention.name!r} convention ({convention.formula}) needs `{name}`. Pass `{name}=...`."
         )
     number: float = value  # 124e6 is a whole number, too
-    return whole_number(int(number) if number == number // 1 else number, name)
+    return whole_number(int(number) if isinstance(number, float) and number.is_integer() else number, name)
