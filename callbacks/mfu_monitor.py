@@ -227,7 +227,10 @@ class MFUMonitor(Callback):
         if not self._is_count_checked and self._controller.measure is not None:
             self._is_count_checked = True
             self._counted = counted_unit(
-                self.unit, self._controller.measure.presented_tokens, batch, is_counted=self.count is not None
+                self.unit,
+                self._controller.measure.presented_tokens,
+                batch,
+                is_counted=self._controller.requests.weighting.count is not None,
             )
         self._read_if_new()
         if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):

@@ -109,25 +109,22 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
     if attention is None:
         return products
     config, width = _configuration_and_width(module, convention)
-    is_halved = CONVENTIONS[convention].halves_causal
-    return products + sum(
-        attention(DecoderShape(1, width, tokens)) for tokens in _attended_tokens(config, context_tokens, is_halved)
-    )
+    pairs = _attended_pairs(config, context_tokens, is_halved=CONVENTIONS[convention].halves_causal)
+    return products + sum(attention(DecoderShape(1, width, each)) for each in pairs) // context_tokens
 
 
-def _attended_tokens(config: Any, context_tokens: int, is_halved: bool) -> Iterator[int]:
-    """Of each layer: the sequence length of full attention that costs as much as that layer's."""
+def _attended_pairs(config: Any, context_tokens: int, *, is_halved: bool) -> Iterator[int]:
+    """Of each layer: pairs of query and key in a sequence; twice as many for a convention that takes their half."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     every_layer = ["sliding_attention" if window else "full_attention"] * int(config.num_hidden_layers)
     for kind in getattr(config, "layer_types", None) or every_layer:
         if kind == "full_attention" or (kind == "sliding_attention" and not window):
-            yield context_tokens
+            yield context_tokens**2
         elif kind == "sliding_attention":
             assert window
             width = min(int(window), context_tokens)
-            # Under a causal mask the first tokens of a window see less: width - width^2 / (2 T) on average, of which
-            # a convention with the half in it takes T / 2.
-            yield round(2 * width - width**2 / context_tokens) if is_halved else width
+            # The first tokens of a window see less: width T - width^2 / 2 pairs under a causal mask.
+            yield 2 * width * context_tokens - width**2 if is_halved else width * context_tokens
         else:
             raise ValueError(
                 f"A layer of this module has {kind!r}, which no convention has a formula for. Use 'exact', or give the"

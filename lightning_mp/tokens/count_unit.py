@@ -33,7 +33,13 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
         >>> counted_unit("auto", 8, images, is_counted=True), counted_unit("auto", 8 * 16, images, is_counted=True)
         ('sample', 'token')
     """
-    if not is_counted or (unit != "sample" and batch_tokens.find_labels(batch) is not None):
+    has_labels = batch_tokens.find_labels(batch) is not None
+    if unit == "sample" and has_labels:
+        raise MisconfigurationException(
+            "unit='sample' was given, and the batch has token labels at batch['labels'] or batch[1], whose tokens are"
+            " counted. Leave `unit` out: all figures are then per token."
+        )
+    if not is_counted or has_labels:
         return "token"
     sizes = [tensor.shape for tensor in tensors_in(batch) if tensor.ndim]
     if not sizes:

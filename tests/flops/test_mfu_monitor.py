@@ -265,7 +265,7 @@ def test_without_a_peak_it_is_said_once_and_the_rest_is_logged(monkeypatch: pyte
     said = [message for message in messages if "neither MFU nor HFU" in message]
     assert len(said) == 1
     assert "no peak is known for the device 'cpu'. Give it: MFUMonitor(peak_flops=...)." in said[0]
-    assert "MFUMonitor: 528 FLOPs per token (exact), and 0 run again." in messages
+    assert "MFUMonitor: 528 FLOPs per token (exact; causal attention as a full square), and 0 run again." in messages
     assert messages[-1] == "MFUMonitor, whole run: 10 tokens/s, 10 of them no padding, goodput 100.0%."
 
 
@@ -477,6 +477,8 @@ def test_what_is_counted() -> None:
     labels = {"labels": torch.zeros(2, 5, dtype=torch.long)}
     assert counted_unit("auto", 10, labels, is_counted=True) == "token"
     assert counted_unit("auto", 10, labels, is_counted=False) == "token"
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="the batch has token labels"):
+        counted_unit("sample", 10, labels, is_counted=True)
     assert counted_unit("auto", 7, "no tensor", is_counted=True) == "token"
 
 
