@@ -16,7 +16,7 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     """What an operation cost, from the shapes it saw; None where nothing is known of it.
 
     By torch's own formulas (``torch.utils.flop_counter``, and what was added to it by ``register_flop_formula``), and
-    by ours for what it lacks (attention on the CPU and of packed sequences, grouped products, a matrix times a vector)
+    by ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector)
     or multiplies by the number of groups, the gradient of a grouped convolution's weight.
 
     Args:
@@ -33,9 +33,9 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     """
     formula = (
         _CORRECTED_FORMULAS.get(packet)
+        or PACKED_FORMULAS.get(str(packet))
         or flop_registry.get(packet)
         or _MISSING_FORMULAS.get(packet)
-        or PACKED_FORMULAS.get(str(packet))
     )
     return None if formula is None else int(formula(*args, **kwargs, out_val=result))
 

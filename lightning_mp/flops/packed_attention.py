@@ -1,6 +1,6 @@
 """Operations of attention over sequences of many lengths packed into one tensor, with or without a sliding window.
 
-``torch.nn.attention.varlen.varlen_attn`` is one operation for torch's counter, of which it knows no formula. With L_q
+``torch.nn.attention.varlen.varlen_attn`` is one operation, and torch's formula for it knows no window. With L_q
 queries and L_k keys of a sequence, size d of a head and d_v of a value, a product of queries and keys takes
 2 L_q min(L_k, window) d per head, one of weights and values the same with d_v. A causal mask is not subtracted, as
 everywhere in :mod:`~lightning_mp.flops.flop_counter`.
