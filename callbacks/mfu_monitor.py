@@ -16,7 +16,7 @@ from lightning_mp.core import private_api
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
 from lightning_mp.flops.hardware import device_peak
-from lightning_mp.flops.model_shape import module_flops_per_token
+from lightning_mp.flops.model_shape import far_above_count, module_flops_per_token
 from lightning_mp.flops.throughput import Rates, Throughput, Work
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -27,8 +27,6 @@ from lightning_mp.tokens.counter import TokenCounterDeltas
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 __all__ = ["MFUMonitor"]
-
-_LARGEST_DISAGREEMENT = 1.25  # of a convention with the count: conventions differ by less among themselves
 
 
 class MFUMonitor(Callback):
@@ -119,11 +117,8 @@ class MFUMonitor(Callback):
         Weighting("auto", count)
         if unit not in get_args(CountUnit):
             raise ValueError(f"MFUMonitor(unit={unit!r}): it must be one of {get_args(CountUnit)}.")
-        if unit == "sample" and isinstance(flops_per_token, str) and flops_per_token in CONVENTIONS:
-            raise ValueError(
-                f"MFUMonitor(flops_per_token={flops_per_token!r}, unit='sample'): the convention is one of tokens. Use"
-                " 'exact', or a number of FLOPs per sample."
-            )
+        if unit == "sample" and flops_per_token in CONVENTIONS:
+            raise ValueError(_of_tokens(flops_per_token))
         self.unit: CountUnit = unit
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
@@ -232,6 +227,8 @@ class MFUMonitor(Callback):
                 batch,
                 is_counted=self._controller.requests.weighting.count is not None,
             )
+            if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
+                raise MisconfigurationException(_of_tokens(self.flops_per_token))
         self._read_if_new()
         if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
             self._stop_counting()  # of a micro-batch that was declined
@@ -270,12 +267,8 @@ class MFUMonitor(Callback):
             context_tokens = labels.shape[1] if labels is not None else measure.presented_tokens
             wrapped = trainer.strategy.model or pl_module
             model = float(module_flops_per_token(wrapped, self.flops_per_token, context_tokens))
-            if counted_model and model > _LARGEST_DISAGREEMENT * counted_model:
-                rank_zero_warn(
-                    f"MFUMonitor(flops_per_token={self.flops_per_token!r}) takes {model:.4g} FLOPs per token,"
-                    f" {model / counted_model:.2f} times what the first micro-batch ran ({counted_model:.4g}): a token"
-                    " does not meet all parameters, as in a mixture of experts. Use 'exact'."
-                )
+            if counted_model and (too_high := far_above_count(self.flops_per_token, model, counted_model)):
+                rank_zero_warn(f"MFUMonitor: {too_high}")
         else:
             model = float(self.flops_per_token)
         hardware = model + again if model is not None and again is not None else None
@@ -387,6 +380,13 @@ class MFUMonitor(Callback):
 
 def _is_compiled(module: pl.LightningModule) -> bool:
     return private_api.is_compiled(module) or any(private_api.holds_compiled_code(part) for part in module.modules())
+
+
+def _of_tokens(convention: object) -> str:
+    return (
+        f"MFUMonitor(flops_per_token={convention!r}): the convention is one of tokens, and samples are counted. Use"
+        " 'exact', or a number of FLOPs per sample."
+    )
 
 
 def _refuse_unless_positive(name: str, value: object) -> None:

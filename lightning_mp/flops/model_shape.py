@@ -10,7 +10,9 @@ from lightning_mp.flops.conventions import CONVENTIONS, DecoderShape, flops_per_
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.modules.whole_parameters import WholeParameter, whole_parameters
 
-__all__ = ["MatmulParameters", "matmul_parameters", "module_flops_per_token"]
+__all__ = ["MatmulParameters", "far_above_count", "matmul_parameters", "module_flops_per_token"]
+
+_LARGEST_DISAGREEMENT = 1.25  # conventions differ by less among themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,23 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
     config, width = _configuration_and_width(module, convention)
     pairs = _attended_pairs(config, context_tokens, is_halved=CONVENTIONS[convention].halves_causal)
     return products + sum(attention(DecoderShape(1, width, each)) for each in pairs) // context_tokens
+
+
+def far_above_count(convention: str, flops_per_token: float, counted_flops_per_token: float) -> str | None:
+    """Why not to believe a convention, where it is more than a quarter above what was counted; None where it is not.
+
+    Example:
+        >>> far_above_count("6N", 110.0, 100.0) is None
+        True
+    """
+    ratio = flops_per_token / counted_flops_per_token
+    if ratio <= _LARGEST_DISAGREEMENT:
+        return None
+    return (
+        f"the convention {convention!r} takes {flops_per_token:.4g} FLOPs per token, {ratio:.2f} times what was counted"
+        f" ({counted_flops_per_token:.4g}): a token does not meet all parameters, as in a mixture of experts. Use"
+        " 'exact'."
+    )
 
 
 def _attended_pairs(config: Any, context_tokens: int, *, is_halved: bool) -> Iterator[int]:

@@ -398,7 +398,10 @@ def test_a_micro_batch_without_a_loss_is_not_the_one_that_counts() -> None:
         ({"window": 0}, r"MFUMonitor\(window=0\): it must be a whole number of optimizer steps"),
         ({"count": 3}, "must be a function from a batch"),
         ({"unit": "image"}, r"unit='image'\): it must be one of \('auto', 'token', 'sample'\)"),
-        ({"unit": "sample", "flops_per_token": "6N"}, "the convention is one of tokens. Use 'exact', or a number"),
+        (
+            {"unit": "sample", "flops_per_token": "6N"},
+            "is one of tokens, and samples are counted. Use 'exact'",
+        ),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
@@ -456,6 +459,10 @@ def test_a_batch_without_tokens_is_refused_and_samples_can_be_counted() -> None:
             r"gives 2 for the first batch, of type 'list' with 3 samples, or 3 to 12 tokens. len\(\)",
         ),
         ({"count": lambda batch: 13}, "gives 13 for the first batch"),
+        (
+            {"count": lambda batch: 3, "flops_per_token": "6N"},
+            "'6N'.: the convention is one of tokens",
+        ),
         (
             {"count": lambda batch: 12, "unit": "sample"},
             "gives 12 for the first batch, of type 'list' with 3 samples",

@@ -25,7 +25,7 @@ from transformers import (
 
 from lightning_mp.demo.model import GPT, GPTConfig
 from lightning_mp.flops.flop_counter import FlopTally, count_flops
-from lightning_mp.flops.model_shape import matmul_parameters, module_flops_per_token
+from lightning_mp.flops.model_shape import far_above_count, matmul_parameters, module_flops_per_token
 from lightning_mp.flops.operation_flops import operation_flops, score_flops
 from lightning_mp.planning import flops_per_token
 
@@ -423,6 +423,13 @@ def test_a_sliding_window_takes_the_place_of_a_longer_sequence(window: int | Non
     pairs = sum(min(position + 0.5, seen) for position in range(tokens)) / tokens
     halved = module_flops_per_token(model, "megatron", tokens) - products
     assert halved == pytest.approx(12 * 2 * 16 * pairs, rel=0.005)
+
+
+def test_a_convention_far_above_the_count_says_why() -> None:
+    assert far_above_count("6N", 125.0, 100.0) is None
+    said = far_above_count("6N", 288.0, 100.0)
+    assert said is not None
+    assert "takes 288 FLOPs per token, 2.88 times what was counted (100)" in said
 
 
 def test_layers_of_different_attention_count_each_as_they_are() -> None:
