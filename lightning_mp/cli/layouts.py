@@ -88,7 +88,10 @@ def _run(arguments: argparse.Namespace) -> int:
         step["sequences_per_gpu"] = _count(arguments.sequences_per_gpu, "sequences_per_gpu")
         size = DecoderSize.of(numbers.pop("parameters"), **numbers, tied_head=arguments.tied_head)
         machine = find_machine(arguments.machine)
-        formats = {"precision": arguments.precision, "tensor_reduce_dtype": arguments.tensor_reduce_dtype}
+        formats: dict[str, Any] = {
+            "precision": arguments.precision,
+            "tensor_reduce_dtype": arguments.tensor_reduce_dtype,
+        }
         plans, left_out = [], []
         for gpus in (_count(text, "gpus") for text in arguments.gpus.split(",")):
             for layout in usual_layouts(gpus, machine.gpus_per_node, layers=size.layers):

@@ -49,7 +49,7 @@ def packed_score_flops(name: str, args: Sequence[Any]) -> int:
     """Queries times keys once more, in the backward; 0 for the forward."""
     if name != _BACKWARD:
         return 0
-    query = args[1]
+    query: Tensor = args[1]
     return 2 * query.shape[-2] * query.shape[-1] * _pairs(args[6:], args[10], args[13] if len(args) > 13 else None)
 
 
