@@ -88,15 +88,19 @@ def _run(arguments: argparse.Namespace) -> int:
         step["sequences_per_gpu"] = _count(arguments.sequences_per_gpu, "sequences_per_gpu")
         size = DecoderSize.of(numbers.pop("parameters"), **numbers, tied_head=arguments.tied_head)
         machine = find_machine(arguments.machine)
-        formats: dict[str, Any] = {
-            "precision": arguments.precision,
-            "tensor_reduce_dtype": arguments.tensor_reduce_dtype,
-        }
         plans, left_out = [], []
         for gpus in (_count(text, "gpus") for text in arguments.gpus.split(",")):
             for layout in usual_layouts(gpus, machine.gpus_per_node, layers=size.layers):
                 try:
-                    plans.append(plan_parallelism(size, layout, machine, **formats, **step))
+                    plan = plan_parallelism(
+                        size,
+                        layout,
+                        machine,
+                        precision=arguments.precision,
+                        tensor_reduce_dtype=arguments.tensor_reduce_dtype,
+                        **step,
+                    )
+                    plans.append(plan)
                 except ValueError as error:
                     left_out.append(f"{gpus} GPUs, {layout.name}: {error}")
         if not plans:
