@@ -88,21 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
         step["sequences_per_gpu"] = _count(arguments.sequences_per_gpu, "sequences_per_gpu")
         size = DecoderSize.of(numbers.pop("parameters"), **numbers, tied_head=arguments.tied_head)
         machine = find_machine(arguments.machine)
-        plans, left_out = [], []
-        for gpus in (_count(text, "gpus") for text in arguments.gpus.split(",")):
-            for layout in usual_layouts(gpus, machine.gpus_per_node, layers=size.layers):
-                try:
-                    plan = plan_parallelism(
-                        size,
-                        layout,
-                        machine,
-                        precision=arguments.precision,
-                        tensor_reduce_dtype=arguments.tensor_reduce_dtype,
-                        **step,
-                    )
-                    plans.append(plan)
-                except ValueError as error:
-                    left_out.append(f"{gpus} GPUs, {layout.name}: {error}")
+        plans, left_out = _plans(size, machine, arguments, step)
         if not plans:
             raise ValueError(f"No layout fits. {left_out[0] if left_out else ''}")
         return size, machine, plans, left_out
@@ -130,6 +116,28 @@ def _run(arguments: argparse.Namespace) -> int:
     dtype = arguments.tensor_reduce_dtype
     print(f"\n{_CONVENTIONS.format(dtype=dtype, whose=_WHOSE[dtype])}")
     return 0
+
+
+def _plans(
+    size: DecoderSize, machine: Machine, arguments: argparse.Namespace, step: dict[str, int]
+) -> tuple[list[ParallelPlan], list[str]]:
+    """Of every usual layout, and why some are left out."""
+    plans, left_out = [], []
+    for gpus in (_count(text, "gpus") for text in arguments.gpus.split(",")):
+        for layout in usual_layouts(gpus, machine.gpus_per_node, layers=size.layers):
+            try:
+                plan = plan_parallelism(
+                    size,
+                    layout,
+                    machine,
+                    precision=arguments.precision,
+                    tensor_reduce_dtype=arguments.tensor_reduce_dtype,
+                    **step,
+                )
+                plans.append(plan)
+            except ValueError as error:
+                left_out.append(f"{gpus} GPUs, {layout.name}: {error}")
+    return plans, left_out
 
 
 def print_layouts(plans: list[ParallelPlan]) -> None:
