@@ -95,8 +95,8 @@ def test_the_bubble_and_the_kept_micro_batches_are_those_of_torchs_schedules(sch
 def test_no_schedule_of_torch_is_shorter_than_a_plan_says_and_gpipe_is_as_short(send):
     """Seen: plans were 5.7 to 10.6% longer than GPipe whose sends run beside the computing."""
     shortest_1f1b = []
-    for stages, micro_batches in [(2, 2), (2, 7), (4, 4), (4, 16), (8, 8), (8, 32)]:
-        size = DecoderSize.of(40_000_000, layers=8, width=512, vocabulary=32000)
+    for stages, micro_batches in [(2, 2), (2, 7), (3, 3), (4, 4), (4, 16), (7, 7)]:
+        size = DecoderSize.of(300_000_000, layers=84, width=512, vocabulary=32000)
         one = Machine("mine", "H100 SXM", stages, inside_bytes_per_second=1.0, between_bytes_per_second=1.0)
         tokens = 1024 * micro_batches
         layout = ParallelLayout(stages=stages)
