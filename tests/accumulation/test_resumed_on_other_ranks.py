@@ -242,8 +242,8 @@ def check(name: str, strategy: str, saved_on: int, resumed_on: int, path: Path) 
     if noise:
         # A gradient of each rank is the smaller one of the two that are compared.
         on_old, on_new = straight(name, saved_on).noise, straight(name, resumed_on).noise
-        # Not every step has a number: a last window of one micro-batch has no smaller gradient on one process, and four
-        # ranks do not measure their first step. The whole batch's square tells which step a number belongs to.
+        # Not every step has a number: a last window of one micro-batch has no smaller gradient on one process, and in
+        # the first step one of four ranks has no target tokens. The whole batch's square tells which step it is of.
         squares: list[float] = []
         for run in (straight(name).noise, on_old, on_new):
             squares = merged(squares, [numbers[1] for numbers in run])
