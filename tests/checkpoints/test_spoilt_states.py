@@ -84,7 +84,7 @@ def test_every_entry_is_checked_before_anything_is_changed(number: int, states: 
             with pytest.raises(ValueError, match=r"cannot be loaded: .* Nothing was changed"):
                 fresh.load_state_dict(changed(state, way, lambda inside, key, bad=bad: inside.__setitem__(key, bad)))
             assert fresh.state_dict() == before
-        if not isinstance(way[-1], int):
+        if len(way) == 1:
             with pytest.raises(ValueError, match="cannot be loaded"):
                 fresh.load_state_dict(changed(state, way, lambda inside, key: inside.pop(key)))
 
