@@ -144,8 +144,8 @@ class AgreedUnits:
         everybody = tuple(range(dist.get_world_size()))
         ranks = everybody if mesh is None else tuple(mesh.mesh.flatten().tolist())
         if ranks not in self._by_ranks:
-            whole = mesh is None or len(ranks) == len(everybody)
-            self._by_ranks[ranks] = _Together([None] if whole else mesh.get_all_groups())
+            groups = [None] if mesh is None or len(ranks) == len(everybody) else mesh.get_all_groups()
+            self._by_ranks[ranks] = _Together(groups)
         return self._by_ranks[ranks]
 
     def _note(self, name: str, together: _Together) -> Callable[..., None]:
