@@ -21,10 +21,11 @@ from lightning_mp.callbacks._gradient_exponents import count_gradients, gradient
 from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import FormatLike
+from lightning_mp.core.saved_state import checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
-from lightning_mp.diagnostics.underflow.observation import UnderflowObservation, UnderflowSummary
+from lightning_mp.diagnostics.underflow.observation import STATE_KINDS, UnderflowObservation, UnderflowSummary
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
@@ -346,6 +347,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a saved history."""
+        state_dict = checked_state(state_dict, STATE_KINDS, "UnderflowMonitor")
         latest = state_dict["latest"]
         self._latest = None if latest is None else UnderflowObservation.from_dict(latest)
         self._history.clear()
