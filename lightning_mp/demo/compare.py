@@ -4,11 +4,12 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.demo.data import TextData
@@ -42,9 +43,7 @@ def train_with_stock(job: Job) -> dict[str, Any]:
     logger.setLevel(logging.ERROR)
     try:
         trainer = pl.Trainer(
-            # By plugin, as Lightning turns precision="16-mixed" into bf16 on a CPU.
-            plugins=[MixedPrecision(mixed, job.accelerator)] if (mixed := _mixed(settings.precision)) else [],
-            precision=None if mixed else cast(Any, settings.precision),
+            plugins=[_plugin(job)],
             accelerator=job.accelerator,
             devices=1,
             max_epochs=1,
@@ -76,6 +75,17 @@ def train_with_stock(job: Job) -> dict[str, Any]:
     }
 
 
+def _plugin(job: Job) -> Any:
+    """By class, since Lightning turns ``precision="16-mixed"`` into bf16 on a CPU."""
+    match job.settings.precision:
+        case "32-true":
+            return Precision()
+        case "bf16-true" | "16-true" as true:
+            return HalfPrecision(true)
+        case mixed:
+            return MixedPrecision(cast(Any, mixed), job.accelerator)
+
+
 def _takes_fused(precision: str) -> bool:
     return not precision.endswith("-mixed")
 
@@ -103,17 +113,17 @@ def format_comparison(stock: Mapping[str, Any], history: Mapping[str, Any]) -> s
     rows = [["", "Lightning", "lightning_mp"]]
     for name, text in (
         ("tokens", "{tokens:,}"),
-        ("beside the budget", "{beside:+,}"),
+        ("over the budget", "{excess:+,}"),
         ("optimizer steps", "{optimizer_steps:,}"),
         ("of these skipped", "{skipped_steps:,}"),
-        ("schedule steps on skips", "{schedule_steps_on_skips:,}"),
+        ("scheduler steps on skips", "{schedule_steps_on_skips:,}"),
         ("validation loss", "{validation_loss:.4f}"),
         ("time of the fit", "{fit_seconds:.1f} s"),
         ("fused AdamW with clipping", "{fused}"),
     ):
         takes_fused = _takes_fused(history["settings"]["precision"])
         runs = [{**stock, "fused": "yes" if takes_fused else "refused"}, {**ours, "fused": "yes"}]
-        rows.append([name, *(text.format(**run, beside=run["tokens"] - budget) for run in runs)])
+        rows.append([name, *(text.format(**run, excess=run["tokens"] - budget) for run in runs)])
     text = "\n".join(f"{name:<26}{left:>14}{right:>14}" for name, left, right in rows)
     if not math.isfinite(stock["validation_loss"]):
         text += "\nWithout a skip the infinite gradient reached the weights."

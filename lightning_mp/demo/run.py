@@ -24,23 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_mp import (
-    AccumulationScheduler,
-    AutocastPrecision,
-    ChinchillaBudget,
-    Float8Precision,
-    FSDP2Strategy,
-    MasterWeightsPrecision,
-    MFUMonitor,
-    OverflowMonitor,
-    OverflowPostMortem,
-    PipelineParallelStrategy,
-    StopAtBoundary,
-    TF32Precision,
-    TokenLearningRate,
-    WarmupCosine,
-    latest_checkpoint,
-)
+import lightning_mp as mp
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.demo.compare import format_comparison, train_with_stock
 from lightning_mp.demo.data import TextData
@@ -110,18 +94,18 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         MisconfigurationException: If Lightning refuses the combination of strategy and devices.
     """
     settings, folder = job.settings, job.folder
-    budget = ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
-    throughput = MFUMonitor()
-    stop = StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds)
+    budget = mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
+    throughput = mp.MFUMonitor()
+    stop = mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds)
     timer = Timer()
     callbacks: list[Callback] = [
-        OverflowMonitor(),
-        OverflowPostMortem(dirpath=folder),
-        AccumulationScheduler(settings.accumulation, unit="step"),
+        mp.OverflowMonitor(),
+        mp.OverflowPostMortem(dirpath=folder),
+        mp.AccumulationScheduler(settings.accumulation, unit="step"),
         budget,
         # The cosine ends where the run ends: Hoffmann et al. 2022 (arXiv:2203.15556), appendix B, find that a cycle
         # more than 25% too long clearly hurts. The first step's rate is not 0, so that it does something.
-        TokenLearningRate(WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
+        mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
         throughput,
         timer,
         RunHistory(folder / "history.json", job.facts, settings.micro_batch_tokens, budget, throughput, stop, timer),
@@ -162,26 +146,26 @@ def _precision(job: Job) -> list[Any]:
         case "32-true":
             return []
         case "tf32":
-            return [TF32Precision()]
+            return [mp.TF32Precision()]
         case "fp8":
             # some CPUs take seconds for a step with torch's own product
-            return [Float8Precision(cast(Any, settings.recipe), emulate=job.accelerator == "cpu")]
+            return [mp.Float8Precision(cast(Any, settings.recipe), emulate=job.accelerator == "cpu")]
         case "bf16-true" | "16-true" as weights:
-            return [MasterWeightsPrecision(weights, storage=cast(Literal["fp32", "remainder"], settings.storage))]
+            return [mp.MasterWeightsPrecision(weights, storage=cast(Literal["fp32", "remainder"], settings.storage))]
         case mixed:
-            return [AutocastPrecision(cast(Literal["16-mixed", "bf16-mixed"], mixed))]
+            return [mp.AutocastPrecision(cast(Literal["16-mixed", "bf16-mixed"], mixed))]
 
 
 def _strategy(settings: Settings) -> Strategy | str:
     """With checkpoints in a single file, which every strategy reads on any number of devices."""
     if settings.strategy == "mp_fsdp2" or settings.tensor_parallel > 1:
-        return FSDP2Strategy(tensor_parallel_size=settings.tensor_parallel, save_distributed_checkpoint=False)
+        return mp.FSDP2Strategy(tensor_parallel_size=settings.tensor_parallel, save_distributed_checkpoint=False)
     if settings.strategy == "model_parallel":
         return ModelParallelStrategy(
             data_parallel_size=settings.devices, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
     if settings.strategy == "mp_pipeline":
-        return PipelineParallelStrategy(settings.stages)
+        return mp.PipelineParallelStrategy(settings.stages)
     return settings.strategy
 
 
@@ -263,7 +247,7 @@ def _show(job: Job, history: dict[str, Any], *, is_new: bool) -> None:
 
 
 def _trained_model(folder: Path) -> GPT:
-    path = latest_checkpoint(folder / "checkpoints")
+    path = mp.latest_checkpoint(folder / "checkpoints")
     assert path is not None
     checkpoint = load_checkpoint(path)
     shape = {field.name: checkpoint["hyper_parameters"][field.name] for field in fields(GPTConfig)}
@@ -280,31 +264,28 @@ def _printable(text: bytes) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps a few known messages off the terminal that say nothing about this run."""
-
-    def no_advertisement(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("\N{ELECTRIC LIGHT BULB} Tip:")
-
-    logger = lightning_logger()
-    logger.addFilter(no_advertisement)
-    # It says of every checkpoint which default `weights_only` has.
-    saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
-    level = saving.level
-    saving.setLevel(logging.WARNING)
+    """Keeps messages off the terminal that say nothing about this run."""
+    logger = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
+    previous = logger.level
     with warnings.catch_warnings():
-        # Lightning 2.6 asks torch's pytree in a way that torch 2.11+ deprecates.
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-        # A resumed run writes into the folder that it read from.
-        warnings.filterwarnings("ignore", r"Checkpoint directory .* exists and is not empty")
-        # fp8 layers return views, and the model changes none of them in place.
-        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
-        # The demo says itself how far a stopped run got, and how to go on.
-        warnings.filterwarnings("ignore", r"The run ended after .* budgeted tokens")
+        for message in (
+            r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 with torch 2.11 or newer
+            r"Checkpoint directory .* exists and is not empty",  # a resumed run writes where it read
+            r"FSDP2-wrapped module .* returned a view tensor",  # of fp8 layers; the model changes none in place
+            r"The run ended after .* budgeted tokens",  # the demo says so itself
+        ):
+            warnings.filterwarnings("ignore", message)
+        logger.setLevel(logging.WARNING)  # it tells the default of `weights_only` with every checkpoint
+        lightning_logger().addFilter(_no_tips)
         try:
             yield
         finally:
-            logger.removeFilter(no_advertisement)
-            saving.setLevel(level)
+            lightning_logger().removeFilter(_no_tips)
+            logger.setLevel(previous)
+
+
+def _no_tips(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("\N{ELECTRIC LIGHT BULB} Tip:")
 
 
 def _announce(job: Job) -> None:
@@ -327,7 +308,7 @@ def _announce(job: Job) -> None:
 
 
 def _how_to_go_on(job: Job) -> str:
-    checkpoint = latest_checkpoint(job.folder / "checkpoints")
+    checkpoint = mp.latest_checkpoint(job.folder / "checkpoints")
     if checkpoint is None:
         return "No checkpoint had been written yet."
     return f"The last checkpoint is {checkpoint}. Go on with: lightning-mp demo --resume --out {job.folder}"

@@ -82,6 +82,8 @@ def _refusal(capsys, *arguments):
             "the budget of 926 tokens (0.1 for each of 9,264 parameters) is smaller than one batch of 1,024 tokens: "
             "raise --tokens-per-parameter or --params, or lower --batch-size or --devices",
         ),
+        (["--compare", "--precision", "fp8"], "--compare runs Lightning's own plugin, and it has none for fp8: choose"),
+        (["--compare", "--devices", "2"], "--compare runs on one device: leave --devices and --strategy out"),
         (["--inject-overflow", "3"], "bf16-mixed has none: add --precision 16-mixed or 16-true"),
         (["--precision", "16-mixed", "--inject-overflow", "-1"], "so give a number from 0 to 1093"),
         (

@@ -125,12 +125,34 @@ def test_the_plan_foretells_the_steps_and_the_learning_rate_ends_with_the_budget
 def test_learning_rate_speed_and_the_last_values_are_logged(uninterrupted):
     with (uninterrupted / "version_0" / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    last = next(row for row in reversed(rows) if row["train/loss"])
-    steps = _history(uninterrupted)["steps"]
-    assert int(last["step"]) == len(steps["tokens"]) - 1
-    assert float(last["train/learning_rate"]) == pytest.approx(steps["learning_rate"][-1])
+    last, history = rows[-1], _history(uninterrupted)
+    summary = json.loads((uninterrupted / "version_0" / "summary.json").read_text())
+    assert int(last["step"]) == summary["optimizer_steps"] - 1
+    assert float(last["val/loss"]) == summary["validation_loss"]
+    assert float(last["mp/tokens"]) == summary["tokens"]
+    assert float(last["mp/skipped_steps"]) == summary["skipped_steps"]
     assert float(last["mp/budget_fraction"]) == 1.0
+    assert float(last["train/loss"]) == pytest.approx(history["steps"]["train_loss"][-1])
+    assert float(last["train/learning_rate"]) == pytest.approx(history["steps"]["learning_rate"][-1])
     assert float(last["mp/tokens_per_second"]) > 0
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
+def test_the_comparison_shows_what_lightning_does_with_the_same_run(text, capsys):
+    assert _run("out", text, inject_overflow=4, compare=True) == 0
+    table = Path("out/version_0/comparison.txt").read_text()
+    assert table in capsys.readouterr().out
+    rows = {line[:26].strip(): line[26:].split() for line in table.splitlines()}
+    assert rows["tokens"] == [f"{MICRO_BATCHES * 512:,}", f"{BUDGET_TOKENS:,}"]
+    assert rows["over the budget"] == ["+294", "+0"]
+    assert rows["optimizer steps"] == ["15", "15"]
+    assert rows["of these skipped"] == ["1", "1"]
+    assert rows["scheduler steps on skips"] == ["1", "0"]
+    assert rows["fused AdamW with clipping"] == ["refused", "yes"]
+    stock, ours = map(float, rows["validation loss"])
+    assert stock == pytest.approx(ours, abs=0.1)
+    assert stock != ours
 
 
 @pytest.mark.full
