@@ -16,8 +16,8 @@ __all__ = ["add_demo_command"]
 
 _DESCRIPTION = """\
 Train a byte-level GPT on the source text of the Python standard library, in mixed precision, on exactly its Chinchilla
-budget (20 tokens per parameter). With the default options this takes two to five minutes on two idle CPU cores,
-depending on whether they have bf16 instructions."""
+budget (20 tokens per parameter). With the default options this takes 2 to 5 minutes on 2 idle CPU cores, depending on
+whether they have bf16 instructions."""
 
 
 def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:

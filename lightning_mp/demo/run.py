@@ -54,9 +54,10 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
         MisconfigurationException: If Lightning or the pack refuses the combination. Nothing is left behind then.
         KeyboardInterrupt: On the second Ctrl-C, or before the first batch; says where the last checkpoint is.
     """
-    is_finished = job.resumed_tokens >= job.settings.budget_tokens
-    if is_finished:
+    if job.resumed_tokens >= job.settings.budget_tokens:
         say(f"{job.folder} has spent its whole budget already. Start a new run without --resume.")
+        if not (job.folder / "history.json").is_file():  # killed between checkpoint and history
+            return 0
     else:
         torch.manual_seed(job.settings.seed)
         with _quiet():
@@ -67,10 +68,10 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
             _announce(job)
             fit(trainer, job)
     # Not on the other ranks, where this returns None.
-    return rank_zero_only(_conclude)(job, is_new=not is_finished) or 0
+    return rank_zero_only(_conclude)(job) or 0
 
 
-def _conclude(job: Job, *, is_new: bool) -> int:
+def _conclude(job: Job) -> int:
     """Shows what came of the run, and returns the exit code."""
     # Read from the file: under some strategies the training happened in other processes.
     history = json.loads((job.folder / "history.json").read_text())
@@ -78,7 +79,7 @@ def _conclude(job: Job, *, is_new: bool) -> int:
         say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
         return 130
     try:
-        _show(job, history, is_new=is_new)
+        _show(job, history)
     except (KeyboardInterrupt, SystemExit):
         raise KeyboardInterrupt(_how_to_go_on(job)) from None
     if history["stopped_by"] == "time":
@@ -225,7 +226,7 @@ def _remove(new_folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _show(job: Job, history: dict[str, Any], *, is_new: bool) -> None:
+def _show(job: Job, history: dict[str, Any]) -> None:
     """Writes and prints sample, picture and summary, and the comparison if there is to be one."""
     folder = job.folder
     sample = _printable(generate(_trained_model(folder), b"def ", _SAMPLE_TOKENS))
@@ -238,11 +239,12 @@ def _show(job: Job, history: dict[str, Any], *, is_new: bool) -> None:
     else:
         say("No picture is drawn: install matplotlib (pip install 'lightning-mp[plots]').")
     say(format_table(summary, folder))
-    if job.settings.compare and is_new and history["stopped_by"] is None:
+    comparison_file = folder / "comparison.txt"
+    if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():
         say("\nOnce more with Lightning's own plugin, for --compare:")
         with _quiet(), _interrupts_given_back():
             comparison = format_comparison(train_with_stock(job), history)
-        (folder / "comparison.txt").write_text(comparison + "\n")
+        comparison_file.write_text(comparison + "\n")
         say(comparison)
 
 
