@@ -63,7 +63,7 @@ def train_with_stock(job: Job) -> dict[str, Any]:
         validation_loss = trainer.validate(model, data, verbose=False)[0]["val/loss"]
     finally:
         logger.setLevel(level)
-    updates = max(int(state["step"]) for state in trainer.optimizers[0].state.values())
+    updates = max((int(state["step"]) for state in trainer.optimizers[0].state.values()), default=0)
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     return {
         "tokens": settings.micro_batches * settings.micro_batch_tokens,
@@ -126,5 +126,5 @@ def format_comparison(stock: Mapping[str, Any], history: Mapping[str, Any]) -> s
         rows.append([name, *(text.format(**run, excess=run["tokens"] - budget) for run in runs)])
     text = "\n".join(f"{name:<26}{left:>14}{right:>14}" for name, left, right in rows)
     if not math.isfinite(stock["validation_loss"]):
-        text += "\nWithout a skip the infinite gradient reached the weights."
+        text += "\nA gradient that is not finite reached the weights of Lightning's run."
     return text
