@@ -254,7 +254,7 @@ def test_ctrl_c_after_training_says_how_to_see_the_results(text, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_mp.demo.run._show", interrupted)
-    with pytest.raises(KeyboardInterrupt, match=r"The checkpoint is out.version_0.*Go on with: lightning-mp demo"):
+    with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is out.version_0.*Go on with: lightning-mp demo"):
         _run("out", text)
 
 
