@@ -87,12 +87,12 @@ class ChinchillaBudget(SettingsRepr, Callback):
     ) -> None:
         if all(target is None for target in (tokens_per_parameter, tokens, flops, device_hours)):
             tokens_per_parameter = TOKENS_PER_PARAMETER
-        if tokens_per_parameter is not None:
-            positive_number(
-                tokens_per_parameter, "tokens_per_parameter", "ChinchillaBudget", hint="Hoffmann et al. have about 20."
-            )
-        if device_hours is not None:
-            positive_number(device_hours, "device_hours", "ChinchillaBudget", unit="hours times devices")
+        for name, target, unit in (
+            ("tokens_per_parameter", tokens_per_parameter, ""),
+            ("device_hours", device_hours, "hours times devices"),
+        ):
+            if target is not None:
+                positive_number(target, name, "ChinchillaBudget", unit=unit)
         self.tokens_per_parameter = tokens_per_parameter
         self.flops = None if flops is None else parse_quantity(flops, "flops")
         self.device_hours = device_hours
@@ -102,11 +102,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 raise ValueError(
                     f"ChinchillaBudget({name}={value!r}) is unknown; it must be one of {get_args(allowed)}."
                 )
-        if trim is not None and landing != "exact":
-            raise ValueError(
-                f"ChinchillaBudget(trim=..., landing={landing!r}): only landing='exact' trims. Leave trim out, or end"
-                " exactly."
-            )
+        _refuse_trim_unless_exact(trim, landing)
         # These raise on a wrong argument now, not at set-up.
         TokenBudget(1 if self._tokens is None else self._tokens, landing)
         Weighting("auto", count)
@@ -353,3 +349,11 @@ def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", wh
             " budget would be 0 tokens. Give tokens=, or count other parameters."
         )
     return number, said
+
+
+def _refuse_trim_unless_exact(trim: TrimFunction | None, landing: LandingMode) -> None:
+    if trim is not None and landing != "exact":
+        raise ValueError(
+            f"ChinchillaBudget(trim=..., landing={landing!r}): only landing='exact' trims. Leave trim out, or end"
+            " exactly."
+        )
