@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.saved_state import NUMBER, checked_state, listed_of, or_none
+from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
 from lightning_mp.diagnostics.overflow.report import OverflowReport
 from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
-from lightning_mp.diagnostics.overflow.sightings import take_reading
 from lightning_mp.diagnostics.overflow.tally import ReportTally
 from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth, largest_growth, weight_rms
 from lightning_mp.gradients import gradient_ops
@@ -32,19 +35,21 @@ from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatch
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.scaling.loss_scaler import LossScaler
 
-__all__ = ["OverflowPostMortem", "OverflowReport"]
+__all__ = ["OverflowPostMortem"]
+
+_STATE_KINDS = {"rms_at_start": or_none(listed_of(NUMBER))}
 
 
-class OverflowPostMortem(Callback):
+class OverflowPostMortem(SettingsRepr, Callback):
     """Says why a step was skipped, in a line in the log and in ``overflow_step_<step_index>.json``.
 
-    The same trouble (the same verdict in the same module) is told once and counted from then on; after 10, 100, 1000,
-    ... skipped steps, and at the end of the run, one line sums up. The files and ``reports`` have every skipped step.
+    The same verdict in the same module is told once, then counted; one line sums up after 10, 100, 1000, ... skipped
+    steps and at the end. The files and ``reports`` have every skipped step.
 
     Each report names the parameters whose gradients were not finite. Our precision plugins know them from the norms
     they take anyway; with Lightning's own plugins, which need an :class:`~lightning_mp.OverflowMonitor` beside this
-    callback, the gradients are read once. Nothing is paid until a step is skipped, but one pass over the weights at the
-    start of the run: weights that are 100 times as large when a step is skipped say that training has diverged.
+    callback, the gradients are read once. Before a skip it costs one pass over the weights, at the start of the run:
+    weights that are 100 times as large later say that training has diverged.
 
     With ``replay=True`` the micro-batches of the skipped window are run again, with the same random numbers and hooks
     on all modules, and the report says which micro-batch on which rank went wrong, in which module and tensor, in the
@@ -82,14 +87,15 @@ class OverflowPostMortem(Callback):
     def __init__(self, replay: bool = False, dirpath: str | Path | None = None, *, max_replays: int = 10) -> None:
         if not isinstance(replay, bool):
             raise ValueError(f"OverflowPostMortem(replay={replay!r}): it must be True or False.")
-        if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 1:
-            raise ValueError(
-                f"OverflowPostMortem(max_replays={max_replays!r}): it must be a positive whole number of skipped steps."
-                " To replay none, leave replay out."
-            )
         self.replay = replay
         self.dirpath = Path(dirpath) if dirpath is not None else None
-        self.max_replays = max_replays
+        self.max_replays = whole_number(
+            max_replays,
+            "max_replays",
+            "OverflowPostMortem",
+            unit="skipped steps",
+            hint="To replay none, leave replay out.",
+        )
         self.reports: list[OverflowReport] = []
         self._tally = ReportTally()
         self._rms_at_start: Tensor | None = None
@@ -129,8 +135,8 @@ class OverflowPostMortem(Callback):
         saved, self._saved_rms = self._saved_rms, None
         rms = weight_rms(pl_module)
         # Of the first rank only: under a pipeline the others hold other parameters.
-        is_same_model = saved is not None and len(saved) == len(rms) and not is_pipelined(trainer)
-        self._rms_at_start = torch.tensor(saved) if is_same_model else rms
+        same = saved is not None and len(saved) == len(rms) and not is_pipelined(trainer)
+        self._rms_at_start = torch.tensor(saved) if same else rms
         self._forget()
         self._ended = False
 
@@ -306,7 +312,7 @@ class OverflowPostMortem(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A resumed run compares with the beginning of the first one."""
-        self._saved_rms = state_dict.get("rms_at_start")
+        self._saved_rms = checked_state(state_dict, _STATE_KINDS, "OverflowPostMortem")["rms_at_start"]
 
 
 def _nonfinite_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome) -> list[int]:

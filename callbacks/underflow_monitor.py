@@ -24,12 +24,20 @@ from lightning_mp.callbacks._gradient_exponents import (
     largest_on_any_rank,
     loss_scale_of,
 )
+from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.number_formats import NumberFormat
+from lightning_mp.core.number_formats import FormatLike
+from lightning_mp.core.saved_state import checked_state
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
-from lightning_mp.diagnostics.underflow.observation import UnderflowObservation, UnderflowSummary, pack_observation
+from lightning_mp.diagnostics.underflow.observation import (
+    STATE_KINDS,
+    UnderflowObservation,
+    UnderflowSummary,
+    pack_observation,
+)
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
@@ -53,7 +61,7 @@ class _Pending:
     kept_in_fp32: tuple[str, ...]
 
 
-class UnderflowMonitor(Callback):
+class UnderflowMonitor(SettingsRepr, Callback):
     """Tells how many gradient values a format loses at the present loss scale, and which scale would be better.
 
     Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per
@@ -63,8 +71,6 @@ class UnderflowMonitor(Callback):
     run with autocast only those that pass through 16 bit are judged: a parameter that is used without a cast, as a
     positional embedding or the weight of a norm, has its gradient in fp32, where no scale makes it overflow. Headroom
     and suggested scale are those of the largest 16-bit gradient in that step's backwards, of activations too.
-
-    What that means depends on the run:
 
     - In a run without autocast nothing passes through 16 bit, and all gradients of parameters are judged.
     - In bf16 and fp32 runs, ``mp/underflow_fraction`` is the share of the non-zero values that would become zero in
@@ -114,7 +120,7 @@ class UnderflowMonitor(Callback):
 
     def __init__(
         self,
-        format: str | torch.dtype | NumberFormat = "fp16",
+        format: FormatLike = "fp16",
         every_n_steps: int = 100,
         *,
         scale: float | None = None,
@@ -373,6 +379,7 @@ class UnderflowMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a saved history."""
+        state_dict = checked_state(state_dict, STATE_KINDS, "UnderflowMonitor")
         latest = state_dict["latest"]
         self._latest = None if latest is None else UnderflowObservation.from_dict(latest)
         self._history.clear()
@@ -382,16 +389,9 @@ class UnderflowMonitor(Callback):
 
 
 def _check(every_n_steps: object, scale: object, watch: tuple[str, ...]) -> None:
-    if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-        raise ValueError(
-            f"UnderflowMonitor(every_n_steps={every_n_steps!r}) is not valid: it must be a number of optimizer steps, 1"
-            " or more."
-        )
-    if scale is not None and not (isinstance(scale, int | float) and 0.0 < scale < math.inf):
-        raise ValueError(
-            f"UnderflowMonitor(scale={scale!r}) is not valid: it must be a positive finite number, or None for the"
-            " loss scale of the run."
-        )
+    whole_number(every_n_steps, "every_n_steps", "UnderflowMonitor", unit="optimizer steps")
+    if scale is not None:
+        positive_number(scale, "scale", "UnderflowMonitor", hint="None takes the loss scale of the run.")
     unknown = [kind for kind in watch if kind not in _KINDS]
     if unknown or not watch or len(set(watch)) < len(watch):
         raise ValueError(

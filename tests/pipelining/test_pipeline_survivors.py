@@ -13,20 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_mp import (
-    AutocastPrecision,
-    Float8Precision,
-    PipelineLayer,
-    PipelineParallelStrategy,
-    PrecisionAudit,
-    PrecisionPolicy,
-    pipelined_loss,
-    pipelined_output,
-)
+from lightning_mp import AutocastPrecision, Float8Precision, PipelineParallelStrategy, PrecisionAudit, PrecisionPolicy
+from lightning_mp.pipelining import PipelineLayer, pipelined_loss, pipelined_output
 from lightning_mp.pipelining.checkpoints import OptimizerParts
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.microbatches import batch_digest
-from lightning_mp.pipelining.partition import cut_model
+from lightning_mp.pipelining.partition import split_model
 
 RULES = [("*.head", "fp32"), ("model.blocks.0.mlp", "fp32"), *PrecisionPolicy.default().rules]
 
@@ -45,7 +37,7 @@ def test_rules_about_modules_of_any_stage_hold_and_the_audit_shows_all_stages():
         return module.train_losses, rows, products, audit.findings
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
-    got = run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=4), 2), 2)
+    got = run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2)
     assert {("model.head", "fp32"), ("model.blocks.0.mlp.up", "fp32"), ("model.blocks.2.mlp.up", "bf16")} <= wanted[2]
     for losses, rows, products, findings in got:
         assert losses == pytest.approx(wanted[0], rel=4e-3)
@@ -78,7 +70,7 @@ def test_fp8_layers_are_chosen_in_the_whole_model():
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
     assert wanted[2] == []
-    for losses, layers, left in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=1), 2), 2):
+    for losses, layers, left in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=1), 2), 2):
         assert layers == wanted[1]
         assert losses == pytest.approx(wanted[0], rel=2e-2)
         assert left == []
@@ -143,8 +135,10 @@ class TurnedModel(PipelinedMLP):
 
 def test_layers_may_return_masks_and_tensors_of_any_layout():
     [wanted] = run_ranks(lambda _: losses_of(TurnedModel(), "ddp", 1, max_epochs=1), 1)
-    # Chunks of several rows: of one row every layout is the same.
-    for got in run_ranks(lambda _: losses_of(TurnedModel(), PipelineParallelStrategy(chunks=2), 2, max_epochs=1), 2):
+    # Microbatches of several rows: of one row every layout is the same.
+    for got in run_ranks(
+        lambda _: losses_of(TurnedModel(), PipelineParallelStrategy(microbatches=2), 2, max_epochs=1), 2
+    ):
         assert got == pytest.approx(wanted, rel=2e-6)
 
 
@@ -195,7 +189,7 @@ def test_backwards_run_outside_of_autocast_under_lightnings_own_plugin_too():
     [wanted] = run_ranks(lambda _: losses_of(FullPrecision(), "ddp", 1, plugin=MixedPrecision("bf16-mixed", "cpu")), 1)
     for got in run_ranks(
         lambda _: losses_of(
-            FullPrecision(), PipelineParallelStrategy(chunks=2), 2, plugin=MixedPrecision("bf16-mixed", "cpu")
+            FullPrecision(), PipelineParallelStrategy(microbatches=2), 2, plugin=MixedPrecision("bf16-mixed", "cpu")
         ),
         2,
     ):
@@ -203,7 +197,7 @@ def test_backwards_run_outside_of_autocast_under_lightnings_own_plugin_too():
 
 
 class Llama(PipelinedMLP):
-    """A model of transformers: each block takes positions and mask from its chunk."""
+    """A model of transformers: each block takes positions and mask from its microbatch."""
 
     def __init__(self):
         super().__init__(torch.optim.AdamW, lr=1e-2)
@@ -254,7 +248,7 @@ def test_a_llama_of_transformers_trains_as_by_its_own_forward():
         return module.train_losses
 
     [wanted] = run_ranks(lambda _: rank(WholeLlama, "ddp", 1), 1)
-    for losses in run_ranks(lambda _: rank(Llama, PipelineParallelStrategy(chunks=2), 2), 2):
+    for losses in run_ranks(lambda _: rank(Llama, PipelineParallelStrategy(microbatches=2), 2), 2):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
@@ -274,7 +268,7 @@ class Summed(PipelinedGPT):
         return total / batch["num_items_in_batch"]
 
 
-def test_a_loss_that_is_divided_by_a_number_of_the_batch_adds_up_over_chunks():
+def test_a_loss_that_is_divided_by_a_number_of_the_batch_adds_up_over_microbatches():
     def rank(strategy, devices):
         module = Summed()
         batches = [
@@ -286,7 +280,7 @@ def test_a_loss_that_is_divided_by_a_number_of_the_batch_adds_up_over_chunks():
         return module.train_losses
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
-    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=4), 2), 2):
+    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2):
         assert losses == pytest.approx(wanted, rel=2e-6)
 
 
@@ -321,7 +315,7 @@ def test_losses_and_outputs_of_one_batch_do_not_get_in_each_others_way():
         return module.seen, module.train_losses, module.val_losses
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
-    for got in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=2), 2), 2):
+    for got in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=2), 2), 2):
         for ours, theirs in zip(got, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-6)
 
@@ -395,7 +389,7 @@ def test_layers_of_other_stages_are_freed_one_by_one():
         freed.append(sum(layer[0].weight.untyped_storage().nbytes() == 4 for layer in layers))
 
     layers = list(module.layers)
-    cut_model(module, read_layers(module), [0, 2], 0, bring_to_life=count)
+    split_model(module, read_layers(module), [0, 2], 0, bring_to_life=count)
     assert freed == [0, 0, 0, 1, 2, 3]
 
 

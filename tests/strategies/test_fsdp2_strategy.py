@@ -491,10 +491,10 @@ def test_callbacks_that_have_copied_the_model_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [0, True, 1.5])
 def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of 1 or more"):
+    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of ranks, 1 or more"):
         FSDP2Strategy(replicate_size=size)
 
 
 def test_a_plan_without_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=1 cuts none"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=1 splits none"):
         FSDP2Strategy(tensor_parallel_plan="auto")

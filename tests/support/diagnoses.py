@@ -46,10 +46,10 @@ def _name(report: OverflowReport) -> tuple[str, ...]:
     if not report.findings:
         return ("no finding", report.note)
     finding = report.findings[0]
-    if finding.culprit is None or finding.verdict in _ANYWHERE:
+    if finding.first_overflow is None or finding.verdict in _ANYWHERE:
         return (finding.verdict, "", "")
-    module = "" if finding.verdict == "scale" else finding.culprit.module
-    return (finding.verdict, finding.culprit.phase, module)
+    module = "" if finding.verdict == "scale" else finding.first_overflow.module
+    return (finding.verdict, finding.first_overflow.phase, module)
 
 
 def _of_scale(monitor: UnderflowMonitor, skipped_steps: int) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Style "sequence": norms, dropout and residuals on parts of the tokens, between layers that are cut."""
+"""Style "sequence": norms, dropout and residuals on parts of the tokens, between layers that are split."""
 
 import warnings
 from collections import Counter as PlainCounter
@@ -30,7 +30,7 @@ def bf16() -> AutocastPrecision:
 
 
 class Tokens(Callback):
-    """How many tokens a norm of a block, a layer that is cut and the last norm see, in training and in evaluation."""
+    """How many tokens a norm of a block, a layer that is split and the last norm see, in training and in evaluation."""
 
     def __init__(self) -> None:
         self.seen: dict[str, set[int]] = {}

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states, hold_in_rank_order
-from lightning_mp.tensor_parallel.apply import TensorParallelCut
-from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
+from lightning_mp.core.rank_rng import RankRNG
+from lightning_mp.tensor_parallel.apply import TensorParallelSplit
+from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 from lightning_mp.tensor_parallel.plan import check_divisible, resolve_plan
-from lightning_mp.tensor_parallel.rng import RankRNG
 from lightning_mp.tensor_parallel.sequence_parallel import (
     check_sequence_styles,
-    cut_sequence_of_blocks,
+    split_sequence_of_blocks,
     take_whole_sequence,
     work_on_parts,
 )
-from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelSplit, cut_logits
+from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelSplit, split_logits
 
 CPU = torch.device("cpu")
 IDS = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))
@@ -59,7 +59,7 @@ def test_layers_let_the_input_that_they_shared_go(styles: tuple[Any, ...]) -> No
             hidden, made = value, []
             for style in styles:
                 layer = nn.Linear(4, 4)
-                cut_layer(layer, style, mesh, shared=shared)
+                split_layer(layer, style, mesh, shared=shared)
                 hidden = layer(hidden)
             shared(value, lambda: made.append(1) or value)
             return made
@@ -67,13 +67,13 @@ def test_layers_let_the_input_that_they_shared_go(styles: tuple[Any, ...]) -> No
     assert run_ranks(run, 1) == [[1]]
 
 
-def test_frozen_layers_stay_frozen_when_they_are_cut() -> None:
+def test_frozen_layers_stay_frozen_when_they_are_split() -> None:
     def run(rank: int) -> Any:
         with process_group():
             mesh, linear, norm = init_device_mesh("cpu", (2,)), nn.Linear(4, 4), nn.LayerNorm(4)
             linear.bias.requires_grad_(False)
             norm.weight.requires_grad_(False)
-            cut_layer(linear, "column", mesh, shared=SharedInput())
+            split_layer(linear, "column", mesh, shared=SharedInput())
             work_on_parts(norm, mesh, lambda: False)
             return [parameter.requires_grad for layer in (linear, norm) for parameter in layer.parameters()]
 
@@ -129,8 +129,8 @@ def test_an_exception_in_attention_ends_its_own_numbers_and_evaluation_draws_non
     def run(rank: int) -> tuple[bool, float]:
         with process_group():
             gpt = HuggingFace("gpt2").model
-            cut = TensorParallelCut(gpt, resolve_plan(gpt, "auto"), init_device_mesh("cpu", (2,)))
-            cut.layers(dict(gpt.named_modules()))
+            split = TensorParallelSplit(gpt, resolve_plan(gpt, "auto"), init_device_mesh("cpu", (2,)))
+            split.layers(dict(gpt.named_modules()))
             attention = gpt.transformer.h[0].attn
             attention.attn_dropout.p = 0.5
             attention.c_proj.register_forward_pre_hook(stop, prepend=True)
@@ -163,9 +163,9 @@ def test_pairs_of_ranks_with_different_numbers_of_tokens_do_not_wait_for_each_ot
 
     def loss_of(rank: int) -> float:
         pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"].get_group()
-        cut = VocabParallelSplit(pair)
-        part = cut.own(whole[rank // 2], 1).clone().requires_grad_()
-        return F.cross_entropy(cut_logits(part * 1, cut), labels[rank // 2]).item()
+        split = VocabParallelSplit(pair)
+        part = split.own(whole[rank // 2], 1).clone().requires_grad_()
+        return F.cross_entropy(split_logits(part * 1, split), labels[rank // 2]).item()
 
     wanted = [F.cross_entropy(logits, ids).item() for logits, ids in zip(whole, labels, strict=True)]
     assert on_ranks(4, loss_of) == pytest.approx([wanted[0]] * 2 + [wanted[1]] * 2, rel=1e-6)
@@ -179,8 +179,8 @@ def test_a_row_that_counts_nothing_may_be_anything(planted: float) -> None:
     labels = torch.tensor([2, -100, 7])
 
     def loss_of(rank: int) -> list[float]:
-        cut = VocabParallelSplit(dist.group.WORLD)
-        logits = cut_logits(cut.own(whole, 1).clone().requires_grad_() * 1, cut)
+        split = VocabParallelSplit(dist.group.WORLD)
+        logits = split_logits(split.own(whole, 1).clone().requires_grad_() * 1, split)
         return [F.cross_entropy(logits, labels, label_smoothing=smoothing).item() for smoothing in (0.0, 0.1)]
 
     wanted = [F.cross_entropy(whole, labels, label_smoothing=smoothing).item() for smoothing in (0.0, 0.1)]
@@ -191,7 +191,7 @@ def test_logits_without_a_gradient_are_whole_at_once() -> None:
     """So that one rank alone may look at them."""
 
     def kind(rank: int) -> bool:
-        return type(cut_logits(torch.ones(2, 4), VocabParallelSplit(dist.group.WORLD))) is Tensor
+        return type(split_logits(torch.ones(2, 4), VocabParallelSplit(dist.group.WORLD))) is Tensor
 
     assert on_ranks(2, kind) == [True, True]
 
@@ -207,12 +207,12 @@ class GivesATuple(nn.Module):
         return hidden * 2, hidden.shape[1]
 
 
-def test_blocks_whose_sequence_is_cut_may_give_tuples() -> None:
+def test_blocks_whose_sequence_is_split_may_give_tuples() -> None:
     value = torch.arange(8.0).view(1, 4, 2)
 
     def given(rank: int) -> Any:
         blocks = nn.ModuleList([GivesATuple(), GivesATuple()])
-        cut_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
+        split_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
         hidden, first = blocks[0](value)
         hidden, last = blocks[1](hidden)
         return hidden.tolist(), first, last
@@ -226,21 +226,21 @@ def test_the_mean_of_many_weighted_rows_does_not_overflow_in_fp16() -> None:
     labels = torch.zeros(rows, dtype=torch.int64)
 
     def loss_of(rank: int) -> float:
-        cut = VocabParallelSplit(dist.group.WORLD)
-        logits = cut_logits(torch.zeros(rows, 1, dtype=torch.float16, requires_grad=True) * 1, cut)
+        split = VocabParallelSplit(dist.group.WORLD)
+        logits = split_logits(torch.zeros(rows, 1, dtype=torch.float16, requires_grad=True) * 1, split)
         return F.cross_entropy(logits, labels, weight=torch.ones(2, dtype=torch.float16)).item()
 
     assert on_ranks(2, loss_of) == pytest.approx([0.6931] * 2, rel=1e-3)
 
 
 def test_classes_need_not_be_the_vocabulary() -> None:
-    """Over another dimension than the cut one each rank would know a part of the rows only."""
+    """Over another dimension than the split one each rank would know a part of the rows only."""
     whole = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(16).view(2, 8) % 6
 
     def loss_of(rank: int) -> float:
-        cut = VocabParallelSplit(dist.group.WORLD)
-        return F.cross_entropy(cut_logits(cut.own(whole, 2).clone().requires_grad_() * 1, cut), labels).item()
+        split = VocabParallelSplit(dist.group.WORLD)
+        return F.cross_entropy(split_logits(split.own(whole, 2).clone().requires_grad_() * 1, split), labels).item()
 
     assert on_ranks(2, loss_of) == pytest.approx([F.cross_entropy(whole, labels).item()] * 2, rel=1e-6)
 
@@ -250,12 +250,12 @@ def test_arithmetic_of_logits_in_parts_is_that_of_the_whole() -> None:
     scales = torch.arange(16.0).view(2, 8)
 
     def kinds(rank: int) -> list[bool]:
-        cut = VocabParallelSplit(dist.group.WORLD)
-        logits = cut_logits(cut.own(whole, 2).clone().requires_grad_() * 1, cut)
+        split = VocabParallelSplit(dist.group.WORLD)
+        logits = split_logits(split.own(whole, 2).clone().requires_grad_() * 1, split)
         total = torch.zeros(2, 8, 8)
         total += logits
         assert total.detach().equal(whole)
-        # Classes and tokens are equally many, and only one of them is cut.
+        # Classes and tokens are equally many, and only one of them is split.
         assert (logits + logits.transpose(1, 2)).detach().equal(whole + whole.transpose(1, 2))
         scaled = logits * scales[..., None]
         assert scaled.detach().equal(whole * scales[..., None])
@@ -286,23 +286,23 @@ def test_shapes_and_places_of_logits_in_parts_are_those_of_the_whole() -> None:
     values = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
 
     def compare(rank: int) -> None:
-        cut = VocabParallelSplit(dist.group.WORLD)
+        split = VocabParallelSplit(dist.group.WORLD)
         for name, shape in SHAPES.items():
-            whole, part = values.clone().requires_grad_(), cut.own(values, 2).clone().requires_grad_()
-            wanted, got = shape(whole * 1), shape(cut_logits(part * 1, cut))
+            whole, part = values.clone().requires_grad_(), split.own(values, 2).clone().requires_grad_()
+            wanted, got = shape(whole * 1), shape(split_logits(part * 1, split))
             torch.testing.assert_close(got.detach(), wanted.detach(), msg=name)
             weights = torch.arange(float(wanted.numel())).view(wanted.shape)
             (wanted * weights).sum().backward()
             (got * weights).sum().backward()
-            torch.testing.assert_close(part.grad, cut.own(whole.grad, 2), msg=f"{name}, gradient")
-        one_class_each = cut_logits(torch.ones(3, 1, requires_grad=True) * 1, cut)
+            torch.testing.assert_close(part.grad, split.own(whole.grad, 2), msg=f"{name}, gradient")
+        one_class_each = split_logits(torch.ones(3, 1, requires_grad=True) * 1, split)
         assert one_class_each.squeeze(-1).shape == (3, 2)
 
     on_ranks(2, compare)
 
 
 def test_a_norm_that_sees_all_tokens_has_their_gradient_once() -> None:
-    """A model that is trained in evaluation mode is not cut along the sequence."""
+    """A model that is trained in evaluation mode is not split along the sequence."""
     value = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
     alone = nn.LayerNorm(6)
     alone(value).square().sum().backward()
@@ -338,7 +338,7 @@ def test_what_is_gathered_is_the_first_tensor_also_after_other_arguments() -> No
         ([nn.Linear(2, 2)], {"blocks.0": "row_split"}, "'row_split' in blocks .* would get a part of the tokens"),
     ],
 )
-def test_blocks_that_cannot_be_cut_along_the_sequence_are_refused(blocks: Any, styles: Any, says: str) -> None:
+def test_blocks_that_cannot_be_split_along_the_sequence_are_refused(blocks: Any, styles: Any, says: str) -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
     with pytest.raises(ValueError, match=says):
         check_sequence_styles(model, {"blocks": "sequence"} | styles)
@@ -347,7 +347,7 @@ def test_blocks_that_cannot_be_cut_along_the_sequence_are_refused(blocks: Any, s
 def test_activations_without_samples_are_refused() -> None:
     def refused(rank: int) -> None:
         blocks = nn.ModuleList([nn.Linear(4, 4)])
-        cut_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
+        split_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
         with pytest.raises(ValueError, match=r"must get activations \[batch, tokens, width\] .* shape \(2, 4\)"):
             blocks[0](torch.ones(2, 4))
 
@@ -357,7 +357,7 @@ def test_activations_without_samples_are_refused() -> None:
 def test_ranks_that_divide_a_fused_matrix_must_divide_its_parts() -> None:
     """Four queries, four keys and four values are twelve rows, and three ranks share none of them evenly."""
     model = nn.ModuleDict({"qkv": nn.Linear(4, 12)})
-    with pytest.raises(ValueError, match=r"qkv is cut as 'column_qkv' along a dimension of 4, which 3 ranks do not"):
+    with pytest.raises(ValueError, match=r"qkv is split as 'column_qkv' along a dimension of 4, which 3 ranks do not"):
         check_divisible(model, {"qkv": "column_qkv"}, 3)
 
 

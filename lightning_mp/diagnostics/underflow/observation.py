@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from lightning_mp.core.messages import listed
+from lightning_mp.core.number_formats import FORMATS
+from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, listed_of, named, or_none
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, suggested_scale
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
-__all__ = ["UnderflowObservation", "UnderflowSummary", "pack_observation"]
+__all__ = ["STATE_KINDS", "UnderflowObservation", "UnderflowSummary", "pack_observation"]
 
 _LAYERS_IN_TEXT = 10
 
@@ -169,3 +171,31 @@ def pack_observation(scale: Tensor, largest: Tensor | None, tables: Iterable[Exp
     vectors = [table.vector() for table in tables]
     numbers = scale, torch.full_like(scale, -1.0) if largest is None else largest
     return torch.cat([*(number.to(vectors[0], non_blocking=True) for number in numbers), *vectors])
+
+
+_COUNTS = Kind(
+    "whole numbers by exponent",
+    lambda value: isinstance(value, dict) and all(isinstance(e, int) and COUNT.fits(n) for e, n in value.items()),
+)
+_HISTOGRAM = holding(
+    {
+        "counts": _COUNTS,
+        "powers_of_two": _COUNTS,
+        "num_zeros": COUNT,
+        "num_nonfinite": COUNT,
+        "largest": ANY_NUMBER,
+    }
+)
+_OBSERVATION = holding(
+    {
+        "step_index": COUNT,
+        "format": Kind("the name of a number format", lambda value: value in tuple(FORMATS)),
+        "scale": ANY_NUMBER,
+        "histograms": named(named(_HISTOGRAM)),
+        "largest_in_backward": or_none(ANY_NUMBER),
+        "kept_in_fp32": Kind("names", lambda value: isinstance(value, list | tuple)),
+    }
+)
+_SUMMARY = holding({f.name: ANY_NUMBER for f in fields(UnderflowSummary)} | {"suggested_scale": or_none(ANY_NUMBER)})
+#: What a checkpoint holds of a monitor: the latest observation as :meth:`UnderflowObservation.as_dict`, and a history.
+STATE_KINDS = {"latest": or_none(_OBSERVATION), "history": listed_of(named(_SUMMARY))}
