@@ -19,7 +19,7 @@ from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.random_state import RandomState
-from lightning_mp.core.saved_state import NUMBER, checked_state, listed_of, or_none
+from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
@@ -29,7 +29,7 @@ from lightning_mp.diagnostics.overflow.tally import ReportTally
 from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth, largest_growth, weight_rms
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
-from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.names import parameter_names
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.precision.base import GradientStepPrecision
@@ -37,7 +37,7 @@ from lightning_mp.scaling.loss_scaler import LossScaler
 
 __all__ = ["OverflowPostMortem"]
 
-_STATE_KINDS = {"rms_at_start": or_none(listed_of(NUMBER))}
+_STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
 
 
 class OverflowPostMortem(SettingsRepr, Callback):
@@ -263,7 +263,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         """Of this rank's weights; None if it is no sign of divergence."""
         now = weight_rms(pl_module).tolist()
         at_start = self._rms_at_start.tolist() if self._rms_at_start is not None else now
-        return largest_growth(_own_names(pl_module), at_start, now) if len(at_start) == len(now) else None
+        return largest_growth(parameter_names(pl_module), at_start, now) if len(at_start) == len(now) else None
 
     def _why_no_replay(self, trainer: "pl.Trainer", outcome: StepOutcome) -> str:
         """A sentence for the report; empty if there can be a replay. The same on all ranks."""
@@ -333,17 +333,7 @@ def _nonfinite_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule"
 def _names_as_written(pl_module: "pl.LightningModule") -> list[str]:
     """Names of all parameters; stages of a pipeline count positions in the whole model."""
     with full_model(pl_module):
-        return _own_names(pl_module)
-
-
-def _own_names(pl_module: "pl.LightningModule") -> list[str]:
-    """Names of the parameters that are here, without what torch.compile and wrappers put into them."""
-    names = {
-        id(parameter): f"{owner}.{name}".lstrip(".")
-        for owner, module in reversed(list(named_modules(pl_module)))
-        for name, parameter in module.named_parameters(recurse=False)
-    }
-    return [names.get(id(parameter), name) for name, parameter in pl_module.named_parameters()]
+        return parameter_names(pl_module)
 
 
 def _nonfinite_buffers(pl_module: "pl.LightningModule") -> list[str]:
