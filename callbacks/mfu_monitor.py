@@ -12,7 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers
+from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._idle_hooks import idle
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
@@ -117,6 +119,7 @@ class MFUMonitor(Callback):
         self._controller: AccumulationController | None = None
         self._tally: FlopTally | None = None
         self._is_settled = False
+        self._is_on_cpu = False
         self._is_running = False
         self._is_warm = False
         self._left_out = 0
@@ -140,6 +143,7 @@ class MFUMonitor(Callback):
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             self._controller = join_window_controller(self, trainer, pl_module, self.count)
+            CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses what cannot be counted.
@@ -162,6 +166,7 @@ class MFUMonitor(Callback):
         """Goes on from the counter as it was loaded; the clock starts after the first optimizer step."""
         assert self._controller is not None
         self._trainer = trainer
+        self._is_on_cpu = trainer.strategy.root_device.type == "cpu"
         self._changes = TokenCounterDeltas(self._controller.counter)
         self._is_running = True
 
@@ -191,7 +196,7 @@ class MFUMonitor(Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Reads what was settled since; begins to count in the first micro-batch.
+        """Begins to count in the first micro-batch.
 
         Raises:
             MisconfigurationException: if the batch holds no tokens.
@@ -204,7 +209,6 @@ class MFUMonitor(Callback):
                 " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
                 " batch to its number of tokens, or of samples to have all figures per sample."
             )
-        self._read_if_new()
         if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
             self._stop_counting()  # of a micro-batch that was declined
             self._tally = FlopTally().__enter__()
@@ -303,19 +307,31 @@ class MFUMonitor(Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reads the clock when the totals of an optimizer step are there, and logs."""
+        """Reads the clock when the totals of an optimizer step are there."""
         assert self._controller is not None
-        was_trained_on = self._tally is None  # a micro-batch without a loss never comes to backward
-        self._stop_counting()
-        if not self._is_settled and was_trained_on and self._left_out == 0:
-            self._settle_work(trainer, pl_module, batch)
-        self._left_out = max(0, self._left_out - 1)
-        if trainer.strategy.root_device.type == "cpu":
+        if not self._is_settled:
+            self._end_counting(trainer, pl_module, batch)
+        if self._controller.is_open:
+            return
+        if self._is_on_cpu:
             self._controller.counter.settle()  # nothing to wait for
         self._read_if_new()
-        for name, value in asdict(self.window).items():
-            if value is not None:
-                log_host_number(pl_module, f"mp/{name}", value, prog_bar=name == "mfu")
+
+    def _end_counting(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """The first micro-batch that was trained on is over; from then on there is nothing to do before its end."""
+        was_trained_on = self._tally is None  # a micro-batch without a loss never comes to backward
+        self._stop_counting()
+        if was_trained_on and self._left_out == 0:
+            self._settle_work(trainer, pl_module, batch)
+            idle(self, MFUMonitor, "on_train_batch_start", "on_after_backward")
+        self._left_out = max(0, self._left_out - 1)
+
+    def _metrics(self) -> dict[str, float]:
+        return {f"mp/{name}": value for name, value in asdict(self.window).items() if value is not None}
+
+    def _on_bar(self) -> dict[str, float]:
+        mfu = self.window.mfu
+        return {} if mfu is None else {"mp/mfu": mfu}
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Stops the clock when the device has caught up."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
 from lightning_mp.diagnostics.overflow.report import OverflowReport
@@ -117,6 +118,8 @@ class OverflowPostMortem(Callback):
         self._replays = 0
         self._forget()
         self._ended = False
+        if not self.replay:
+            idle(self, OverflowPostMortem, *BATCH_HOOKS)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Makes up for a replay that could not be made when its outcome was told."""
@@ -143,6 +146,7 @@ class OverflowPostMortem(Callback):
     def _end(self) -> None:
         self._forget()
         self._ended = True
+        wake(self, *BATCH_HOOKS)
 
     def _forget(self) -> None:
         self._windows = {}

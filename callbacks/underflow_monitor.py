@@ -16,8 +16,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
+from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import NumberFormat
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
@@ -187,6 +189,14 @@ class UnderflowMonitor(Callback):
                 "UnderflowMonitor cannot be used with DeepSpeed, which keeps gradients to itself. Use strategy='ddp' or"
                 " 'fsdp', or remove the callback."
             )
+        if stage == "fit":
+            CallbackMetrics.attach(trainer).add(lambda: self._logged)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Without activations to watch there is nothing to do in most micro-batches."""
+        if self.watch == ("gradients",):
+            idle(self, UnderflowMonitor, *BATCH_HOOKS)
+            wake(self, "on_before_optimizer_step")
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
@@ -219,6 +229,8 @@ class UnderflowMonitor(Callback):
             self._hooks.in_backward = False
         if self._pending is not None and self._pending.step_index < trainer.global_step:
             self._settle()
+            if self.watch == ("gradients",):
+                idle(self, UnderflowMonitor, "on_after_backward")
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -234,14 +246,12 @@ class UnderflowMonitor(Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes the hooks off the modules; logs what is known, host numbers only."""
+        """Takes the hooks off the modules."""
         self._detach()
         step_index, scale = self._activations_step, self._scale_now
         if step_index is not None and scale is not None and trainer.global_step > step_index:
             # No gradients were asked for, so no hook before the step has sent it.
             self._send(trainer, {}, scale)
-        for name, value in self._logged.items():
-            log_host_number(pl_module, name, value)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation."""
@@ -285,6 +295,7 @@ class UnderflowMonitor(Callback):
         parts = [v.to(device=vectors[0].device, non_blocking=True) for v in [*vectors, scale.to(vectors[0].dtype)]]
         names = {kind: table.names for kind, table in tables.items()}
         self._pending = _Pending(trainer, step_index, names, HostCopy(torch.cat(parts)))
+        wake(self, "on_after_backward")
 
     def _settle(self) -> None:
         """Reads the observation that is on its way, if there is one."""

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import lightning.pytorch.trainer.call
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.optimization import automatic
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
@@ -39,7 +40,9 @@ __all__ = [
     "callbacks_of",
     "clip_through_module",
     "has_gradient_hooks",
+    "is_accumulating",
     "is_compiled",
+    "logger_step",
     "has_stepped",
     "has_unscaled",
     "forget_optimizers",
@@ -51,7 +54,6 @@ __all__ = [
     "grad_scaler_scale",
     "holds_compiled_code",
     "observe_dispatch",
-    "overwrite_logged_number",
     "profiler_of",
     "record_found_inf",
     "replace_clipping",
@@ -102,7 +104,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (automatic, "_AutomaticOptimization", "the loop of the next name"),
     (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
-    (pl.Trainer, "_results", "where a number that was logged before is overwritten"),
+    (FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
 )
 
@@ -343,20 +345,15 @@ def step_without_a_batch(trainer: "pl.Trainer", batch_idx: int, closure: Callabl
     epoch_loop._batches_that_stepped += 1
 
 
-def overwrite_logged_number(pl_module: "pl.LightningModule", name: str, value: Tensor) -> bool:
-    """Does what ``log`` does with a value of this step that the same hook has logged before; False where it had not.
+def logger_step(trainer: "pl.Trainer") -> int:
+    """Where loggers are on their x axis: batches before this one that ended in an optimizer step."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
 
-    ``log`` copies its metadata in depth at every call, some 800 Python calls.
-    """
-    trainer, hook = pl_module.trainer, pl_module._current_fx_name
-    results = trainer._results
-    if results is None or hook is None or trainer._logger_connector.should_reset_tensors(hook):
-        return False
-    key = f"{hook}.{name}"
-    if results.dataloader_idx is not None or key not in results or results[key].meta.on_epoch:
-        return False
-    results.update_metrics(key, value, 1)
-    return True
+
+def is_accumulating(trainer: "pl.Trainer") -> bool:
+    """Whether no step was made after this micro-batch; Lightning logs nothing then."""
+    return trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
 
 
 def callbacks_of(trainer: "pl.Trainer") -> list[Callback]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import ChinchillaBudget, MFUMonitor, StepOutcome, StopAtBoundary
-from lightning_mp.callbacks._common import log_host_number
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.gradients.gradient_ops import local_shard, sum_over_ranks_
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 
@@ -193,6 +193,9 @@ class RunHistory(Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Meets the Trainer."""
         self._trainer = trainer
+        CallbackMetrics.attach(trainer).add(
+            lambda: {"train/learning_rate": self._learning_rates[-1]} if self._learning_rates else {}
+        )
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -209,7 +212,6 @@ class RunHistory(Callback):
         assert budget_tokens is not None
         self._tokens.append(min(budget_tokens, self._micro_batches * self._micro_batch_tokens))
         self._learning_rates.append(float(trainer.optimizers[0].param_groups[0]["lr"]))
-        log_host_number(pl_module, "train/learning_rate", self._learning_rates[-1])
         if len(self._unread_losses) >= _READ_EVERY_STEPS:
             self._read_losses()
 
@@ -230,12 +232,10 @@ class RunHistory(Callback):
             say(f"{tokens:,} tokens: train loss {self._losses[-1]:.3f}, validation loss {loss:.3f}")
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reads the last losses, and logs what the last step logged."""
+        """Reads the last losses, and logs what the module has logged in the last step."""
         self._read_losses()
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "val/loss"}
-        spent, budget = self._budget.tokens_seen, self._budget.budget_tokens
-        assert budget is not None
-        logged |= {"mp/tokens": spent, "mp/budget_fraction": spent / budget}  # read one step late until now
+        ours = ("mp/", "val/")
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith(ours)}
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=trainer.global_step - 1)
 
