@@ -84,9 +84,9 @@ class CallbackMetrics(Callback):
         """Logs if Lightning is about to."""
         self._has_run = True
         step = private_api.logger_step(trainer)
-        every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
+        every = _every_n_steps(trainer)
         if every and ((step + 1) % every == 0 or trainer.should_stop) and not private_api.is_accumulating(trainer):
-            self._log(trainer, step)
+            self._log(trainer, step, self._numbers())
         elif self._is_monitored:
             self._publish(self._numbers())
 
@@ -134,8 +134,7 @@ class CallbackMetrics(Callback):
     def _publish(self, numbers: Mapping[str, float]) -> None:
         self._published.update({name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()})
 
-    def _log(self, trainer: "pl.Trainer", step: int) -> None:
-        numbers = self._numbers()
+    def _log(self, trainer: "pl.Trainer", step: int, numbers: dict[str, float]) -> None:
         self._publish(numbers)
         self._last_row = (step, numbers)
         if not numbers or not trainer.is_global_zero:
@@ -149,10 +148,10 @@ class CallbackMetrics(Callback):
         if not self._has_run:
             return
         step, numbers = max(0, private_api.logger_step(trainer) - 1), self._numbers()
-        if not trainer.log_every_n_steps and not trainer.fast_dev_run:
+        if not _every_n_steps(trainer):
             self._publish(numbers)
         elif (step, numbers) != self._last_row:
-            self._log(trainer, step)
+            self._log(trainer, step, numbers)
             for logger in trainer.loggers:
                 logger.save()
 
@@ -163,3 +162,9 @@ class CallbackMetrics(Callback):
                 self._on_bar.update(on_bar())
         assert self._bar is not None
         return self._bar.original(trainer, pl_module)
+
+
+def _every_n_steps(trainer: "pl.Trainer") -> int:
+    """Two public attributes that connectors set and type checkers cannot see; 0 for never."""
+    settings = vars(trainer)
+    return 1 if settings["fast_dev_run"] else settings["log_every_n_steps"]

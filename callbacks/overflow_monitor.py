@@ -23,6 +23,8 @@ __all__ = ["OverflowMonitor"]
 _NAMES_IN_REASON = 5
 #: From LossScaler's largest to its smallest scale, by half on each skip.
 _SKIPS_OF_A_FALLING_SCALE = 48
+#: A run of a few steps, a trial, says nothing about the one that follows.
+_FEWEST_SKIPS = 10
 
 
 class OverflowMonitor(Callback):
@@ -33,9 +35,9 @@ class OverflowMonitor(Callback):
     ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping; with our
     plugins or ``guard``). Totals are saved in the checkpoint.
 
-    A run that skips and skips is ended, see ``stop_after_skips``. At the end of a fit a warning says so if more than
-    half of its steps were skipped, or more than a tenth where these are more than the 48 that a falling loss scale
-    explains.
+    A run that skips and skips is ended, see ``stop_after_skips``. At the end of a fit a warning says so if more than 10
+    steps, and more than half of all, were skipped; or more than a tenth where these are more than the 48 that a falling
+    loss scale explains.
 
     With our precision plugins, learning-rate schedulers and averaged weights hold on a skipped step anyway. With
     Lightning's own plugins this callback brings that.
@@ -137,7 +139,8 @@ class OverflowMonitor(Callback):
         """Settles the last outcome, so that the totals are final; warns if too much was skipped."""
         self._settle()
         attempts, skips = self.attempted_steps - self._before[0], self.skipped_steps - self._before[1]
-        if self.stop_reason is None and skips > max(attempts / 10, min(_SKIPS_OF_A_FALLING_SCALE, attempts / 2)):
+        many = max(_FEWEST_SKIPS, attempts / 10, min(_SKIPS_OF_A_FALLING_SCALE, attempts / 2))
+        if self.stop_reason is None and skips > many:
             rank_zero_warn(
                 f"OverflowMonitor: {skips:,} of {attempts:,} optimizer steps were skipped because gradients were not"
                 f" finite; the weights were trained by the other {attempts - skips:,} alone.{self._advice()}",

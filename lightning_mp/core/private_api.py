@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import lightning.pytorch.trainer.call
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
+from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.loops.optimization import automatic
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
@@ -104,7 +104,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (automatic, "_AutomaticOptimization", "the loop of the next name"),
     (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
-    (FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
+    (fit_loop, "_FitLoop", "the loop of the next name"),
+    (fit_loop._FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
 )
 

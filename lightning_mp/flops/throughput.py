@@ -173,7 +173,11 @@ class Throughput:
             totals.mfu_capacity_flops + mfu_capacity,
             totals.hfu_capacity_flops + hfu_capacity,
         )
-        self._history.append(self.totals)
+        if presented_tokens:
+            self._history.append(self.totals)
+        else:
+            # Time or skips of the step before; the window stays as many steps long.
+            self._history[-1] = self.totals
 
     def validated(self, seconds: float) -> None:
         """Time in validation, told apart."""
