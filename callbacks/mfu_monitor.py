@@ -34,7 +34,7 @@ __all__ = ["MFUMonitor"]
 class MFUMonitor(Callback):
     """Logs how fast a run goes and how much of the machine it uses.
 
-    Logged at every batch, over the last ``window`` optimizer steps and all devices together:
+    Logged over the last ``window`` optimizer steps and all devices together:
 
     ===========================  ========================================================================
     mp/tokens_per_second         tokens through the model, padding included
@@ -118,10 +118,8 @@ class MFUMonitor(Callback):
         self._trainer: pl.Trainer | None = None
         self._controller: AccumulationController | None = None
         self._tally: FlopTally | None = None
-        self._is_settled = False
-        self._is_on_cpu = False
-        self._is_running = False
-        self._is_warm = False
+        self._is_settled = self._is_on_cpu = False
+        self._is_running = self._is_warm = False
         self._left_out = 0
         self._changes: TokenCounterDeltas | None = None
         self._validation_began: float | None = None
@@ -315,11 +313,12 @@ class MFUMonitor(Callback):
             return
         if self._is_on_cpu:
             self._controller.counter.settle()  # nothing to wait for
-        self._read_if_new()
+        if self._changes is not None and self._changes.any:
+            self._read(self._clock())
 
     def _end_counting(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """The first micro-batch that was trained on is over; from then on there is nothing to do before its end."""
-        was_trained_on = self._tally is None  # a micro-batch without a loss never comes to backward
+        was_trained_on = self._tally is None  # without a loss there is no backward
         self._stop_counting()
         if was_trained_on and self._left_out == 0:
             self._settle_work(trainer, pl_module, batch)
@@ -330,8 +329,7 @@ class MFUMonitor(Callback):
         return {f"mp/{name}": value for name, value in asdict(self.window).items() if value is not None}
 
     def _on_bar(self) -> dict[str, float]:
-        mfu = self.window.mfu
-        return {} if mfu is None else {"mp/mfu": mfu}
+        return {} if self.window.mfu is None else {"mp/mfu": self.window.mfu}
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Stops the clock when the device has caught up."""
@@ -355,11 +353,6 @@ class MFUMonitor(Callback):
             if dispatcher is not None:
                 dispatcher.settle()
             self._controller.counter.settle()
-            self._read(self._clock())
-
-    def _read_if_new(self) -> None:
-        assert self._changes is not None
-        if self._changes.any:
             self._read(self._clock())
 
     def _read(self, now: float) -> None:

@@ -45,6 +45,7 @@ class Bar(TQDMProgressBar):
         return metrics
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The data end before the budget", "ignore:The run ended after")
 @pytest.mark.filterwarnings("ignore:Optimizer step .* was skipped:RuntimeWarning")
 def test_the_table_lists_what_is_logged() -> None:
