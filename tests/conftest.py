@@ -1,5 +1,7 @@
 """What holds for every test: few threads, no network, an own folder, CUDA tests only where there is CUDA."""
 
+import functools
+import importlib.metadata
 import os
 from collections.abc import Iterator
 
@@ -13,6 +15,10 @@ os.environ["COLUMNS"] = "200"
 
 import hypothesis
 import pytest
+
+# Every Trainer asks for the entry points of all installed packages, which is a third of a short fit. Lightning takes
+# the function when it is imported; tests/support/rank_server.py does the same for ranks.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 # Nothing is timed in the tests, so no deadline; the same examples on every machine.
 hypothesis.settings.register_profile("lightning_mp", deadline=None, derandomize=True)
