@@ -3,7 +3,9 @@
 import functools
 import importlib.metadata
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 # Set before anything imports torch, and inherited by the processes that tests start. The models are
 # tiny and several processes share two cores, so one thread each is the fastest choice.
@@ -37,6 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
+    _longest_files_first(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -45,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _longest_files_first(items: list[pytest.Item]) -> None:
+    """A worker takes whole files: a long one that is begun last would be waited for alone."""
+    weights: Counter[Path] = Counter()
+    for item in items:
+        slow = item.get_closest_marker("timeout")
+        weights[item.path] += slow.args[0] if slow else 1
+    items.sort(key=lambda item: -weights[item.path])
 
 
 #: What a release of torch says when it is asked for what it lacks.
