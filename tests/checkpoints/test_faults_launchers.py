@@ -5,21 +5,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from killed_runs import KINDS, Result, Run, uninterrupted
+from killed_runs import KINDS, Result, Run
 from killed_script import __file__ as SCRIPT
 
-__all__ = ["uninterrupted"]
-
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(300),
-    # torch warns of in-place operations on a sharded layer's output; there are none here.
-    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 LAUNCHERS = {
     "lightning": [sys.executable],
@@ -52,6 +46,21 @@ def start(launcher: str, kind: str, folder: Path, fault: str, rank: int = 0) -> 
         os.kill(pid, 9)
     assert not orphans, log.read_text()
     return subprocess.CompletedProcess(command, code, log.read_text())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """What the script ends with when nothing happens to it, whichever launcher starts it."""
+
+    @cache
+    def result(kind: str) -> Result:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        done = start("lightning", kind, folder, "none")
+        assert done.returncode == 0, done.stdout
+        found: Result = torch.load(folder / "result-0.pt", weights_only=False)
+        return found
+
+    return result
 
 
 @pytest.mark.parametrize(
