@@ -63,7 +63,7 @@ def test_it_equals_ddp(optimizer: Any) -> None:
             assert our_decisions == decisions, clip
             assert our_norm == pytest.approx(norm, rel=1e-3), clip
             for a, b in zip(ours, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text: f"{clip}: {text}")
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=f"{clip}: {{}}".format)
 
 
 def test_fused_optimizers_clip_true_gradients_by_value() -> None:
