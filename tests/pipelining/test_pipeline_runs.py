@@ -131,7 +131,7 @@ class Manual(PipelinedMLP):
         self.train_losses.append(float(loss.detach()))
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_manual_optimization(devices):
     def rank(_, strategy, devices):
         module = Manual()

@@ -109,7 +109,7 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks: int, arguments: dict[str, A
     assert all(torch.isfinite(value).all() for value in found[0]["weights"].values())
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("sync", ["window", pytest.param("micro_batch", marks=pytest.mark.full)])
 def test_gradients_are_reduced_once_per_window_or_micro_batch(sync: Any) -> None:
     """D37, D53: two blocks with their norms apart, and the rest: five reductions."""
 

@@ -50,21 +50,24 @@ def train_two_meshes(rank: int, plugin: Any, *, fused: bool = False) -> Any:
     return trainer.precision_plugin.scaler.get_scale(), module.run
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-def test_ranks_of_two_meshes_skip_together(fused: bool) -> None:
+def test_ranks_of_two_meshes_skip_together() -> None:
     """D02: only one rank of four sees the inf, on a mesh that the optimizer's first gradient is not on."""
-    runs = run_ranks(
-        lambda rank: train_two_meshes(
-            rank, AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=64.0)), fused=fused
-        ),
-        4,
-    )
-    for scale, run in runs:
-        assert scale == 32.0
-        assert run.stepped == [True, True, False, True, True, True]
-        assert all(torch.equal(a, b) for a, b in zip(run.weights, runs[0][1].weights, strict=True))
+
+    def unfused_and_fused(rank: int) -> Any:
+        scalers = [LossScaler(init_scale=64.0) for _ in range(2)]
+        plugins = [AutocastPrecision("16-mixed", scaler=scaler) for scaler in scalers]
+        return [
+            train_two_meshes(rank, plugin, fused=fused) for fused, plugin in zip((False, True), plugins, strict=True)
+        ]
+
+    for runs in zip(*run_ranks(unfused_and_fused, 4), strict=True):
+        for scale, run in runs:
+            assert scale == 32.0
+            assert run.stepped == [True, True, False, True, True, True]
+            assert all(torch.equal(a, b) for a, b in zip(run.weights, runs[0][1].weights, strict=True))
 
 
+@pytest.mark.full
 def test_stock_ranks_of_two_meshes_do_not() -> None:
     """D02, the reason for the test above: when this fails, torch has repaired it."""
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))

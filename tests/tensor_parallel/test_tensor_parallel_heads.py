@@ -58,7 +58,7 @@ class HeadsSeen(Callback):
         F.scaled_dot_product_attention = nn.functional.scaled_dot_product_attention = self.plain
 
 
-@pytest.mark.parametrize("kind", ["demo", "gpt2"])
+@pytest.mark.parametrize("kind", ["demo", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_attention_runs_on_the_heads_of_the_rank(kind: str) -> None:
     def run(rank: int) -> Any:
         seen = HeadsSeen()

@@ -58,6 +58,7 @@ def test_it_equals_one_process(ranks: int, arguments: dict[str, Any], alone: dic
     assert means == pytest.approx(alone["losses"], rel=1e-3)
 
 
+@pytest.mark.full
 def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
     def run(rank: int) -> Any:
         return train(rank, 2, fsdp2(tensor_parallel_size=2), plugin=Precision())
