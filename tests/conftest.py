@@ -36,10 +36,10 @@ FULL_TIMEOUT_SECONDS = 400
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no CUDA device, and let slow ones be slow on a slow machine."""
+    _longest_files_first(items)
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
-    _longest_files_first(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -51,12 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _longest_files_first(items: list[pytest.Item]) -> None:
-    """A worker takes whole files: a long one that is begun last would be waited for alone."""
-    weights: Counter[Path] = Counter()
+    """A worker takes whole files: a long one that is begun last would be waited for alone.
+
+    Tests that are marked with a time-out of their own are the longest; they are taken to need a quarter of it.
+    """
+    seconds: Counter[Path] = Counter()
     for item in items:
-        slow = item.get_closest_marker("timeout")
-        weights[item.path] += slow.args[0] if slow else 1
-    items.sort(key=lambda item: -weights[item.path])
+        timeout = item.get_closest_marker("timeout")
+        seconds[item.path] += timeout.args[0] // 4 if timeout else 5 if item.get_closest_marker("full") else 1
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 #: What a release of torch says when it is asked for what it lacks.
