@@ -1,13 +1,10 @@
 """A pipeline started as users start it: by the script itself, by torchrun, by spawn and fork."""
 
 import json
-import os
-import runpy
 import subprocess
 import sys
 
 import pytest
-from gloo import run_ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -26,10 +23,9 @@ from lightning_mp import AutocastPrecision, PipelineParallelStrategy, pipelined_
 class Module(pl.LightningModule):
     pipeline_layers = ("layers.*",)
 
-    def __init__(self, start):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.start = start
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         self.losses = []
 
@@ -45,11 +41,12 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def on_train_end(self):
-        with open(f"{self.start}-{self.global_rank}.json", "w") as file:
+        with open(f"rank{self.global_rank}.json", "w") as file:
             json.dump(self.losses, file)
 
 
-def train(start):
+if __name__ == "__main__":
+    start = sys.argv[1]
     strategy = {"mp_pipeline": "mp_pipeline", "ddp": "ddp"}.get(start) or PipelineParallelStrategy(start_method=start)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -62,40 +59,32 @@ def train(start):
         enable_progress_bar=False,
     )
     data = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
-    trainer.fit(Module(start), DataLoader(data, batch_size=8))
-
-
-if __name__ == "__main__":
-    for start in sys.argv[1:]:
-        train(start)
+    trainer.fit(Module(), DataLoader(data, batch_size=8))
 """
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+def losses(folder, launcher, start):
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, *launcher, str(script), start]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory):
-    """One process has nothing to be launched: the script runs in a fork."""
-    folder = tmp_path_factory.mktemp("one")
-    (folder / "train.py").write_text(SCRIPT)
-
-    def alone(rank):
-        os.chdir(folder)
-        runpy.run_path("train.py")["train"]("ddp")
-
-    run_ranks(alone, 1)
-    return json.loads((folder / "ddp-0.json").read_text())
+    [alone] = losses(tmp_path_factory.mktemp("one") / "run", [], "ddp")
+    return alone
 
 
 @pytest.mark.parametrize(
-    ("launcher", "starts"), [([], ["mp_pipeline"]), (TORCHRUN, ["mp_pipeline"]), ([], ["fork", "spawn"])]
+    ("launcher", "start"), [([], "mp_pipeline"), (TORCHRUN, "mp_pipeline"), ([], "spawn"), ([], "fork")]
 )
-def test_a_pipeline_trains_however_it_is_started(launcher, starts, tmp_path, wanted):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, *launcher, "train.py", *starts]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for start in starts:
-        first, second = (json.loads((tmp_path / f"{start}-{rank}.json").read_text()) for rank in (0, 1))
-        assert first == second
-        assert first == pytest.approx(wanted, rel=1e-2)
+def test_a_pipeline_trains_however_it_is_started(launcher, start, tmp_path, wanted):
+    first, second = losses(tmp_path / "two", launcher, start)
+    assert first == second
+    assert first == pytest.approx(wanted, rel=1e-2)
