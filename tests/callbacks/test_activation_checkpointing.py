@@ -196,7 +196,7 @@ def test_what_is_no_pattern_is_refused(modules: Any) -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
 def test_every_must_be_a_positive_whole_number(every: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"every={every!r}): it must be a whole number of 1 or more")):
+    with pytest.raises(ValueError, match=re.escape(f"every={every!r}): it must be a whole number, 1 or more")):
         ActivationCheckpointing("blocks.*", every=every)
 
 

@@ -183,11 +183,11 @@ def test_the_one_that_was_written_last_is_taken(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "b.ckpt", "the link leads nowhere"
 
 
-def cut_file(path: Path) -> None:
+def split_file(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 30)
 
 
-def cut_shard(path: Path) -> None:
+def split_shard(path: Path) -> None:
     os.truncate(path / "inner" / "shard", 50)
 
 
@@ -195,8 +195,8 @@ def lose_shard(path: Path) -> None:
     (path / "inner" / "shard").unlink()
 
 
-def cut_marker(path: Path) -> None:
-    cut_file(marker_path(path))
+def split_marker(path: Path) -> None:
+    split_file(marker_path(path))
 
 
 def lose_marker(path: Path) -> None:
@@ -206,10 +206,10 @@ def lose_marker(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "damage", "message"),
     [
-        (write_file, cut_file, r"passes over .*new\.ckpt: the file ends too early.*delete it"),
+        (write_file, split_file, r"passes over .*new\.ckpt: the file ends too early.*delete it"),
         *[
             (write_directory, damage, r"passes over .*new\.ckpt: it has no valid \.complete\.json.*AtomicCheckpoints")
-            for damage in (cut_shard, lose_shard, cut_marker, lose_marker)
+            for damage in (split_shard, lose_shard, split_marker, lose_marker)
         ],
     ],
 )

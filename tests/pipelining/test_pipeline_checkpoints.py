@@ -26,7 +26,7 @@ def run(model, kind, precision, path=None, ckpt_path=None, **trainer_args):
         module = model(torch.optim.AdamW, lr=1e-2)
         trainer = fit(
             module,
-            strategy or PipelineParallelStrategy(chunks=4),
+            strategy or PipelineParallelStrategy(microbatches=4),
             devices,
             plugin=PLUGINS[precision](),
             ckpt_path=ckpt_path,

@@ -7,7 +7,8 @@ import torch
 from gloo import run_ranks
 from pipelined_models import PipelinedGPT, PipelinedMLP, losses_of, token_batches
 
-from lightning_mp import PipelineParallelStrategy, pipelined_loss
+from lightning_mp import PipelineParallelStrategy
+from lightning_mp.pipelining import pipelined_loss
 
 #: For each step, which of its backwards are kept local.
 WINDOWS = [(True, True, False), (True, False, False), (False, True, False)]
@@ -40,7 +41,7 @@ def test_gradients_are_reduced_once_whichever_backwards_are_kept_local():
         return losses_of(Windows(), strategy, devices, train=batches, limit_val_batches=0, max_epochs=1)
 
     wanted = run_ranks(lambda _: rank("ddp", 2), 2)
-    got = run_ranks(lambda _: rank(PipelineParallelStrategy(2, chunks=2), 4), 4)
+    got = run_ranks(lambda _: rank(PipelineParallelStrategy(2, microbatches=2), 4), 4)
     for own, expected in zip(got, wanted * 2, strict=True):
         assert own == pytest.approx(expected, rel=1e-5)
 
@@ -62,7 +63,7 @@ class Frozen(PipelinedMLP):
 )
 def test_frozen_layers_have_no_gradient_and_take_no_part_in_the_norm(layers, devices):
     arguments = {"max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": 0.05}
-    strategy = {"stages": 2, "chunks": 2, "split_points": ["layers.3"]}
+    strategy = {"stages": 2, "microbatches": 2, "split_points": ["layers.3"]}
     wanted = run_ranks(lambda _: losses_of(Frozen(layers), "ddp", devices // 2, **arguments), devices // 2)
     got = run_ranks(
         lambda _: losses_of(Frozen(layers), PipelineParallelStrategy(**strategy), devices, **arguments), devices

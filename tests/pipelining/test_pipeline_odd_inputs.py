@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_mp import PipelineLayer, PipelineParallelStrategy, pipelined_loss, pipelined_output
+from lightning_mp import PipelineParallelStrategy
+from lightning_mp.pipelining import PipelineLayer, pipelined_loss, pipelined_output
 
 
 class LabelsSometimes(PipelinedGPT):
@@ -34,7 +35,7 @@ class LabelsSometimes(PipelinedGPT):
 @pytest.mark.full
 @pytest.mark.parametrize("trains_on_labels", [True, False])
 def test_training_and_validation_may_have_batches_of_different_kinds(trains_on_labels):
-    """Chunks are weighted by tokens where there are labels, whichever loop was the first."""
+    """Microbatches are weighted by tokens where there are labels, whichever loop was the first."""
 
     def rank(strategy: Any, devices: int) -> Any:
         batches = [{"input_ids": ids, "labels": labels} for ids, labels in token_batches(16, 8)]
@@ -46,7 +47,7 @@ def test_training_and_validation_may_have_batches_of_different_kinds(trains_on_l
         return module.train_losses + module.val_losses
 
     wanted = run_ranks(lambda _: rank("ddp", 1), 1)[0]
-    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=4), 2), 2):
+    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
@@ -57,7 +58,7 @@ class EndsInCode(PipelinedMLP):
         return [*self.layers, PipelineLayer(lambda hidden, batch: 2 * hidden)]
 
 
-def test_a_stage_that_holds_all_modules_is_not_cut_again():
+def test_a_stage_that_holds_all_modules_is_not_split_again():
     """The others would not take part in it, and wait."""
 
     def rank(_):
@@ -119,7 +120,7 @@ def test_outputs_have_no_gradients_on_one_device_either():
 
 
 @pytest.mark.parametrize("split_points", [[1], 5, [None]])
-def test_cuts_are_names(split_points):
+def test_splits_are_names(split_points):
     with pytest.raises(ValueError, match=r"PipelineParallelStrategy\(split_points=.*names of layers"):
         PipelineParallelStrategy(2, split_points=split_points)
 
@@ -147,13 +148,15 @@ class TurnedModel(PipelinedMLP):
 
 def test_layers_may_return_masks_and_tensors_of_any_layout():
     [wanted] = run_ranks(lambda _: losses_of(TurnedModel(), "ddp", 1, max_epochs=1), 1)
-    # Chunks of several rows: of one row every layout is the same.
-    for got in run_ranks(lambda _: losses_of(TurnedModel(), PipelineParallelStrategy(chunks=2), 2, max_epochs=1), 2):
+    # Microbatches of several rows: of one row every layout is the same.
+    for got in run_ranks(
+        lambda _: losses_of(TurnedModel(), PipelineParallelStrategy(microbatches=2), 2, max_epochs=1), 2
+    ):
         assert got == pytest.approx(wanted, rel=2e-6)
 
 
 class Llama(PipelinedMLP):
-    """A model of transformers: each block takes positions and mask from its chunk."""
+    """A model of transformers: each block takes positions and mask from its microbatch."""
 
     def __init__(self):
         super().__init__(torch.optim.AdamW, lr=1e-2)
@@ -204,7 +207,7 @@ def test_a_llama_of_transformers_trains_as_by_its_own_forward():
         return module.train_losses
 
     [wanted] = run_ranks(lambda _: rank(WholeLlama, "ddp", 1), 1)
-    for losses in run_ranks(lambda _: rank(Llama, PipelineParallelStrategy(chunks=2), 2), 2):
+    for losses in run_ranks(lambda _: rank(Llama, PipelineParallelStrategy(microbatches=2), 2), 2):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
@@ -224,7 +227,7 @@ class Summed(PipelinedGPT):
         return total / batch["num_items_in_batch"]
 
 
-def test_a_loss_that_is_divided_by_a_number_of_the_batch_adds_up_over_chunks():
+def test_a_loss_that_is_divided_by_a_number_of_the_batch_adds_up_over_microbatches():
     def rank(strategy, devices):
         module = Summed()
         batches = [
@@ -236,5 +239,5 @@ def test_a_loss_that_is_divided_by_a_number_of_the_batch_adds_up_over_chunks():
         return module.train_losses
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
-    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=4), 2), 2):
+    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2):
         assert losses == pytest.approx(wanted, rel=2e-6)

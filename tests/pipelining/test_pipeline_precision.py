@@ -26,7 +26,7 @@ def test_rules_about_modules_of_any_stage_hold_and_the_audit_shows_all_stages():
         return module.train_losses, rows, products, audit.findings
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
-    got = run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=4), 2), 2)
+    got = run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2)
     assert {("model.head", "fp32"), ("model.blocks.0.mlp.up", "fp32"), ("model.blocks.2.mlp.up", "bf16")} <= wanted[2]
     for losses, rows, products, findings in got:
         assert losses == pytest.approx(wanted[0], rel=4e-3)
@@ -59,7 +59,7 @@ def test_fp8_layers_are_chosen_in_the_whole_model():
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
     assert wanted[2] == []
-    for losses, layers, left in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=1), 2), 2):
+    for losses, layers, left in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=1), 2), 2):
         assert layers == wanted[1]
         assert losses == pytest.approx(wanted[0], rel=2e-2)
         assert left == []
@@ -87,7 +87,7 @@ def test_backwards_run_outside_of_autocast_under_lightnings_own_plugin_too():
     [wanted] = run_ranks(lambda _: losses_of(FullPrecision(), "ddp", 1, plugin=MixedPrecision("bf16-mixed", "cpu")), 1)
     for got in run_ranks(
         lambda _: losses_of(
-            FullPrecision(), PipelineParallelStrategy(chunks=2), 2, plugin=MixedPrecision("bf16-mixed", "cpu")
+            FullPrecision(), PipelineParallelStrategy(microbatches=2), 2, plugin=MixedPrecision("bf16-mixed", "cpu")
         ),
         2,
     ):

@@ -13,14 +13,8 @@ from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, losses_o
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import (
-    AutocastPrecision,
-    LossScaler,
-    OverflowMonitor,
-    PipelineParallelStrategy,
-    pipelined_loss,
-    pipelined_output,
-)
+from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, PipelineParallelStrategy
+from lightning_mp.pipelining import pipelined_loss, pipelined_output
 from lightning_mp.pipelining.microbatches import batch_digest
 
 
@@ -62,17 +56,17 @@ def test_all_stages_skip_when_one_rank_overflows(ranks, stages, fused):
             assert outcomes == results[0][0]
 
 
-def test_a_batch_is_the_same_in_any_number_of_chunks():
+def test_a_batch_is_the_same_in_any_number_of_microbatches():
     """Also in one that does not divide it, and when rows have different numbers of labels, or none at all."""
 
-    def rank(_, chunks):
+    def rank(_, microbatches):
         module = PipelinedGPT()
-        fit(module, PipelineParallelStrategy(chunks=chunks), 2, train=token_batches(14, 7), max_epochs=1)
+        fit(module, PipelineParallelStrategy(microbatches=microbatches), 2, train=token_batches(14, 7), max_epochs=1)
         return module.train_losses, module.val_losses
 
     [(wanted, wanted_val)] = run_ranks(lambda _: one_process(), 1)
-    for chunks in (1, 3, 20):
-        losses, val_losses = run_ranks(lambda r, chunks=chunks: rank(r, chunks), 2)[0]
+    for microbatches in (1, 3, 20):
+        losses, val_losses = run_ranks(lambda r, microbatches=microbatches: rank(r, microbatches), 2)[0]
         assert losses == pytest.approx(wanted, rel=2e-6)
         assert val_losses == pytest.approx(wanted_val, rel=2e-6)
 
@@ -108,7 +102,7 @@ def test_predictions_of_all_samples_are_on_all_stages():
         return trainer.predict(module, labelled(10))
 
     [wanted] = run_ranks(lambda r: rank(r, lambda: "ddp", 1), 1)
-    for got in run_ranks(lambda r: rank(r, lambda: PipelineParallelStrategy(chunks=3), 2), 2):
+    for got in run_ranks(lambda r: rank(r, lambda: PipelineParallelStrategy(microbatches=3), 2), 2):
         for ours, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
 
@@ -171,7 +165,7 @@ def test_frozen_layers_may_thaw_at_an_epoch():
 
 
 class Normed(PipelinedMLP):
-    """Running statistics, which see each chunk once."""
+    """Running statistics, which see each microbatch once."""
 
     def __init__(self):
         super().__init__()
@@ -182,11 +176,11 @@ class Normed(PipelinedMLP):
 def test_the_pass_that_finds_out_shapes_leaves_no_trace_in_running_statistics():
     def rank(_):
         module = Normed()
-        fit(module, PipelineParallelStrategy(chunks=2), 2, train=labelled(16), max_epochs=1)
+        fit(module, PipelineParallelStrategy(microbatches=2), 2, train=labelled(16), max_epochs=1)
         return [int(m.num_batches_tracked) for m in module.modules() if isinstance(m, nn.BatchNorm1d)]
 
     tracked = run_ranks(rank, 2)
-    assert set(tracked[0] + tracked[1]) == {4}  # 2 batches of 2 chunks
+    assert set(tracked[0] + tracked[1]) == {4}  # 2 batches of 2 microbatches
 
 
 def test_a_model_without_memory_comes_to_life_stage_by_stage():
@@ -321,7 +315,7 @@ def test_losses_and_outputs_of_one_batch_do_not_get_in_each_others_way():
         return module.seen, module.train_losses, module.val_losses
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
-    for got in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=2), 2), 2):
+    for got in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=2), 2), 2):
         for ours, theirs in zip(got, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-6)
 

@@ -1,4 +1,4 @@
-"""A model is cut and comes to life on its stages: what is shared, put back after an exception, or refused."""
+"""A model is split and comes to life on its stages: what is shared, put back after an exception, or refused."""
 
 import contextlib
 
@@ -9,10 +9,10 @@ from pipelined_models import PipelinedMLP, losses_of
 from torch import nn
 
 from lightning_mp import PipelineParallelStrategy
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model
 from lightning_mp.pipelining.layers import read_layers
-from lightning_mp.pipelining.partition import cut_model
-from lightning_mp.pipelining.rng import RankRNG
+from lightning_mp.pipelining.partition import split_model
 
 
 class Scale(nn.Module):
@@ -44,8 +44,8 @@ def test_a_module_without_memory_that_nothing_can_initialise_is_refused():
     assert "Cannot copy out of meta tensor" not in str(error.value)
 
 
-def cut_in_two(module):
-    cut_model(module, read_layers(module), [0, 2], 0)
+def split_in_two(module):
+    split_model(module, read_layers(module), [0, 2], 0)
     return module
 
 
@@ -54,11 +54,11 @@ def test_a_buffer_that_layers_of_other_stages_share_stays():
     module, mask = PipelinedMLP(), torch.ones(6)
     for layer in module.layers:
         layer.register_buffer("mask", mask)
-    assert cut_in_two(module).layers[0].mask.tolist() == [1.0] * 6
+    assert split_in_two(module).layers[0].mask.tolist() == [1.0] * 6
 
 
-def test_an_exception_in_configure_optimizers_leaves_the_model_cut():
-    module = cut_in_two(PipelinedMLP())
+def test_an_exception_in_configure_optimizers_leaves_the_model_split():
+    module = split_in_two(PipelinedMLP())
     with contextlib.suppress(KeyError), full_model(module):
         assert not any(isinstance(layer, StagePlaceholder) for layer in module.layers)
         raise KeyError
@@ -69,7 +69,7 @@ def test_an_exception_in_a_layer_leaves_the_random_numbers_of_the_process_alone(
     torch.manual_seed(1)
     wanted = float(torch.rand(()))
     torch.manual_seed(1)
-    with contextlib.suppress(KeyError), RankRNG(0, torch.device("cpu")).drawn():
+    with contextlib.suppress(KeyError), RankRNG(0, seed=torch.initial_seed).drawn(torch.device("cpu")):
         torch.rand(())
         raise KeyError
     assert float(torch.rand(())) == wanted

@@ -158,9 +158,9 @@ def test_wrong_input_is_one_line(capsys):
     assert "--machine 'TPU' is not known. Known: DGX A100" in refused(capsys, *WORDS, "--machine", "TPU")
     assert "--gpus must be a whole number, got '2.5'" in refused(capsys, *WORDS, "--gpus", "2.5")
     assert "--params (1000000) leaves nothing for 32 blocks" in refused(capsys, "--params", "1M", *WORDS[2:])
-    with pytest.raises(ValueError, match="Machine.gpus_per_node must be above 0, got 0"):
+    with pytest.raises(ValueError, match=r"Machine\(gpus_per_node=0\): it must be a positive finite number"):
         Machine("mine", "A100", 0, 1, 1)
-    with pytest.raises(ValueError, match="DecoderSize.layers must be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"DecoderSize\(layers=0\): it must be a whole number, 1 or more"):
         DecoderSize(0, 1, 1, 1, 1, 1)
 
 

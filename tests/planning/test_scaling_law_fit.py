@@ -263,7 +263,7 @@ def test_starts_that_disagree_are_warned_about(monkeypatch):
         (
             made_runs(9, 0.0),
             {"bootstrap_samples": 99},
-            "`bootstrap_samples` must be an integer of at least 100, got 99",
+            "`bootstrap_samples` must be a whole number, 100 or more, got 99",
         ),
         (made_runs(9, 0.0), {"bootstrap_samples": 1e3}, "`bootstrap_samples` must be an integer"),
         (made_runs(9, 0.0), {"confidence": 95}, "`confidence` must lie between 0 and 1, got 95. For 95%, write 0.95"),

@@ -174,5 +174,5 @@ def test_sizes_are_whole_numbers(size: Any) -> None:
 
 
 def test_a_plan_without_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=1 cuts none"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=1 splits none"):
         FSDP2Strategy(tensor_parallel_plan="auto")

@@ -181,7 +181,7 @@ class OwnPolicy(Module):
 
 
 class OwnPlan(Module):
-    """Cut by its own ``configure_model``."""
+    """Split by its own ``configure_model``."""
 
     def configure_model(self) -> None:
         parallelize_module(self.blocks[0], self.device_mesh["tensor_parallel"], {"up": ColwiseParallel()})
@@ -204,7 +204,7 @@ def test_fp16_over_a_users_own_bf16_policy_is_refused() -> None:
     assert "give param_dtype=torch.float16 or None" in message
 
 
-def test_tensor_parallelism_on_a_model_that_cuts_itself_names_configure_model() -> None:
+def test_tensor_parallelism_on_a_model_that_splits_itself_names_configure_model() -> None:
     own = partial(refused, module=OwnPlan, strategy=partial(fsdp2, tensor_parallel_size=2), precision="bf16-mixed")
     message, _ = run_ranks(own, 2)
     assert "OwnPlan.configure_model has spread blocks.0.up.weight over ranks already" in message

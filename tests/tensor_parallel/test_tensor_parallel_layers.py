@@ -1,4 +1,4 @@
-"""Layers that are cut: the input that they share, and what stays frozen."""
+"""Layers that are split: the input that they share, and what stays frozen."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from gloo import process_group, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
+from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 from lightning_mp.tensor_parallel.sequence_parallel import work_on_parts
 
 
@@ -40,7 +40,7 @@ def test_layers_let_the_input_that_they_shared_go(styles: tuple[Any, ...]) -> No
             hidden, made = value, []
             for style in styles:
                 layer = nn.Linear(4, 4)
-                cut_layer(layer, style, mesh, shared=shared)
+                split_layer(layer, style, mesh, shared=shared)
                 hidden = layer(hidden)
             shared(value, lambda: made.append(1) or value)
             return made
@@ -48,13 +48,13 @@ def test_layers_let_the_input_that_they_shared_go(styles: tuple[Any, ...]) -> No
     assert run_ranks(run, 1) == [[1]]
 
 
-def test_frozen_layers_stay_frozen_when_they_are_cut() -> None:
+def test_frozen_layers_stay_frozen_when_they_are_split() -> None:
     def run(rank: int) -> Any:
         with process_group():
             mesh, linear, norm = init_device_mesh("cpu", (2,)), nn.Linear(4, 4), nn.LayerNorm(4)
             linear.bias.requires_grad_(False)
             norm.weight.requires_grad_(False)
-            cut_layer(linear, "column", mesh, shared=SharedInput())
+            split_layer(linear, "column", mesh, shared=SharedInput())
             work_on_parts(norm, mesh, lambda: False)
             return [parameter.requires_grad for layer in (linear, norm) for parameter in layer.parameters()]
 

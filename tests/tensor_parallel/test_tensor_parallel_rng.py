@@ -11,9 +11,9 @@ from small_models import loader, quiet_trainer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_mp.tensor_parallel.apply import TensorParallelCut
+from lightning_mp.core.rank_rng import RankRNG
+from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 from lightning_mp.tensor_parallel.plan import resolve_plan
-from lightning_mp.tensor_parallel.rng import RankRNG
 
 CPU = torch.device("cpu")
 
@@ -70,8 +70,8 @@ def test_an_exception_in_attention_ends_its_own_numbers_and_evaluation_draws_non
     def run(rank: int) -> tuple[bool, float]:
         with process_group():
             gpt = HuggingFace("gpt2").model
-            cut = TensorParallelCut(gpt, resolve_plan(gpt, "auto"), init_device_mesh("cpu", (2,)))
-            cut.layers(dict(gpt.named_modules()))
+            split = TensorParallelSplit(gpt, resolve_plan(gpt, "auto"), init_device_mesh("cpu", (2,)))
+            split.layers(dict(gpt.named_modules()))
             attention = gpt.transformer.h[0].attn
             attention.attn_dropout.p = 0.5
             attention.c_proj.register_forward_pre_hook(stop, prepend=True)

@@ -1,4 +1,4 @@
-"""Style "sequence": norms, dropout and residuals on parts of the tokens, between layers that are cut."""
+"""Style "sequence": norms, dropout and residuals on parts of the tokens, between layers that are split."""
 
 import warnings
 from collections import Counter
@@ -22,7 +22,7 @@ from lightning_mp.tensor_parallel import dtensor_edges
 from lightning_mp.tensor_parallel.plan import resolve_plan
 from lightning_mp.tensor_parallel.sequence_parallel import (
     check_sequence_styles,
-    cut_sequence_of_blocks,
+    split_sequence_of_blocks,
     take_whole_sequence,
     work_on_parts,
 )
@@ -36,7 +36,7 @@ def bf16() -> AutocastPrecision:
 
 
 class Tokens(Callback):
-    """How many tokens a norm of a block, a layer that is cut and the last norm see, in training and in evaluation."""
+    """How many tokens a norm of a block, a layer that is split and the last norm see, in training and in evaluation."""
 
     def __init__(self) -> None:
         self.seen: dict[str, set[int]] = {}
@@ -327,12 +327,12 @@ class GivesATuple(nn.Module):
         return hidden * 2, hidden.shape[1]
 
 
-def test_blocks_whose_sequence_is_cut_may_give_tuples() -> None:
+def test_blocks_whose_sequence_is_split_may_give_tuples() -> None:
     value = torch.arange(8.0).view(1, 4, 2)
 
     def given(rank: int) -> Any:
         blocks = nn.ModuleList([GivesATuple(), GivesATuple()])
-        cut_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
+        split_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
         hidden, first = blocks[0](value)
         hidden, last = blocks[1](hidden)
         return hidden.tolist(), first, last
@@ -341,7 +341,7 @@ def test_blocks_whose_sequence_is_cut_may_give_tuples() -> None:
 
 
 def test_a_norm_that_sees_all_tokens_has_their_gradient_once() -> None:
-    """A model that is trained in evaluation mode is not cut along the sequence."""
+    """A model that is trained in evaluation mode is not split along the sequence."""
     value = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
     alone = nn.LayerNorm(6)
     alone(value).square().sum().backward()
@@ -377,7 +377,7 @@ def test_what_is_gathered_is_the_first_tensor_also_after_other_arguments() -> No
         ([nn.Linear(2, 2)], {"blocks.0": "row_split"}, "'row_split' in blocks .* would get a part of the tokens"),
     ],
 )
-def test_blocks_that_cannot_be_cut_along_the_sequence_are_refused(blocks: Any, styles: Any, says: str) -> None:
+def test_blocks_that_cannot_be_split_along_the_sequence_are_refused(blocks: Any, styles: Any, says: str) -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
     with pytest.raises(ValueError, match=says):
         check_sequence_styles(model, {"blocks": "sequence"} | styles)
@@ -386,7 +386,7 @@ def test_blocks_that_cannot_be_cut_along_the_sequence_are_refused(blocks: Any, s
 def test_activations_without_samples_are_refused() -> None:
     def refused(rank: int) -> None:
         blocks = nn.ModuleList([nn.Linear(4, 4)])
-        cut_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
+        split_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
         with pytest.raises(ValueError, match=r"must get activations \[batch, tokens, width\] .* shape \(2, 4\)"):
             blocks[0](torch.ones(2, 4))
 
