@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, skip_inherited_hooks, wake
-from lightning_mp.core import private_api
+from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.instance_method import InstancePatch
 
 __all__ = ["CallbackMetrics", "Metrics"]
@@ -83,9 +83,9 @@ class CallbackMetrics(Callback):
     ) -> None:
         """Logs if Lightning is about to."""
         self._has_run = True
-        step = private_api.logger_step(trainer)
+        step = private_loop_api.logger_step(trainer)
         every = _every_n_steps(trainer)
-        if every and ((step + 1) % every == 0 or trainer.should_stop) and not private_api.is_accumulating(trainer):
+        if every and ((step + 1) % every == 0 or trainer.should_stop) and not private_loop_api.is_accumulating(trainer):
             self._log(trainer, step, self._numbers())
         elif self._is_monitored:
             self._publish(self._numbers())
@@ -147,7 +147,7 @@ class CallbackMetrics(Callback):
         """Logs what has come since the last row, at the step of the last batch."""
         if not self._has_run:
             return
-        step, numbers = max(0, private_api.logger_step(trainer) - 1), self._numbers()
+        step, numbers = max(0, private_loop_api.logger_step(trainer) - 1), self._numbers()
         if not _every_n_steps(trainer):
             self._publish(numbers)
         elif (step, numbers) != self._last_row:

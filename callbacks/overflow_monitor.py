@@ -13,21 +13,23 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.callbacks._idle_hooks import idle, wake
 from lightning_mp.callbacks._metrics import CallbackMetrics
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
+from lightning_mp.core.saved_state import COUNT, checked_state
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.optimizer_step.step_limit import RealStepLimit
 from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
 
 __all__ = ["OverflowMonitor"]
 
-_NAMES_IN_REASON = 5
 #: From LossScaler's largest to its smallest scale, by half on each skip.
 _SKIPS_OF_A_FALLING_SCALE = 48
 #: A run of a few steps, a trial, says nothing about the one that follows.
 _FEWEST_SKIPS = 10
 
 
-class OverflowMonitor(Callback):
+class OverflowMonitor(SettingsRepr, Callback):
     """Logs what every optimizer step came to, without waiting for the device.
 
     Logged once the first outcome is known: ``mp/loss_scale`` (in runs that have one) and ``mp/skipped_steps``, both
@@ -76,12 +78,13 @@ class OverflowMonitor(Callback):
         stop_after_skips: int | Literal["auto"] | None = "auto",
         guard: bool = False,
     ) -> None:
-        if stop_after_skips not in (None, "auto") and (
-            isinstance(stop_after_skips, bool) or not isinstance(stop_after_skips, int) or stop_after_skips < 1
-        ):
-            raise ValueError(
-                f"OverflowMonitor(stop_after_skips={stop_after_skips!r}): it must be a positive whole number of skips"
-                " in a row, 'auto', or None never to stop."
+        if stop_after_skips not in (None, "auto"):
+            whole_number(
+                stop_after_skips,
+                "stop_after_skips",
+                "OverflowMonitor",
+                unit="skipped steps in a row",
+                hint="'auto' is the default, and None never stops.",
             )
         self.count_real_steps = count_real_steps
         self.stop_after_skips = stop_after_skips
@@ -201,7 +204,7 @@ class OverflowMonitor(Callback):
 
     def _reason(self, outcome: StepOutcome) -> str:
         names = outcome.nonfinite_parameters()
-        where = f" Non-finite gradients, last layer first: {listed(names, _NAMES_IN_REASON)}." if names else ""
+        where = f" Non-finite gradients, last layer first: {listed(names)}." if names else ""
         scale = f", at loss scale {outcome.loss_scale:g}" if self._has_scale else ""
         return (
             f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}{scale}.{where}"
@@ -264,9 +267,11 @@ class OverflowMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from saved totals."""
-        self.attempted_steps = state_dict["attempted_steps"]
-        self.skipped_steps = state_dict["skipped_steps"]
-        self.skip_streak = state_dict.get("skip_streak", 0)
+        kinds = dict.fromkeys(("attempted_steps", "skipped_steps", "skip_streak"), COUNT)
+        state = checked_state(state_dict, kinds, "OverflowMonitor")
+        self.attempted_steps = state["attempted_steps"]
+        self.skipped_steps = state["skipped_steps"]
+        self.skip_streak = state["skip_streak"]
         # FSDP strategies load after `on_fit_start`.
         self._pass_on_skips()
 

@@ -20,11 +20,14 @@ from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
 from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.callbacks._metrics import CallbackMetrics
+from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.number_formats import NumberFormat
+from lightning_mp.core.number_formats import FormatLike
+from lightning_mp.core.saved_state import checked_state
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
-from lightning_mp.diagnostics.underflow.observation import UnderflowObservation, UnderflowSummary
+from lightning_mp.diagnostics.underflow.observation import STATE_KINDS, UnderflowObservation, UnderflowSummary
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
@@ -47,7 +50,7 @@ class _Pending:
     numbers: HostCopy
 
 
-class UnderflowMonitor(Callback):
+class UnderflowMonitor(SettingsRepr, Callback):
     """Tells how many gradient values a format loses at the present loss scale, and which scale would be better.
 
     Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per
@@ -102,7 +105,7 @@ class UnderflowMonitor(Callback):
 
     def __init__(
         self,
-        format: str | torch.dtype | NumberFormat = "fp16",
+        format: FormatLike = "fp16",
         every_n_steps: int = 100,
         *,
         scale: float | None = None,
@@ -355,6 +358,7 @@ class UnderflowMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a saved history."""
+        state_dict = checked_state(state_dict, STATE_KINDS, "UnderflowMonitor")
         latest = state_dict["latest"]
         self._latest = None if latest is None else UnderflowObservation.from_dict(latest)
         self._history.clear()
@@ -364,16 +368,9 @@ class UnderflowMonitor(Callback):
 
 
 def _check(every_n_steps: object, scale: object, watch: tuple[str, ...]) -> None:
-    if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-        raise ValueError(
-            f"UnderflowMonitor(every_n_steps={every_n_steps!r}) is not valid: it must be a number of optimizer steps, 1"
-            " or more."
-        )
-    if scale is not None and not (isinstance(scale, int | float) and 0.0 < scale < math.inf):
-        raise ValueError(
-            f"UnderflowMonitor(scale={scale!r}) is not valid: it must be a positive finite number, or None for the"
-            " loss scale of the run."
-        )
+    whole_number(every_n_steps, "every_n_steps", "UnderflowMonitor", unit="optimizer steps")
+    if scale is not None:
+        positive_number(scale, "scale", "UnderflowMonitor", hint="None takes the loss scale of the run.")
     unknown = [kind for kind in watch if kind not in _KINDS]
     if unknown or not watch or len(set(watch)) < len(watch):
         raise ValueError(

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mp.core.saved_state import COUNT, NUMBER, SECONDS, checked_state, listed_of
+from lightning_mp.core.saved_state import AMOUNT, COUNT, NUMBER, checked_state, listed_of
 
 __all__ = ["NoiseScale", "NoiseScaleAverage", "unbiased_estimates"]
 
@@ -61,7 +61,7 @@ class NoiseScale:
         low: lower end of its 95% confidence interval, 0 if there is none above.
         high: upper end; infinite while :math:`|G|^2` cannot be told from zero.
         batch_samples: samples of the batches that were trained with.
-        tokens_per_sample: mean loss-bearing tokens of a sample; 0 where tokens are not counted.
+        tokens_per_sample: mean target tokens of a sample; 0 where tokens are not counted.
         windows: optimizer steps it comes from.
     """
 
@@ -175,8 +175,8 @@ class NoiseScaleAverage:
         """
         kinds = {
             "windows": COUNT,
-            "weight": SECONDS,
-            "square_weight": SECONDS,
+            "weight": AMOUNT,
+            "square_weight": AMOUNT,
             "sums": listed_of(NUMBER, len(self._sums)),
         }
         state = checked_state(state, kinds, "the gradient noise scale")

@@ -7,17 +7,16 @@ procedure: Huber loss of 1e-3 on log losses, summed, many starts, bootstrap of t
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.planning.scaling_laws.fit_result import Certificate, HeldOut, Outlier, ScalingLawFit
 from lightning_mp.planning.scaling_laws.huber_fit import PARAMETERS, LogRuns, Solutions, minimise, starts
-from lightning_mp.planning.scaling_laws.runs import Run, read_runs
+from lightning_mp.planning.scaling_laws.runs import Run, RunsLike, read_runs
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw, TrainedRange
 
 FEWEST_RUNS = PARAMETERS + 1
@@ -31,7 +30,7 @@ _CHUNK_ELEMENTS = 60_000  # problems times runs: a batch of bootstrap problems t
 
 
 def fit_scaling_law(
-    runs: str | Path | Iterable[Run | Mapping[str, Any]],
+    runs: RunsLike,
     *,
     bootstrap_samples: int = 4000,
     confidence: float = 0.95,
@@ -51,8 +50,9 @@ def fit_scaling_law(
     Args:
         runs: A CSV file or records, see :func:`~lightning_mp.planning.scaling_laws.runs.read_runs`.
         bootstrap_samples: Resamples of the runs for the intervals.
-        confidence: Share of the resamples inside an interval, from percentile to percentile. In simulations with
-            Gaussian noise, 36 to 240 runs and 0.9, the true constants were inside in 91 to 97% of the fits.
+        confidence: Share of the resamples inside an interval, from percentile to percentile. Such intervals are a
+            little wide: in 100 simulated fits each of 20 and of 36 runs, with Gaussian noise of 1% in the loss, those
+            of 80, 90 and 95% held the true constants in 84 to 93, 93 to 98 and 96 to 99.
         seed: Of the resampling.
 
     Raises:
@@ -112,8 +112,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_options(bootstrap_samples: int, confidence: float) -> None:
-    if isinstance(bootstrap_samples, bool) or not isinstance(bootstrap_samples, int) or bootstrap_samples < 100:
-        raise ValueError(f"`bootstrap_samples` must be an integer of at least 100, got {bootstrap_samples!r}.")
+    whole_number(bootstrap_samples, "bootstrap_samples", minimum=100)
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` must lie between 0 and 1, got {confidence!r}. For 95%, write 0.95.")
 
