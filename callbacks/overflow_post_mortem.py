@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.random_state import RandomState
@@ -139,6 +140,8 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._rms_at_start = torch.tensor(saved) if same else rms
         self._forget()
         self._ended = False
+        if not self.replay:
+            idle(self, OverflowPostMortem, *BATCH_HOOKS)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Makes up for a replay that could not be made when its outcome was told."""
@@ -166,6 +169,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def _end(self) -> None:
         self._forget()
         self._ended = True
+        wake(self, *BATCH_HOOKS)
 
     def _forget(self) -> None:
         self._windows = {}

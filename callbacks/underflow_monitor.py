@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.callbacks._gradient_exponents import (
     count_gradients,
     gradients_are_scaled,
@@ -24,6 +24,8 @@ from lightning_mp.callbacks._gradient_exponents import (
     largest_on_any_rank,
     loss_scale_of,
 )
+from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import FormatLike
@@ -38,7 +40,7 @@ from lightning_mp.diagnostics.underflow.observation import (
     UnderflowSummary,
     pack_observation,
 )
-from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
+from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_observation
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
 __all__ = ["UnderflowMonitor"]
@@ -186,22 +188,15 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """
         if kind not in self.watch:
             raise ValueError(f"plot(kind={kind!r}): this monitor watches {self.watch}. Add it to `watch`.")
-        latest = self.latest
-        if latest is None:
+        if self.latest is None:
             raise ValueError("There is nothing to plot: no optimizer step was observed yet. Call plot() after a fit.")
-        scaled = "" if kind == "activations" else f", times {latest.scale:g}"
-        title = f"{kind.replace('_', ' ').capitalize()} of optimizer step {latest.step_index}{scaled}"
-        if by_layer:
-            figure = plot_exponents_by_layer(latest.histograms[kind], self.format, title)
-        else:
-            figure = plot_exponents(latest.whole(kind), self.format, title)
-        figure.savefig(Path(path), dpi=150)
+        plot_observation(self.latest, self.format, kind, by_layer=by_layer).savefig(Path(path), dpi=150)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def needs_gradients(self, step_index: int) -> bool:
         """Whether true gradients have to be there before this step."""
-        return "gradients" in self.watch and self._observes(step_index)
+        return "gradients" in self.watch and step_index % self.every_n_steps == 0
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
@@ -211,13 +206,21 @@ class UnderflowMonitor(SettingsRepr, Callback):
                 "UnderflowMonitor cannot be used with DeepSpeed, which keeps gradients to itself. Use strategy='ddp' or"
                 " 'fsdp', or remove the callback."
             )
+        if stage == "fit":
+            CallbackMetrics.attach(trainer).add(lambda: self._logged)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Without activations to watch there is nothing to do in most micro-batches."""
+        if self.watch == ("gradients",):
+            idle(self, UnderflowMonitor, *BATCH_HOOKS)
+            wake(self, "on_before_backward", "on_before_optimizer_step")
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Puts hooks on the modules, if the window belongs to an observed step."""
         kinds = [kind for kind in self.watch if kind != "gradients"]
-        if not kinds or not self._observes(trainer.global_step):
+        if not kinds or trainer.global_step % self.every_n_steps:
             return
         if self._activations_step != trainer.global_step:
             names = list(leaf_modules(pl_module))
@@ -234,6 +237,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """Watches the backward of an observed step; from here on forwards are recomputations."""
         if self.needs_gradients(trainer.global_step):
             self._backwards = (self._backwards or BackwardWatch(pl_module.device)).attach(loss)
+            wake(self, "on_after_backward")
         if self._hooks is not None:
             self._hooks.in_backward = True
             # The plugin may have changed it before the end of the batch.
@@ -247,6 +251,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
             self._backwards.detach()
         if self._pending is not None and self._pending.step_index < trainer.global_step:
             self._settle()
+            if self.watch == ("gradients",):
+                idle(self, UnderflowMonitor, "on_after_backward")
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -267,14 +273,11 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes the hooks off the modules; logs what is known, host numbers only."""
+        """Takes the hooks off the modules."""
         self._detach()
-        step_index, scale = self._activations_step, self._scale_now
-        if step_index is not None and scale is not None and trainer.global_step > step_index:
-            # No gradients were asked for, so no hook before the step has sent it.
-            self._send(trainer, {}, scale)
-        for name, value in self._logged.items():
-            log_host_number(pl_module, name, value)
+        begun, scale = self._activations_step, self._scale_now
+        if begun is not None and scale is not None and trainer.global_step > begun:
+            self._send(trainer, {}, scale)  # no gradients were asked for, so no hook before the step has
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation."""
@@ -289,9 +292,6 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._forget()
 
     # -- from the device to the logger ---------------------------------------------------------------------------------
-
-    def _observes(self, step_index: int) -> bool:
-        return step_index % self.every_n_steps == 0
 
     def _factor(self, loss_scale: Tensor | None, *, already_scaled: bool) -> Tensor | float | None:
         """What values are multiplied by to be those that the format would hold."""
@@ -324,6 +324,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         names = {kind: table.names for kind, table in tables.items()}
         numbers = HostCopy(pack_observation(scale, largest, tables.values()))
         self._pending = _Pending(trainer, step_index, names, numbers, kept_in_fp32)
+        wake(self, "on_after_backward")
 
     def _settle(self) -> None:
         """Reads the observation that is on its way, if there is one."""

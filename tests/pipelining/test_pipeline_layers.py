@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import RankError, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -273,3 +273,55 @@ def test_a_module_needs_no_trainer():
     module = PipelinedMLP()
     [batch] = labelled(4)
     assert pipelined_loss(module, batch).requires_grad
+
+
+class Unused(PipelinedMLP):
+    def __init__(self):
+        super().__init__()
+        self.layers[4].append(nn.Bilinear(2, 2, 2))
+
+    def pipeline_layers(self):
+        return [*self.layers[:4], PipelineLayer(lambda hidden, batch: self.layers[4][0](hidden), self.layers[4])]
+
+
+class OtherNames(PipelinedMLP):
+    """Values of evaluation may have names of their own; within a loop they stay."""
+
+    def pipeline_loss(self, output, batch):
+        loss = super().pipeline_loss(output, batch)
+        late = self.training and len(self.train_losses) == 1
+        return {"loss": loss} | ({} if self.training else {"error": loss}) | ({"late": loss} if late else {})
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "says"),
+    [
+        (Unused, 4, r"layers\.4\.2\.weight, layers\.4\.2\.bias got no gradient.*requires_grad_\(False\)"),
+        (OtherNames, 2, r"pipeline_loss returned \['loss', 'late'\], and \['loss'\] the first time"),
+    ],
+)
+def test_what_would_let_stages_wait_for_each_other_is_refused(model, devices, says):
+    def rank(_):
+        fit(model(), PipelineParallelStrategy(2), devices, max_epochs=1, limit_val_batches=1, val_check_interval=1)
+
+    with pytest.raises(RankError, match=f"(?s){says}"):
+        run_ranks(rank, devices)
+
+
+def test_layers_of_other_stages_are_freed_one_by_one():
+    """No rank needs memory for the whole model."""
+    module = PipelinedMLP()
+    freed = []
+
+    def count(_):
+        freed.append(sum(layer[0].weight.untyped_storage().nbytes() == 4 for layer in layers))
+
+    layers = list(module.layers)
+    split_model(module, read_layers(module), [0, 2], 0, bring_to_life=count)
+    assert freed == [0, 0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("arguments", [{"stages": True}, {"microbatches": True}])
+def test_a_flag_is_no_number(arguments):
+    with pytest.raises(ValueError, match="=True.: it must be a whole number of 1 or more"):
+        PipelineParallelStrategy(**arguments)

@@ -7,17 +7,17 @@ import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, batches, fp16, fsdp2, full_weights, model, train
 from gloo import process_group, run_ranks
+from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
 from small_models import loader, quiet_trainer
-from test_tensor_parallel_plan import HuggingFace
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from lightning_mp import MasterWeightsPrecision
-from lightning_mp.checkpoints.fused_qkv import FusedOrder, fused_orders
+from lightning_mp.checkpoints.fused_qkv import FusedOrder, convert_optimizer_states, fused_orders, hold_in_rank_order
 from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 from lightning_mp.tensor_parallel.plan import check_divisible, resolve_plan
 
@@ -58,7 +58,7 @@ class HeadsSeen(Callback):
         F.scaled_dot_product_attention = nn.functional.scaled_dot_product_attention = self.plain
 
 
-@pytest.mark.parametrize("kind", ["demo", "gpt2"])
+@pytest.mark.parametrize("kind", ["demo", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_attention_runs_on_the_heads_of_the_rank(kind: str) -> None:
     def run(rank: int) -> Any:
         seen = HeadsSeen()
@@ -230,3 +230,36 @@ def test_the_bias_of_a_conv1d_is_split_as_its_outputs_are(style: Any, bias: Any)
 
     by_outputs = style != "row"
     assert run_ranks(run, 2) == [(True, (Shard(1 if by_outputs else 0),))] * 2
+
+
+def test_ranks_that_divide_a_fused_matrix_must_divide_its_parts() -> None:
+    """Four queries, four keys and four values are twelve rows, and three ranks share none of them evenly."""
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 12)})
+    with pytest.raises(ValueError, match=r"qkv is split as 'column_qkv' along a dimension of 4, which 3 ranks do not"):
+        check_divisible(model, {"qkv": "column_qkv"}, 3)
+
+
+def test_moments_of_another_shape_have_no_order_for_a_fused_matrix() -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 6, bias=False)})
+    hold_in_rank_order(model["qkv"], 2, dim_of_weight=0)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    convert_optimizer_states(model, [optimizer])
+    model["qkv"](torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"Adafactor holds 'row_var' of shape \(6, 1\) .* its order cannot be known"):
+        optimizer.state_dict()
+
+
+def test_a_state_that_was_loaded_can_be_loaded_again() -> None:
+    """What a checkpoint holds is not put into the order of ranks with it."""
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 6)})
+    hold_in_rank_order(model["qkv"], 2, dim_of_weight=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer_states(model, [optimizer])
+    (model["qkv"](torch.ones(1, 4)) * torch.arange(6.0)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    wanted = state["state"][0]["exp_avg"].clone()
+    for _ in range(2):
+        optimizer.load_state_dict(state)
+        assert optimizer.state_dict()["state"][0]["exp_avg"].equal(wanted)

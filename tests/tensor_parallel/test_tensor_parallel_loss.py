@@ -12,11 +12,11 @@ from gloo import process_group, run_ranks
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F
-from wire_counter import CollectiveCounter
+from wire_counter import CountsTheStep, PartsCounter
 
 from lightning_mp import AutocastPrecision
 from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, split_logits
-from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts, VocabParallelSplit
+from lightning_mp.tensor_parallel.vocab_parallel_tensor import VocabParallelSplit
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -27,18 +27,6 @@ WHOLE = torch.randn(BATCH, TOKENS, VOCABULARY, generator=RANDOM, dtype=torch.flo
 LABELS = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=RANDOM)
 SOME = LABELS.masked_fill(torch.rand(BATCH, TOKENS, generator=RANDOM) < 0.3, -100)
 WEIGHT = torch.rand(VOCABULARY, generator=RANDOM, dtype=torch.float64)
-
-
-class Counter(CollectiveCounter):
-    """Sees also what happens inside of operations on logits in parts."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, InParts) for kind in types):
-            return NotImplemented
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def names(self) -> list[str]:
-        return [collective.name for collective in self.seen]
 
 
 def flat(logits: Tensor, labels: Tensor = LABELS, **arguments: Any) -> Tensor:
@@ -94,11 +82,13 @@ WITH_THE_WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check(name: str, loss_of: Callable[[Tensor], Tensor], split: VocabParallelSplit, dtype: torch.dtype) -> Counter:
+def check(
+    name: str, loss_of: Callable[[Tensor], Tensor], split: VocabParallelSplit, dtype: torch.dtype
+) -> PartsCounter:
     whole = WHOLE.to(dtype, copy=True).requires_grad_()
     part = split.own(WHOLE, 2).to(dtype).clone().requires_grad_()
     expected = loss_of(whole * 1)
-    with Counter() as counter:
+    with PartsCounter() as counter:
         loss = loss_of(split_logits(part * 1, split))
         loss.sum().backward()
     expected.sum().backward()
@@ -257,17 +247,6 @@ def test_logits_of_a_run_are_those_of_one_process(plugin: Any) -> None:
         assert_same(found, alone, atol=2e-3)
         for ours, theirs in zip(logits, (training, evaluation), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
-
-
-class CountsTheStep(Callback):
-    """Everything that goes over the wire in one training step."""
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.counter = Counter()
-        self.counter.__enter__()
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.counter.__exit__(None, None, None)
 
 
 @pytest.mark.full

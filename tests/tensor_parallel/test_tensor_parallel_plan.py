@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
 from gloo import run_ranks
-from huggingface_models import VOCABULARY
+from huggingface_models import VOCABULARY, HuggingFace
 from huggingface_models import gpt2 as huggingface_gpt2
 from lightning.pytorch.plugins import Precision
 from small_models import loader, quiet_trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_mp import AutocastPrecision
 from lightning_mp.tensor_parallel.plan import check_divisible, read_plan, resolve_plan
@@ -60,6 +58,7 @@ def test_it_equals_one_process(ranks: int, arguments: dict[str, Any], alone: dic
     assert means == pytest.approx(alone["losses"], rel=1e-3)
 
 
+@pytest.mark.full
 def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
     def run(rank: int) -> Any:
         return train(rank, 2, fsdp2(tensor_parallel_size=2), plugin=Precision())
@@ -67,43 +66,6 @@ def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
     found = run_ranks(run, 2)
     assert_same_on_ranks(found)
     assert_same(found[0], train(plugin=Precision()), atol=2e-6)
-
-
-class HuggingFace(pl.LightningModule):
-    def __init__(self, kind: str, dropout: float = 0.1) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1}
-        if kind == "llama":
-            config = LlamaConfig(
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=8,
-                **sizes,
-            )
-            self.model: nn.Module = LlamaForCausalLM(config)
-        else:
-            config = GPT2Config(
-                n_positions=8,
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                resid_pdrop=dropout,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                **sizes,
-            )
-            self.model = GPT2LMHeadModel(config)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 
 @pytest.mark.parametrize(
@@ -225,3 +187,9 @@ def test_tied_weights_that_would_be_split_apart_are_refused() -> None:
             train(rank, 2, strategy, plugin=fp16())
 
     run_ranks(run, 2)
+
+
+def test_norms_of_hugging_face_can_be_named_in_a_plan() -> None:
+    plan: Any = {"*layernorm": "sequence", "*": "auto"}
+    styles = resolve_plan(HuggingFace("llama").model, plan)
+    assert styles["model.layers.1.post_attention_layernorm"] == "sequence"

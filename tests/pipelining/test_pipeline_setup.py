@@ -1,13 +1,11 @@
-"""Set-up of a pipeline where a small slip would go unnoticed."""
+"""A model is split and comes to life on its stages: what is shared, put back after an exception, or refused."""
 
 import contextlib
 
 import pytest
 import torch
 from gloo import RankError, run_ranks
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from pipelined_models import PipelinedMLP, fit, losses_of
-from test_pipeline_runs import Frozen
+from pipelined_models import PipelinedMLP, losses_of
 from torch import nn
 
 from lightning_mp import PipelineParallelStrategy
@@ -44,34 +42,6 @@ def test_a_module_without_memory_that_nothing_can_initialise_is_refused():
     with pytest.raises(RankError, match="class Scale are on the meta device and have no reset_") as error:
         run_ranks(fit, 2)
     assert "Cannot copy out of meta tensor" not in str(error.value)
-
-
-@pytest.mark.parametrize("arguments", [{"stages": True}, {"microbatches": True}])
-def test_a_flag_is_no_number(arguments):
-    with pytest.raises(ValueError, match="=True.: it must be a whole number, 1 or more"):
-        PipelineParallelStrategy(**arguments)
-
-
-def test_layers_thaw_at_an_epoch_without_a_validation_between():
-    arguments = {"limit_val_batches": 0, "max_epochs": 2}
-    [wanted] = run_ranks(lambda _: losses_of(Frozen(), "ddp", 1, **arguments), 1)
-    strategy = {"split_points": ["layers.2"]}
-    got = run_ranks(lambda _: losses_of(Frozen(), PipelineParallelStrategy(**strategy), 2, **arguments), 2)
-    assert got[0] == pytest.approx(wanted, rel=2e-6)
-    assert got[1] == got[0]
-
-
-@pytest.mark.full
-def test_batches_are_compared_at_the_start_of_every_evaluation():
-    """Training data may be the same on all stages, and validation data not."""
-
-    def rank(number):
-        x = torch.full((8, 6), float(number))
-        other = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=4)
-        with pytest.raises(MisconfigurationException, match=r"different batches .stage 0 and stage 1."):
-            fit(PipelinedMLP(), PipelineParallelStrategy(), 2, validate=other)
-
-    run_ranks(rank, 2)
 
 
 def split_in_two(module):
