@@ -65,3 +65,17 @@ def format_quantity(value: float) -> str:
         return f"{value:.3g}".replace("e+", "e")
     suffix = next(name for name, size in reversed(_SUFFIXES.items()) if rounded >= size)
     return f"{rounded / _SUFFIXES[suffix]:.6g}{suffix}"
+
+
+def format_bytes(size: float) -> str:
+    """Three digits and bytes, KiB, MiB or GiB: powers of 1024, as GPUs are sold and ``nvidia-smi`` counts.
+
+    Example:
+        >>> format_bytes(80 * 1024**3), format_bytes(1536), format_bytes(12)
+        ('80 GiB', '1.5 KiB', '12 bytes')
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            value = size / 1024**power
+            return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+    return f"{size:.0f} bytes"

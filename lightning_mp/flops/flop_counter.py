@@ -214,7 +214,7 @@ def count_flops(
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
+    return tensor.detach().to("meta")
 
 
 def _remember(module: nn.Module) -> tuple[list[tuple[nn.Parameter, Tensor | None]], list[tuple[Tensor, Tensor]]]:

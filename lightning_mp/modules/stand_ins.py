@@ -22,7 +22,7 @@ def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.M
         stand_in: makes a tensor that stands for another one.
 
     Example:
-        >>> copy = module_with(nn.Linear(3, 2), lambda tensor: tensor.to("meta"))
+        >>> copy = module_with(nn.Linear(3, 2), lambda tensor: tensor.detach().to("meta"))
         >>> copy.weight.device.type, type(copy.weight).__name__
         ('meta', 'Parameter')
     """
@@ -33,9 +33,9 @@ def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.M
             if id(tensor) in memo:
                 continue
             if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(stand_in(tensor.detach()), requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = nn.Parameter(stand_in(tensor), requires_grad=tensor.requires_grad)
             elif isinstance(tensor, Tensor):
-                memo[id(tensor)] = stand_in(tensor.detach())
+                memo[id(tensor)] = stand_in(tensor)
     return deepcopy(module, memo)
 
 

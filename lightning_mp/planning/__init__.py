@@ -3,6 +3,7 @@
 from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
 from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
+from lightning_mp.planning.memory.estimate import MemoryEstimate, estimate_memory
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
@@ -35,6 +36,7 @@ __all__ = [
     "FrontierLaw",
     "LAWS",
     "Machine",
+    "MemoryEstimate",
     "ParallelLayout",
     "ParallelPlan",
     "ParametricLaw",
@@ -49,6 +51,7 @@ __all__ = [
     "communication_per_step",
     "compute_optimal",
     "draw_fit",
+    "estimate_memory",
     "find_chip",
     "find_machine",
     "fit_scaling_law",

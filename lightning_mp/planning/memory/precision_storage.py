@@ -69,9 +69,7 @@ PRECISIONS: Mapping[str, PrecisionStorage] = MappingProxyType(
             PrecisionStorage("bf16-mixed", "AutocastPrecision('bf16-mixed')", 4, 0, _BF16, autocast=True),
             PrecisionStorage("16-masters", "MasterWeightsPrecision('16-true')", 2, 4, _FP16),
             PrecisionStorage("bf16-masters", "MasterWeightsPrecision('bf16-true')", 2, 4, _BF16),
-            PrecisionStorage(
-                "bf16-remainder", "MasterWeightsPrecision('bf16-true', storage='remainder')", 2, 2, _BF16
-            ),
+            PrecisionStorage("bf16-remainder", "MasterWeightsPrecision('bf16-true', storage='remainder')", 2, 2, _BF16),
             PrecisionStorage("fp8-mixed", "Float8Precision()", 4, 0, _BF16, autocast=True, fp8=True),
             PrecisionStorage("16-true", "Trainer(precision='16-true'), no masters", 2, 0, _FP16),
             PrecisionStorage("bf16-true", "Trainer(precision='bf16-true'), no masters", 2, 0, _BF16),

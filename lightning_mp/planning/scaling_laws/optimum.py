@@ -204,7 +204,7 @@ def _limited(best: ComputeOptimal, unique_tokens: float, repetition: RepetitionL
     def loss_of(log_parameters: float) -> float:
         return repetition(law, math.exp(log_parameters), tokens_of(log_parameters), unique_tokens)
 
-    log_parameters = _minimum(loss_of, middle=math.log(best.parameters), reach=math.log(1e4))
+    log_parameters = minimum(loss_of, middle=math.log(best.parameters), reach=math.log(1e4))
     return replace(
         best,
         parameters=math.exp(log_parameters),
@@ -214,7 +214,7 @@ def _limited(best: ComputeOptimal, unique_tokens: float, repetition: RepetitionL
     )
 
 
-def _minimum(function: Callable[[float], float], middle: float, reach: float, points: int = 201) -> float:
+def minimum(function: Callable[[float], float], middle: float, reach: float, points: int = 201) -> float:
     """The lowest point of a grid, refined by golden sections between its neighbours."""
     step = 2 * reach / (points - 1)
     lowest = min((middle - reach + step * index for index in range(points)), key=function)
