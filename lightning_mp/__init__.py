@@ -28,7 +28,7 @@ from lightning_mp.metrics import OverflowRate, TokenPerplexity, UnderflowFractio
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.pipelining.api import pipelined_loss, pipelined_metrics, pipelined_output
 from lightning_mp.pipelining.layers import PipelineLayer
-from lightning_mp.planning import compute_optimal, fit_scaling_law
+from lightning_mp.planning import compute_optimal, estimate_memory, fit_scaling_law
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 from lightning_mp.scaling.loss_scaler import LossScaleFloorError, LossScaler
@@ -72,6 +72,7 @@ __all__ = [
     "__version__",
     "compute_optimal",
     "consolidate_checkpoint",
+    "estimate_memory",
     "fit_scaling_law",
     "latest_checkpoint",
     "pipelined_loss",

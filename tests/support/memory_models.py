@@ -8,9 +8,11 @@ import torch
 from small_models import loader, quiet_trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.core import private_api
@@ -287,7 +289,19 @@ class MeasuredOnRank(pl.Callback):
         self.parts: dict[str, int] = {}
         self._saved: dict[StorageWeakRef, int] = {}
         self._weights: set[StorageWeakRef] = set()
+        self._buckets: dict[int, int] = {}
         self._hooks: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if isinstance(trainer.model, DistributedDataParallel):
+            trainer.model.register_comm_hook(None, self._count_bucket)
+
+    def _count_bucket(self, state: Any, bucket: Any) -> Any:
+        self._buckets[bucket.index()] = bucket.buffer().nbytes
+        return allreduce_hook(None, bucket)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.parts["buckets"] = sum(self._buckets.values())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx != 1:

@@ -85,7 +85,7 @@ class DecoderConfig:
         if heads % self.kv_heads:
             raise ValueError(f"`heads` ({heads}) must be a multiple of `kv_heads`, got {self.kv_heads}.")
         if self.active_experts > self.experts:
-            raise ValueError(f"`active_experts` ({self.active_experts}) cannot be more than `experts` ({self.experts}).")
+            raise ValueError(f"`active_experts` ({self.active_experts}) must be at most `experts`, got {self.experts}.")
 
     @classmethod
     def from_hugging_face(cls, config: str | Path | Mapping[str, Any]) -> "DecoderConfig":
@@ -109,8 +109,7 @@ class DecoderConfig:
             return cls.from_hugging_face(content if isinstance(content, dict) else {})
         config = config.get("text_config", config)
         found = {
-            field: next((int(config[name]) for name in names if config.get(name)), 0)
-            for field, names in _NAMES.items()
+            field: next((int(config[name]) for name in names if config.get(name)), 0) for field, names in _NAMES.items()
         }
         missing = [_NAMES[name][0] for name in ("layers", "width", "vocabulary") if not found[name]]
         if missing:

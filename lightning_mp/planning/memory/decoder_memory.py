@@ -83,7 +83,7 @@ class DecoderMemory:
         return reserved_range(self.total_bytes)
 
     def verdict(self, memory_bytes: float) -> str:
-        """"fits", "may fit" where only the allocator decides, or "does not fit"."""
+        """One of "fits", "may fit" where only the allocator decides, and "does not fit"."""
         low, high = self.reserved_bytes
         return "fits" if high <= memory_bytes else "may fit" if low <= memory_bytes else "does not fit"
 
@@ -167,9 +167,7 @@ def largest_micro_batch(
     """
 
     def fits(sequences: int) -> bool:
-        memory = decoder_memory(
-            config, layout, sequences=sequences, context_tokens=context_tokens, precision=precision
-        )
+        memory = decoder_memory(config, layout, sequences=sequences, context_tokens=context_tokens, precision=precision)
         return memory.verdict(memory_bytes) == "fits"
 
     if not fits(1):

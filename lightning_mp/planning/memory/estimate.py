@@ -22,7 +22,7 @@ __all__ = ["MemoryEstimate", "MemoryStrategy", "estimate_memory", "reserved_rang
 
 MemoryStrategy = Literal["single", "ddp", "fsdp2"]
 
-# Rajbhandari et al. 2020, arXiv:1910.02054, section 3.2: out of memory with over 30% of it still free, in extreme cases.
+# Rajbhandari et al. 2020, arXiv:1910.02054, section 3.2: in extreme cases out of memory with over 30% of it free.
 _WORST_FRAGMENTATION = 0.3
 _CONTEXT_BYTES = 1024**3  # CUDA context, cuBLAS and NCCL workspaces: an allowance, not measured
 
@@ -127,7 +127,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimates what one training step keeps in memory: on one device, or on each rank of several.
 
-    The step runs on tensors that have a shape, a format and no numbers, so nothing is computed and no memory is used. The
+    The step runs on tensors that have a shape, a format and no numbers: nothing is computed, no memory is used. The
     module's own code, the casts of the precision, saved tensors, activation checkpoints and the optimizer's own step
     are what is measured; no formula guesses them. The module does not change.
 
@@ -165,16 +165,15 @@ def estimate_memory(
         What is kept per parameter: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1.
 
     Example:
-        16 bytes per parameter with Adam, and what is saved for backward. Half of that is smaller in bf16:
+        Autocast halves what is saved for backward, and nothing of what is kept per parameter:
 
         >>> from torch import zeros
-        >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+        >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
         >>> for precision in ("32-true", "bf16-mixed"):
-        ...     estimate = estimate_memory(model, zeros(1024, 256), precision=precision)
-        ...     parts = estimate.end_of_forward.bytes_by_part
-        ...     print(parts["weights"], parts["optimizer states"], parts["activations"])
-        526336 1052688 1048576
-        526336 1052688 1048576
+        ...     parts = estimate_memory(model, zeros(1024, 256), precision=precision).end_of_forward.bytes_by_part
+        ...     print(parts["weights"], parts["gradients"], parts["activations"])
+        789504 789504 2097152
+        789504 789504 1572864
     """
     row = find_precision(precision)
     _check(module, strategy, ranks, units)

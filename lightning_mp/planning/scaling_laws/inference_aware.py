@@ -4,8 +4,8 @@ Sardana et al. 2024 (arXiv:2401.00448), equation 2: of all N and D that reach a 
 
     6 N D_training + 2 N D_inference
 
-Inference of a token costs a forward, 2 N operations. Beyond the models that a law was fitted to, it promises too much of
-more tokens (their section 5), so a far smaller and longer trained model is a guess.
+Inference of a token costs a forward, 2 N operations. Beyond the models that a law was fitted to, it promises too much
+of more tokens (their section 5), so a far smaller and longer trained model is a guess.
 """
 
 import math
@@ -61,11 +61,15 @@ def inference_aware_optimum(
     Example:
         The paper's figure 1: 2 trillion tokens of inference. In place of a 13B model train one of 7B on more data.
 
-        >>> law = ParametricLaw(name="paper", E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, source="", counts="",
-        ...                     trained=TrainedRange((70e6, 16e9), (5e9, 500e9)))
-        >>> from lightning_mp.planning.scaling_laws.scaling_law import TrainedRange
+        >>> from lightning_mp.planning.scaling_laws.presets import LAWS
+        >>> law = LAWS["hoffmann-3"]
+        >>> _, tokens = law.frontier.optimum(law.frontier.flops_for_parameters(13e9))
+        >>> best = inference_aware_optimum(law, parameters=13e9, tokens=tokens, inference_tokens=2e12)
+        >>> round(best.parameters / 1e9), f"{best.saving:.0%}"
+        (7, '17%')
     """
-    for name, value, least in (("parameters", parameters, 1), ("tokens", tokens, 1), ("inference_tokens", inference_tokens, 0)):
+    numbers = (("parameters", parameters, 1), ("tokens", tokens, 1), ("inference_tokens", inference_tokens, 0))
+    for name, value, least in numbers:
         if not (value >= least and math.isfinite(value)):
             raise ValueError(f"`{name}` must be a finite number of at least {least}, got {value!r}.")
     loss = law.loss(parameters, tokens)

@@ -1,0 +1,145 @@
+"""The usual layouts of a decoder on so many GPUs, with what each keeps and sends: those that fit first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_memory import (
+    DecoderMemory,
+    MemoryLayout,
+    decoder_memory,
+    largest_micro_batch,
+)
+from lightning_mp.planning.memory.precision_storage import find_precision
+from lightning_mp.planning.parallelism.communication import Precision
+from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
+from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
+
+__all__ = ["LayoutChoice", "choose_layouts", "machine_with"]
+
+_VERDICTS = ("fits", "may fit", "does not fit")
+_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChoice:
+    """One layout.
+
+    Attributes:
+        layout: how GPUs share the model.
+        memory: of the fullest GPU, with one sequence.
+        verdict: "fits", "may fit" where the allocator decides, "does not fit"; None where no memory was given.
+        largest_micro_batch: sequences that fit with the allocator at its worst; None likewise.
+        plan: bytes on the wire and time of a step; None where no machine is known, or why not in ``left_out``.
+        left_out: why there is no plan.
+    """
+
+    layout: MemoryLayout
+    memory: DecoderMemory
+    verdict: str | None
+    largest_micro_batch: int | None
+    plan: ParallelPlan | None
+    left_out: str | None = None
+
+    @property
+    def hides(self) -> bool | None:
+        """Whether sending can hide behind computing, both at their peaks and nothing awaited; None where not known."""
+        return None if self.plan is None else self.plan.wire_to_compute_ratio <= 1 and not self.plan.awaited_seconds
+
+
+def machine_with(chip: str) -> Machine | None:
+    """The first machine of the table that is built of a chip.
+
+    Example:
+        >>> machine_with("H100 SXM").name, machine_with("T4")
+        ('DGX H100', None)
+    """
+    return next((machine for machine in known_machines() if machine.chip == chip), None)
+
+
+def choose_layouts(
+    config: DecoderConfig,
+    gpus: int,
+    *,
+    machine: Machine | None = None,
+    memory_bytes: float | None = None,
+    context_tokens: int = 4096,
+    tokens_per_step: int = 2**22,
+    precision: object = "bf16-mixed",
+    checkpointed: Sequence[bool] = (False, True),
+) -> list[LayoutChoice]:
+    """Every usual layout, those that fit first, and among them the fastest first.
+
+    Args:
+        config: the model.
+        gpus: how many.
+        machine: for what layouts send; None leaves that out, and takes 8 GPUs in a node.
+        memory_bytes: of one GPU; None leaves the verdicts out.
+        context_tokens: length of a sequence.
+        tokens_per_step: over all GPUs.
+        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        checkpointed: with and without recomputed blocks.
+
+    Raises:
+        ValueError: a precision is unknown.
+
+    Example:
+        405 billion parameters do not fit on 8 GPUs of 80 GB, however they are shared:
+
+        >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
+        >>> {choice.verdict for choice in choose_layouts(config, 8, memory_bytes=80e9)}
+        {'does not fit'}
+    """
+    row = find_precision(precision)
+    near = machine.gpus_per_node if machine is not None else _GPUS_PER_NODE
+    choices = []
+    for base in usual_layouts(gpus, near, layers=config.layers):
+        plan, left_out = None, None
+        if machine is not None:
+            try:
+                plan = plan_parallelism(
+                    config.size,
+                    base,
+                    machine,
+                    tokens_per_step=tokens_per_step,
+                    context_tokens=context_tokens,
+                    precision=_on_the_wire(row.name),
+                )
+            except ValueError as error:
+                left_out = str(error)
+        stages = (0, 1, 2) if base.copies > 1 and base.shards == 1 else (0,)
+        experts = _expert_ranks(config, base.data_ranks)
+        for zero, ranks, again in ((z, e, c) for z in stages for e in experts for c in checkpointed):
+            layout = MemoryLayout(base, zero, ranks, again)
+            memory = decoder_memory(config, layout, context_tokens=context_tokens, precision=row)
+            verdict = None if memory_bytes is None else memory.verdict(memory_bytes)
+            most = None
+            if memory_bytes is not None:
+                most = largest_micro_batch(config, layout, memory_bytes, context_tokens=context_tokens, precision=row)
+            again_plan = (
+                plan if plan is None or not again else replace(plan, compute_seconds=plan.compute_seconds * 4 / 3)
+            )
+            choices.append(LayoutChoice(layout, memory, verdict, most, again_plan, left_out))
+    return sorted(choices, key=_rank)
+
+
+def _rank(choice: LayoutChoice) -> tuple[float, float, float]:
+    verdict = _VERDICTS.index(choice.verdict) if choice.verdict is not None else 0
+    seconds = choice.plan.seconds_at_least if choice.plan is not None else float("inf")
+    return verdict, seconds, choice.memory.total_bytes
+
+
+def _expert_ranks(config: DecoderConfig, data_ranks: int) -> tuple[int, ...]:
+    """All data ranks that divide the experts, or none."""
+    fitting = [
+        n for n in range(2, data_ranks + 1) if data_ranks % n == 0 and config.experts and config.experts % n == 0
+    ]
+    return (1, max(fitting)) if fitting else (1,)
+
+
+def _on_the_wire(name: str) -> Precision:
+    """The precision that sends the same: masters stay where they are, and fp8 gathers in bf16."""
+    low = "16" if name.startswith("16") else "bf16"
+    wanted = name if name in get_args(Precision) else f"{low}-mixed" if name.startswith("fp8") else f"{low}-true"
+    return next(known for known in get_args(Precision) if known == wanted)
