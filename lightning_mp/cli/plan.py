@@ -66,7 +66,6 @@ class Answer:
     inference: InferenceAware | None
     layouts: list[LayoutChoice] | None
     memory_bytes: int | None
-    unknown_memory_of: str | None = None
 
 
 def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -136,11 +135,10 @@ def _answer(arguments: argparse.Namespace) -> Answer:
     inference = None
     if arguments.inference_tokens is not None:
         inference = _inference(size, arguments.inference_tokens)
-    layouts, memory, unknown = None, None, None
+    layouts, memory = None, None
     if config is not None and arguments.device is not None:
         chip = chip_of(arguments.device).name
         memory = chip_memory_bytes(chip)
-        unknown = chip if memory is None else None
         layouts = choose_layouts(
             config,
             count_of(arguments.gpus, "gpus"),
@@ -158,7 +156,6 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         inference=inference,
         layouts=layouts,
         memory_bytes=memory,
-        unknown_memory_of=unknown,
     )
 
 

@@ -109,13 +109,19 @@ def _print_time(time: RunTime) -> None:
     whose = "as given" if time.measured else "none measured: what well-run jobs report, measure yours"
     print(f"\n{time.gpus} x {time.chip}, MFU {_pair(time.mfu, '{:.0%}')} ({whose}):\n")
     rows = [
-        ("time", f"{_pair((time.hours[0] / 24, time.hours[1] / 24), '{:.3g}')} days"),
+        ("time", _duration(time.hours)),
         ("GPU hours", _pair(time.gpu_hours, None)),
     ]
     if time.cost is not None:
         rows.append(("cost", _pair(time.cost, None)))
     for name, text in rows:
         print(f"  {name:<20}  {text}")
+
+
+def _duration(hours: tuple[float, float]) -> str:
+    days = hours[1] >= 48
+    scaled = (hours[0] / 24, hours[1] / 24) if days else hours
+    return f"{_pair(scaled, None)} {'days' if days else 'hours'}"
 
 
 def _pair(values: tuple[float, float], template: str | None) -> str:

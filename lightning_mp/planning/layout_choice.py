@@ -69,7 +69,7 @@ def choose_layouts(
     precision: object = "bf16-mixed",
     checkpointed: Sequence[bool] = (False, True),
 ) -> list[LayoutChoice]:
-    """Every usual layout, those that fit first, and among them the fastest first.
+    """Every usual layout, those that fit first, of these the fastest, and of the others those that lack least.
 
     Args:
         config: the model.
@@ -126,7 +126,7 @@ def choose_layouts(
 
 def _rank(choice: LayoutChoice) -> tuple[float, float, float]:
     verdict = _VERDICTS.index(choice.verdict) if choice.verdict is not None else 0
-    seconds = choice.plan.seconds_at_least if choice.plan is not None else float("inf")
+    seconds = choice.plan.seconds_at_least if choice.plan is not None and verdict == 0 else float("inf")
     return verdict, seconds, choice.memory.total_bytes
 
 

@@ -1,5 +1,6 @@
 """One training run by its numbers: two of model, tokens and compute make the third; time, cost and loss follow."""
 
+import warnings
 from dataclasses import dataclass
 from typing import SupportsFloat
 
@@ -108,7 +109,7 @@ def training_run(
         ...     warnings.simplefilter("ignore")
         ...     run = training_run(parameters="8.03B", tokens="15T")
         >>> f"{run.flops:.2e}", round(run.loss, 2), round(run.optimum.loss, 2), round(run.optimum.parameters / 1e9)
-        ('7.23e+23', 2.0, 1.97, 81)
+        ('7.23e+23', 2.02, 1.97, 81)
     """
     given = {"parameters": parameters, "tokens": tokens, "flops": flops}
     numbers = {
@@ -133,13 +134,16 @@ def training_run(
         repeats = unique is not None and d > unique
         loss = MUENNIGHOFF_2023(chosen, n, d, unique or d) if repeats else chosen.loss(n, d)
     warn_far_outside(chosen, n, d, stacklevel=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the run itself it was said
+        optimum = compute_optimal(flops=c, law=chosen)
     return TrainingRun(
         law=chosen,
         parameters=n,
         tokens=d,
         flops=c,
         loss=loss,
-        optimum=compute_optimal(flops=c, law=chosen),
+        optimum=optimum,
         unique_tokens=unique,
     )
 
