@@ -296,7 +296,7 @@ class MeasuredOnRank(pl.Callback):
         if isinstance(trainer.model, DistributedDataParallel):
             trainer.model.register_comm_hook(None, self._count_bucket)
 
-    def _count_bucket(self, state: Any, bucket: Any) -> Any:
+    def _count_bucket(self, state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
         self._buckets[bucket.index()] = bucket.buffer().nbytes
         return allreduce_hook(None, bucket)
 
