@@ -8,7 +8,7 @@ from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, co
 from lightning_mp.cli.plan_text import as_json, print_answer
 from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
 from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.planning.layout_choice import LayoutChoice, choose_layouts, machine_with
+from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts, machine_with
 from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.precision_storage import PRECISIONS
@@ -23,9 +23,9 @@ __all__ = ["Answer", "add_plan_command"]
 
 _DESCRIPTION = """\
 Plans a training run. Give one of --flops, --params, --tokens and --device-hours for the compute-optimal run, or two of
-model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost,
-with --gpus and the shape of the model memory and communication per layout. Numbers may be written 1.3B, 1e21, 40%,
-1EFLOP, 5PF-days or 300_000_000."""
+model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost.
+With the shape of the model come memory and communication per layout on --gpus, or, without --device, which chips would
+do. Numbers may be written 1.3B, 1e21, 40%%, 1EFLOP, 5PF-days or 300_000_000."""
 
 _EXAMPLES = """\
 examples:
@@ -66,6 +66,7 @@ class Answer:
     inference: InferenceAware | None
     layouts: list[LayoutChoice] | None
     memory_bytes: int | None
+    chips: list[ChipChoice] | None
 
 
 def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -118,7 +119,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         if "parameters" in given:
             raise ValueError("`parameters` follows from the shape of the model. Leave it out, or leave the shape out.")
         given["parameters"] = config.active_parameters
-    _check_machine(arguments)
+    _check_machine(arguments, config)
     optimum, run = _sizes(arguments, given)
     size = run or optimum
     assert size is not None
@@ -148,6 +149,14 @@ def _answer(arguments: argparse.Namespace) -> Answer:
             tokens_per_step=count_of(arguments.tokens_per_step, "tokens_per_step"),
             precision=arguments.precision,
         )
+    chips = None
+    if config is not None and arguments.device is None:
+        chips = choose_chips(
+            config,
+            count_of(arguments.gpus, "gpus"),
+            context_tokens=count_of(arguments.context_tokens, "context_tokens"),
+            precision=arguments.precision,
+        )
     return Answer(
         optimum=optimum,
         run=run,
@@ -156,6 +165,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         inference=inference,
         layouts=layouts,
         memory_bytes=memory,
+        chips=chips,
     )
 
 
@@ -190,7 +200,9 @@ def _inference(size: TrainingRun | ComputeOptimal, inference_tokens: str) -> Inf
     )
 
 
-def _check_machine(arguments: argparse.Namespace) -> None:
+def _check_machine(arguments: argparse.Namespace, config: DecoderConfig | None) -> None:
     for name in ("mfu", "dtype", "price", "gpus"):
+        if name == "gpus" and config is not None:
+            continue  # without a chip the answer is which chips would do
         if getattr(arguments, name) is not None and arguments.device is None:
             raise ValueError(f"`{name}` needs a chip. Pass `device`, such as h100, or leave `{name}` out.")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mp.cli.text import print_table
 from lightning_mp.core.quantities import format_bytes, format_quantity
-from lightning_mp.planning.layout_choice import LayoutChoice
+from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
 from lightning_mp.planning.memory.live_storages import PARTS
 from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal
@@ -39,6 +39,8 @@ def print_answer(answer: "Answer") -> None:
         _print_inference(answer.inference)
     if answer.layouts is not None:
         _print_layouts(answer)
+    if answer.chips is not None:
+        _print_chips(answer.chips)
 
 
 def as_json(answer: "Answer") -> dict[str, Any]:
@@ -71,6 +73,15 @@ def as_json(answer: "Answer") -> dict[str, Any]:
     if answer.layouts is not None:
         content["memory_bytes"] = answer.memory_bytes
         content["layouts"] = [_layout_as_json(choice) for choice in answer.layouts]
+    if answer.chips is not None:
+        content["chips"] = [
+            {
+                "chips": row.chips,
+                "memory_bytes": row.memory_bytes,
+                "layout": None if row.best is None else _layout_as_json(row.best),
+            }
+            for row in answer.chips
+        ]
     return content
 
 
@@ -160,6 +171,20 @@ def _print_layouts(answer: "Answer") -> None:
     for text in dict.fromkeys(f"{c.layout.layout.name}: {c.left_out}" for c in answer.layouts if c.left_out):
         print(f"\nnot calculated: {text}")
     print(f"\n{_MEMORY_CONVENTIONS}")
+
+
+def _print_chips(chips: list[ChipChoice]) -> None:
+    print("\nChips, with the layout on them that takes most sequences at once (of each data rank):\n")
+    rows = [
+        (
+            ", ".join(row.chips),
+            f"{row.memory_bytes / 1e9:g} GB",
+            "does not fit" if row.best is None else row.best.layout.name,
+            "-" if row.best is None else str(row.best.largest_micro_batch),
+        )
+        for row in chips
+    ]
+    print_table(("chip", "memory", "layout", "sequences"), rows)
 
 
 def _layout_row(choice: LayoutChoice) -> tuple[str, ...]:

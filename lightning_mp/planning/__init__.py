@@ -3,7 +3,7 @@
 from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
 from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
-from lightning_mp.planning.layout_choice import LayoutChoice, choose_layouts
+from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
 from lightning_mp.planning.memory.estimate import MemoryEstimate, estimate_memory
@@ -33,6 +33,7 @@ from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, t
 __all__ = [
     "CONVENTIONS",
     "Chip",
+    "ChipChoice",
     "ComputeOptimal",
     "DecoderConfig",
     "DecoderMemory",
@@ -60,6 +61,7 @@ __all__ = [
     "TrainingRun",
     "bubble_fraction",
     "bubble_to_ideal_ratio",
+    "choose_chips",
     "choose_layouts",
     "communication_per_step",
     "compute_optimal",

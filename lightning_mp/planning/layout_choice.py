@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from lightning_mp.planning.memory.chip_memory import chips_by_memory
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import (
     DecoderMemory,
@@ -16,7 +17,7 @@ from lightning_mp.planning.parallelism.communication import Precision
 from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
 
-__all__ = ["LayoutChoice", "choose_layouts", "machine_with"]
+__all__ = ["ChipChoice", "LayoutChoice", "choose_chips", "choose_layouts", "machine_with"]
 
 _VERDICTS = ("fits", "may fit", "does not fit")
 _GPUS_PER_NODE = 8
@@ -122,6 +123,46 @@ def choose_layouts(
             )
             choices.append(LayoutChoice(layout, memory, verdict, most, again_plan, left_out))
     return sorted(choices, key=_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ChipChoice:
+    """Chips of one memory, and the layout on them that takes most sequences at once; None where nothing fits."""
+
+    chips: tuple[str, ...]
+    memory_bytes: int
+    best: LayoutChoice | None
+
+
+def choose_chips(
+    config: DecoderConfig, gpus: int = 1, *, context_tokens: int = 4096, precision: object = "bf16-mixed"
+) -> list[ChipChoice]:
+    """On which chips a model can be trained, with so many of them.
+
+    Args:
+        config: the model.
+        gpus: how many.
+        context_tokens: length of a sequence.
+        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+
+    Example:
+        Seven billion parameters, on one GPU: 16 bytes each do not fit into 80 GB.
+
+        >>> config = DecoderConfig(layers=32, width=4096, heads=32, ffn_width=11008, vocabulary=32000)
+        >>> [row.memory_bytes // 10**9 for row in choose_chips(config) if row.best is not None][:2]
+        [180, 186]
+    """
+    found = []
+    for memory, chips in chips_by_memory().items():
+        layouts = choose_layouts(config, gpus, memory_bytes=memory, context_tokens=context_tokens, precision=precision)
+        fitting = [choice for choice in layouts if choice.verdict == "fits"]
+        best = max(fitting, key=_sequences_of_all, default=None)
+        found.append(ChipChoice(tuple(chips), memory, best))
+    return found
+
+
+def _sequences_of_all(choice: LayoutChoice) -> int:
+    return (choice.largest_micro_batch or 0) * choice.layout.layout.data_ranks
 
 
 def _rank(choice: LayoutChoice) -> tuple[float, float, float]:

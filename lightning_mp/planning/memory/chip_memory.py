@@ -9,13 +9,26 @@ import csv
 from functools import lru_cache
 from importlib import resources
 
-__all__ = ["chip_memory_bytes"]
+__all__ = ["chip_memory_bytes", "chips_by_memory"]
 
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, int]:
     text = resources.files("lightning_mp.planning.memory").joinpath("chip_memory.csv").read_text(encoding="utf-8")
     return {row["chip"]: int(row["gigabytes"]) * 10**9 for row in csv.DictReader(text.splitlines())}
+
+
+def chips_by_memory() -> dict[int, list[str]]:
+    """Names of chips by their bytes of memory, the smallest first.
+
+    Example:
+        >>> chips_by_memory()[80 * 10**9][:2]
+        ['A100', 'A800']
+    """
+    found: dict[int, list[str]] = {}
+    for chip, size in sorted(_table().items(), key=lambda row: row[1]):
+        found.setdefault(size, []).append(chip)
+    return found
 
 
 def chip_memory_bytes(chip: str) -> int | None:
