@@ -25,7 +25,7 @@ _DESCRIPTION = """\
 Plans a training run. Give one of --flops, --params, --tokens and --device-hours for the compute-optimal run, or two of
 model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost.
 With the shape of the model come memory and communication per layout on --gpus, or, without --device, which chips would
-do. Numbers may be written 1.3B, 1e21, 40%%, 1EFLOP, 5PF-days or 300_000_000."""
+do. Numbers may be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
 
 _EXAMPLES = """\
 examples:
@@ -123,50 +123,47 @@ def _answer(arguments: argparse.Namespace) -> Answer:
     optimum, run = _sizes(arguments, given)
     size = run or optimum
     assert size is not None
+    gpus, wanted = count_of(arguments.gpus, "gpus"), arguments.inference_tokens
     time = None
     if arguments.device is not None:
+        dtype = arguments.dtype or "bf16"
         time = run_time(
-            size.flops,
-            device=arguments.device,
-            gpus=count_of(arguments.gpus, "gpus"),
-            dtype=arguments.dtype or "bf16",
-            mfu=arguments.mfu,
-            price=arguments.price,
+            size.flops, device=arguments.device, gpus=gpus, dtype=dtype, mfu=arguments.mfu, price=arguments.price
         )
-    inference = None
-    if arguments.inference_tokens is not None:
-        inference = _inference(size, arguments.inference_tokens)
-    layouts, memory = None, None
-    if config is not None and arguments.device is not None:
-        chip = chip_of(arguments.device).name
-        memory = chip_memory_bytes(chip)
-        layouts = choose_layouts(
-            config,
-            count_of(arguments.gpus, "gpus"),
-            machine=machine_with(chip),
-            memory_bytes=memory,
-            context_tokens=count_of(arguments.context_tokens, "context_tokens"),
-            tokens_per_step=count_of(arguments.tokens_per_step, "tokens_per_step"),
-            precision=arguments.precision,
-        )
-    chips = None
-    if config is not None and arguments.device is None:
-        chips = choose_chips(
-            config,
-            count_of(arguments.gpus, "gpus"),
-            context_tokens=count_of(arguments.context_tokens, "context_tokens"),
-            precision=arguments.precision,
-        )
+    memory, layouts, chips = _on_machine(arguments, config, gpus)
     return Answer(
         optimum=optimum,
         run=run,
         config=config,
         time=time,
-        inference=inference,
+        inference=None if wanted is None else _inference(size, wanted),
         layouts=layouts,
         memory_bytes=memory,
         chips=chips,
     )
+
+
+def _on_machine(
+    arguments: argparse.Namespace, config: DecoderConfig | None, gpus: int
+) -> tuple[int | None, list[LayoutChoice] | None, list[ChipChoice] | None]:
+    """Memory of the chip and the layouts on it; without a chip the chips that would do."""
+    if config is None:
+        return None, None, None
+    context, precision = count_of(arguments.context_tokens, "context_tokens"), arguments.precision
+    if arguments.device is None:
+        return None, None, choose_chips(config, gpus, context_tokens=context, precision=precision)
+    chip = chip_of(arguments.device).name
+    memory = chip_memory_bytes(chip)
+    layouts = choose_layouts(
+        config,
+        gpus,
+        machine=machine_with(chip),
+        memory_bytes=memory,
+        context_tokens=context,
+        tokens_per_step=count_of(arguments.tokens_per_step, "tokens_per_step"),
+        precision=precision,
+    )
+    return memory, layouts, None
 
 
 def _sizes(arguments: argparse.Namespace, given: dict[str, Any]) -> tuple[ComputeOptimal | None, TrainingRun | None]:
