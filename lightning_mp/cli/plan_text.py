@@ -17,9 +17,10 @@ __all__ = ["as_json", "print_answer"]
 
 _MEMORY_CONVENTIONS = """\
 Memory: live tensors of the fullest GPU at the end of a forward of one sequence, by formulas; the range is for the
-allocator, which was not measured. Sequences: most per micro-batch that fit with the allocator at its worst. Step: not
-shorter than this at the chip's and the links' peaks. Hides: bytes on the wire take no longer than computing, and
-nothing is awaited. TP with PP is calculated only: no strategy of this package runs it, nor ZeRO-1, ZeRO-2 and EP."""
+allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
+worst. Step: not shorter than this at the chip's and the links' peaks. Hides: bytes on the wire take no longer than
+computing, and nothing is awaited. What experts send to each other is not calculated, so layouts with EP have no time.
+No strategy of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
 
 
 def print_answer(answer: "Answer") -> None:
@@ -168,8 +169,12 @@ def _print_layouts(answer: "Answer") -> None:
         ),
         [_layout_row(choice) for choice in answer.layouts],
     )
-    for text in dict.fromkeys(f"{c.layout.layout.name}: {c.left_out}" for c in answer.layouts if c.left_out):
-        print(f"\nnot calculated: {text}")
+    reasons: dict[str, list[str]] = {}
+    for choice in answer.layouts:
+        if choice.left_out:
+            reasons.setdefault(choice.left_out, []).append(choice.layout.name)
+    for reason, names in reasons.items():
+        print(f"\nWithout a time: {'; '.join(names)}. {reason[0].upper()}{reason[1:].rstrip('.')}.")
     print(f"\n{_MEMORY_CONVENTIONS}")
 
 

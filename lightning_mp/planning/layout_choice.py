@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.planning.memory.chip_memory import chips_by_memory
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import (
@@ -32,7 +33,8 @@ class LayoutChoice:
         memory: of the fullest GPU, with one sequence.
         verdict: "fits", "may fit" where the allocator decides, "does not fit"; None where no memory was given.
         largest_micro_batch: sequences that fit with the allocator at its worst; None likewise.
-        plan: bytes on the wire and time of a step; None where no machine is known, or why not in ``left_out``.
+        plan: bytes on the wire and time of a step; None where no machine is known, with expert parallelism (what
+            experts send to each other is not calculated), or for what ``left_out`` says.
         left_out: why there is no plan.
     """
 
@@ -118,10 +120,14 @@ def choose_layouts(
             most = None
             if memory_bytes is not None:
                 most = largest_micro_batch(config, layout, memory_bytes, context_tokens=context_tokens, precision=row)
-            again_plan = (
-                plan if plan is None or not again else replace(plan, compute_seconds=plan.compute_seconds * 4 / 3)
+            of_layout = (
+                None
+                if plan is None or ranks > 1
+                else replace(
+                    plan, compute_seconds=plan.compute_seconds * _computed_share(config, context_tokens, again)
+                )
             )
-            choices.append(LayoutChoice(layout, memory, verdict, most, again_plan, left_out))
+            choices.append(LayoutChoice(layout, memory, verdict, most, of_layout, left_out))
     return sorted(choices, key=_rank)
 
 
@@ -169,6 +175,18 @@ def _rank(choice: LayoutChoice) -> tuple[float, float, float]:
     verdict = _VERDICTS.index(choice.verdict) if choice.verdict is not None else 0
     seconds = choice.plan.seconds_at_least if choice.plan is not None and verdict == 0 else float("inf")
     return verdict, seconds, choice.memory.total_bytes
+
+
+def _computed_share(config: DecoderConfig, context_tokens: int, again: bool) -> float:
+    """Of the operations that a plan assumes: without the experts that a token does not meet, with a second forward."""
+    all_weights = config.size.matmul_weights
+    met, planned = (
+        flops_per_token(
+            weights, layers=config.layers, width=config.width, context_tokens=context_tokens, convention="palm"
+        )
+        for weights in (all_weights - (config.parameters - config.active_parameters), all_weights)
+    )
+    return met / planned * (4 / 3 if again else 1)
 
 
 def _expert_ranks(config: DecoderConfig, data_ranks: int) -> tuple[int, ...]:

@@ -76,6 +76,15 @@ def test_experts_are_divided_over_data_ranks_and_blocks_run_again():
     whole, divided = (decoder_memory(MIXTRAL_8X7B, MemoryLayout(ranks, 0, n), context_tokens=1) for n in (1, 8))
     experts = 4 * 32 * 8 * MIXTRAL_8X7B.expert_weights
     assert whole.bytes_by_part["weights"] - divided.bytes_by_part["weights"] == experts * 7 / 8
+    # Sharded over the same ranks, experts take the same whether whole ones are sent elsewhere or all are cut.
+    cut, sent = (
+        decoder_memory(MIXTRAL_8X7B, MemoryLayout(ParallelLayout(shards=8), 0, n), context_tokens=1).bytes_by_part
+        for n in (1, 8)
+    )
+    assert [cut[part] for part in ("weights", "optimizer states")] == [
+        sent[part] for part in ("weights", "optimizer states")
+    ]
+    assert sent["gathered weights"] < cut["gathered weights"]
     kept, again = (decoder_memory(LLAMA_2_7B, MemoryLayout(checkpointed=c), context_tokens=4096) for c in (False, True))
     assert again.bytes_by_part["activations"] < 0.15 * kept.bytes_by_part["activations"]
 

@@ -137,18 +137,20 @@ def decoder_memory(
     ranks = layout.layout
     if config.layers % ranks.stages:
         raise ValueError(f"`layers` ({config.layers}) cannot be shared out evenly to {ranks.stages} stages.")
-    weights = _weights_of_rank(config, layout)
-    divided = {
-        "weights": ranks.shards,
-        "gradients": ranks.shards * (ranks.copies if layout.zero_stage >= 2 else 1),
-        "states": ranks.shards * (ranks.copies if layout.zero_stage >= 1 else 1),
-    }
+    dense, experts = _weights_of_rank(config, layout)
+
+    def per_rank(divided_over: int) -> float:
+        # What expert parallelism has divided already is divided over fewer ranks.
+        return dense / divided_over + experts / max(1.0, divided_over / layout.expert_ranks)
+
+    with_states = ranks.shards * (ranks.copies if layout.zero_stage >= 1 else 1)
+    with_gradients = ranks.shards * (ranks.copies if layout.zero_stage >= 2 else 1)
     parts: dict[Part, float] = {
-        "weights": row.weight_bytes * weights / divided["weights"],
-        "gradients": row.weight_bytes * weights / divided["gradients"],
-        "masters": row.master_bytes * weights / divided["states"],
-        "optimizer states": optimizer_states * row.optimizer_state_itemsize() * weights / divided["states"],
-        **_of_weights_in_use(config, layout, row, weights),
+        "weights": row.weight_bytes * per_rank(ranks.shards),
+        "gradients": row.weight_bytes * per_rank(with_gradients),
+        "masters": row.master_bytes * per_rank(with_states),
+        "optimizer states": optimizer_states * row.optimizer_state_itemsize() * per_rank(with_states),
+        **_of_weights_in_use(config, layout, row, dense + experts),
     }
     tokens = sequences * context_tokens
     parts |= _of_activations(config, layout, row, tokens, micro_batches, sequence_parallel)
@@ -181,14 +183,15 @@ def largest_micro_batch(
     return low
 
 
-def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> float:
-    """Of the fullest stage, the first or the last, before sharding."""
+def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> tuple[float, float]:
+    """Of the fullest stage, the first or the last, before sharding: all but experts, and experts."""
     size, ranks = config.size, layout.layout
     experts = config.expert_weights * config.experts
-    dense = size.block_matmul_weights - experts
-    block = (dense + experts / layout.expert_ranks) / ranks.tensor + size.block_norm_weights
+    layers = config.layers / ranks.stages
+    dense = (size.block_matmul_weights - experts) / ranks.tensor + size.block_norm_weights
     ends = size.table_weights + size.head_weights if ranks.stages == 1 else max(size.table_weights, size.head_weights)
-    return config.layers / ranks.stages * block + ends / ranks.tensor + size.other_weights
+    outside = ends / ranks.tensor + size.other_weights
+    return layers * dense + outside, layers * experts / layout.expert_ranks / ranks.tensor
 
 
 def _of_weights_in_use(
