@@ -36,10 +36,17 @@ def net():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 
 
-def check(model, plugin, optimizer):
-    measured = measure(model, optimizer, PLUGINS[plugin]())
+POLICY = {"op:norms": "fp32", "*.up": "fp32"}
+WITH_POLICY = {
+    "bf16-mixed": lambda: AutocastPrecision("bf16-mixed", policy=POLICY),
+    "bf16-masters": lambda: MasterWeightsPrecision("bf16-true", policy=POLICY),
+}
+
+
+def check(model, plugin, optimizer, plugins=PLUGINS):
+    measured = measure(model, optimizer, plugins[plugin]())
     estimate = estimate_memory(
-        Project(model, optimizer), MODELS[model][1](), precision=PLUGINS[plugin](), device_type="cpu"
+        Project(model, optimizer), MODELS[model][1](), precision=plugins[plugin](), device_type="cpu"
     )
     assert estimate.precision == plugin
     end = estimate.end_of_forward.bytes_by_part
@@ -62,6 +69,12 @@ def test_an_estimate_is_within_5_percent_of_a_real_run(model, plugin, optimizer)
 @pytest.mark.parametrize(("model", "plugin", "optimizer"), SQUARE)
 def test_estimates_are_within_5_percent_for_all_models_and_plugins(model, plugin, optimizer):
     check(model, plugin, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plugin", WITH_POLICY)
+def test_rules_of_a_policy_change_the_estimate_as_they_change_the_run(plugin):
+    check("decoder", plugin, "AdamW", WITH_POLICY)
 
 
 @pytest.mark.full
@@ -172,6 +185,7 @@ class Reads(nn.Module):
         ({"strategy": "ddp2"}, "`strategy` 'ddp2' is not known. Use one of single, ddp, fsdp2"),
         ({"ranks": 0}, "`ranks` must be a positive integer, got 0"),
         ({"ranks": 2}, "`ranks` is 2 and `strategy` is 'single'. Pass strategy='ddp'"),
+        ({"policy": {"op:norms": "fp32"}}, "`policy` needs a precision that has one, got '32-true'"),
         ({"units": "x"}, "`units` belongs to strategy='fsdp2', got strategy='single'"),
         ({"optimizer": "adamx"}, "`optimizer` 'adamx' is not known. Use one of adadelta, "),
         ({"optimizer": lambda parameters: 3}, "`optimizer` must make a torch.optim.Optimizer, got int"),

@@ -178,6 +178,8 @@ def estimate_memory(
     row = find_precision(precision)
     _check(module, strategy, ranks, units)
     rules = policy if policy is not None else getattr(precision, "policy", None)
+    if rules is not None and not (row.autocast or row.master_bytes):
+        raise ValueError(f"`policy` needs a precision that has one, got {row.name!r}. Use bf16-mixed, or leave it out.")
     samples = simulate_step(
         module,
         batch,

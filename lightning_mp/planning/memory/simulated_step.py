@@ -114,7 +114,7 @@ def _forward_and_backward(model: StandInModel, inputs: Any, run: StepFunction, l
         live.sample()
         handles = [_count_gradient(parameter, live) for parameter in module.parameters() if parameter.requires_grad]
         with model.backward_context():
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         for handle in handles:
             handle.remove()
 

@@ -65,7 +65,7 @@ class StandInModel:
         device_type: str,
     ) -> None:
         self._precision = precision
-        kept = _kept_in_float32(module, precision)
+        kept = _kept_in_float32(module, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
         self.frozen_copies: list[Tensor] = []
         self._frozen_originals: list[Tensor] = []
@@ -130,15 +130,18 @@ class StandInModel:
         self.frozen_copies = list(copies.values())
 
 
-def _kept_in_float32(module: nn.Module, precision: PrecisionStorage) -> Callable[[Tensor], torch.dtype | None]:
+def _kept_in_float32(
+    module: nn.Module, precision: PrecisionStorage, policy: PrecisionPolicy | None
+) -> Callable[[Tensor], torch.dtype | None]:
     """The format in which a tensor of the module is held; None for its own."""
     if precision.weight_dtype == torch.float32:
         return lambda tensor: None
     has_masters = precision.master_bytes > 0
+    ruled = policy.resolve(module).modules_not_used_in(precision.compute_dtype) if policy is not None else ()
     kept = {
         id(parameter)
-        for part in module.modules()
-        if isinstance(part, _WITH_STATISTICS)
+        for name, part in named_modules(module)
+        if isinstance(part, _WITH_STATISTICS) or name in ruled
         for parameter in part.parameters(recurse=False)
     }
     buffers = {id(buffer) for buffer in module.buffers()}
@@ -197,7 +200,7 @@ class _Fp8Product(torch.autograd.Function):
         return _product(_rounded(x), _rounded(weight), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         of_input = _product(_rounded(gradient), _rounded(weight.t()), x.dtype)
         flat = gradient.reshape(-1, gradient.shape[-1])
