@@ -14,7 +14,8 @@ from lightning_mp.callbacks._common import join_window_controller, refuse_other_
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.lr_schedule.cooldown import CooldownRequest
+from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding
+from lightning_mp.lr_schedule.cooldown import COOLDOWN_KINDS, CooldownRequest
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
@@ -372,9 +373,11 @@ class TokenLearningRate(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a checkpoint; a cooldown that was asked for meanwhile stays."""
-        self._run.load_state_dict(state_dict)
-        self._end_tokens = state_dict["end_tokens"]
-        self._cooldown = state_dict["cooldown_agreed"]
+        kinds = {"end_tokens": COUNT, "cooldown_agreed": AMOUNT, "cooldown_request": holding(COOLDOWN_KINDS)}
+        state = checked_state(state_dict, kinds, "TokenLearningRate")
+        self._run.load_state_dict(state)
+        self._end_tokens = state["end_tokens"]
+        self._cooldown = state["cooldown_agreed"]
         self._request.load_state_dict(state_dict["cooldown_request"])
 
 

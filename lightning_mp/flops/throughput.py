@@ -13,8 +13,10 @@ that was of use.
 """
 
 from collections import deque
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state
 
 __all__ = ["Rates", "Throughput", "ThroughputTotals", "Work"]
 
@@ -98,6 +100,36 @@ class Rates:
     mfu: float | None = None
     hfu: float | None = None
     goodput: float | None = None
+
+    def by_name(self, unit: str = "token") -> dict[str, float | None]:
+        """Every rate by its name: samples have no padding.
+
+        Example:
+            >>> list(Rates(tokens_per_second=8.0).by_name("sample"))
+            ['samples_per_second', 'mfu', 'hfu', 'goodput']
+        """
+        named = asdict(self)
+        if unit == "sample":
+            del named["nonpad_tokens_per_second"]
+            named = {"samples_per_second": named.pop("tokens_per_second"), **named}
+        return named
+
+    def summary(self, unit: str = "token") -> str:
+        """One line of all that is known.
+
+        Example:
+            >>> Rates(tokens_per_second=1200.0, nonpad_tokens_per_second=1000.0, mfu=0.4).summary()
+            '1,200 tokens/s, 1,000 of them no padding, MFU 40.0%'
+        """
+        parts = [f"{self.tokens_per_second:,.0f} {unit}s/s"] if self.tokens_per_second is not None else []
+        if unit == "token" and self.nonpad_tokens_per_second is not None:
+            parts.append(f"{self.nonpad_tokens_per_second:,.0f} of them no padding")
+        parts += [
+            f"{label} {value:.1%}"
+            for label, value in (("MFU", self.mfu), ("HFU", self.hfu), ("goodput", self.goodput))
+            if value is not None
+        ]
+        return ", ".join(parts)
 
 
 @dataclass
@@ -196,8 +228,13 @@ class Throughput:
         return asdict(self.totals)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from saved totals; the window starts anew."""
-        self.totals = ThroughputTotals(**state)
+        """Goes on from saved totals; the window starts anew.
+
+        Raises:
+            ValueError: if the state is not one of :meth:`state_dict`.
+        """
+        kinds = {f.name: COUNT if f.type is int else AMOUNT for f in fields(ThroughputTotals)}
+        self.totals = ThroughputTotals(**checked_state(state, kinds, "the throughput"))
         self._history.clear()
         self._history.append(self.totals)
         self._since = None
