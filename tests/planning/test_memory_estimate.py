@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from gloo import run_ranks
+from huggingface_models import gpt2, llama
 from memory_models import MODELS, OPTIMIZERS, Decoder, Project, measure, measure_on_rank
 from torch import nn
 
 from lightning_mp import AutocastPrecision, Float8Precision, FSDP2Strategy, LossScaler, MasterWeightsPrecision
+from lightning_mp.activation_checkpointing.cost import StepCost
 from lightning_mp.planning import estimate_memory
 
 PLUGINS = {
@@ -75,6 +77,21 @@ def test_estimates_are_within_5_percent_for_all_models_and_plugins(model, plugin
 @pytest.mark.parametrize("plugin", WITH_POLICY)
 def test_rules_of_a_policy_change_the_estimate_as_they_change_the_run(plugin):
     check("decoder", plugin, "AdamW", WITH_POLICY)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_what_a_hugging_face_model_saves_is_what_a_real_forward_saves(make):
+    model, ids = make(), torch.arange(48).view(2, 24) % 31
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    cost = StepCost(model, batch)
+    cost.begin()
+    loss = model(**batch).loss
+    cost.end_forward()
+    loss.backward()
+    cost.end()
+    estimate = estimate_memory(model, batch, device_type="cpu")
+    assert estimate.saved_bytes == pytest.approx(cost.report().saved_bytes, rel=0.05)
 
 
 @pytest.mark.full

@@ -131,6 +131,8 @@ def estimate_memory(
     module's own code, the casts of the precision, saved tensors, activation checkpoints and the optimizer's own step
     are what is measured; no formula guesses them. The module does not change.
 
+    Of Hugging Face models the batch is taken to have no padding: a mask that padding asks for is not counted.
+
     Order of events as in Lightning: gradients of the step before live until the forward has ended. Operations count
     with what they return; what a kernel needs inside of itself is not seen.
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.modules.stand_ins import batch_with, run_forward, sum_of_outputs
 from lightning_mp.planning.memory.live_storages import PARTS, LiveStorages, MemorySample, Part
 from lightning_mp.planning.memory.precision_storage import PrecisionStorage
@@ -101,7 +102,9 @@ def _forward_and_backward(model: StandInModel, inputs: Any, run: StepFunction, l
     with _readable_errors(), warnings.catch_warnings():
         # A LightningModule logs, and has no Trainer here.
         warnings.filterwarnings("ignore", message=r"You are trying to `self\.log\(\)`")
-        with model.forward_context(), _saved_as_activations(live):
+        # Every tensor here stands for another one.
+        masks = MasksWithoutNumbers(lambda tensor: True)
+        with model.forward_context(), _saved_as_activations(live), masks:
             output = run(module, inputs)
             loss = sum_of_outputs(output)
         live.sample()  # without the casts that nothing but autocast's cache has held
