@@ -17,9 +17,11 @@ from lightning_mp.planning import (
     estimate_memory,
     find_machine,
     inference_aware_optimum,
+    known_chips,
     run_time,
     training_run,
 )
+from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.scaling_laws.presets import LAWS
 
 LLAMA_2_7B = DecoderConfig(layers=32, width=4096, heads=32, ffn_width=11008, vocabulary=32000)
@@ -99,6 +101,10 @@ def test_formulas_agree_with_the_measured_step_of_a_module():
     for part in STATES:
         assert formula[part] == pytest.approx(measured[part], rel=0.05)
     assert formula["activations"] == pytest.approx(measured["activations"], rel=0.25)
+
+
+def test_every_chip_with_a_peak_has_a_memory():
+    assert [chip.name for chip in known_chips() if chip_memory_bytes(chip.name) is None] == []
 
 
 def test_layouts_that_do_not_fit_come_last():
