@@ -1,6 +1,7 @@
 """The shape of a decoder on the command line, for ``plan`` and ``memory``."""
 
 import argparse
+from typing import Any
 
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
@@ -50,7 +51,8 @@ def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:
     missing = [name for name in ("layers", "width", "vocabulary") if name not in shape]
     if missing:
         raise ValueError(f"The shape of a model needs `layers`, `width` and `vocabulary`, got no `{missing[0]}`.")
-    return DecoderConfig(**{name: count_of(text, name) for name, text in shape.items()}, tied_head=arguments.tied_head)
+    numbers: dict[str, Any] = {name: count_of(text, name) for name, text in shape.items()}
+    return DecoderConfig(**numbers, tied_head=arguments.tied_head)
 
 
 def count_of(text: str | None, name: str) -> int:

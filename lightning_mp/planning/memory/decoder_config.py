@@ -107,9 +107,9 @@ class DecoderConfig:
             except (json.JSONDecodeError, UnicodeDecodeError):
                 raise ValueError(f"{config} is no JSON file. Pass the config.json of a Hugging Face model.") from None
             return cls.from_hugging_face(content if isinstance(content, dict) else {})
-        config = config.get("text_config", config)
+        told: Mapping[str, Any] = config.get("text_config", config)
         found = {
-            field: next((int(config[name]) for name in names if config.get(name)), 0) for field, names in _NAMES.items()
+            field: next((int(told[name]) for name in names if told.get(name)), 0) for field, names in _NAMES.items()
         }
         missing = [_NAMES[name][0] for name in ("layers", "width", "vocabulary") if not found[name]]
         if missing:
@@ -117,15 +117,15 @@ class DecoderConfig:
                 f"The configuration does not tell {', '.join(missing)}. Pass the config.json of a decoder, or layers,"
                 " width and vocabulary."
             )
-        kind = str(config.get("model_type", ""))
+        kind = str(told.get("model_type", ""))
         learned = kind in _WITH_BIASES
         return cls(
             **found,
             gated=kind not in _WITHOUT_GATES,
-            tied_head=bool(config.get("tie_word_embeddings", kind == "gpt2")),
+            tied_head=bool(told.get("tie_word_embeddings", kind == "gpt2")),
             biases=learned,
-            positions=int(config.get("n_positions") or config.get("max_position_embeddings") or 0) if learned else 0,
-            dropout=bool(config.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
+            positions=int(told.get("n_positions") or told.get("max_position_embeddings") or 0) if learned else 0,
+            dropout=bool(told.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
         )
 
     @property
