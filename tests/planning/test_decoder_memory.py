@@ -92,10 +92,12 @@ def test_experts_are_divided_over_data_ranks_and_blocks_run_again():
 
 
 def test_formulas_agree_with_the_measured_step_of_a_module():
-    """A decoder of two blocks; keys are made as wide as queries and repeated, which the formula does not do."""
+    """A decoder of two blocks; it repeats keys until they are as wide as queries, which the formula does not do."""
     module = Decoder()
     ids = torch.zeros(4, 32, dtype=torch.long)
-    config = DecoderConfig(layers=2, width=WIDTH, heads=4, ffn_width=4 * WIDTH, vocabulary=VOCABULARY, gated=False)
+    config = DecoderConfig(
+        layers=2, width=WIDTH, heads=4, kv_heads=2, ffn_width=4 * WIDTH, vocabulary=VOCABULARY, gated=False
+    )
     formula = decoder_memory(config, sequences=4, context_tokens=32, precision="bf16-masters").bytes_by_part
     measured = estimate_memory(module, ids, precision="bf16-masters").end_of_forward.bytes_by_part
     for part in STATES:

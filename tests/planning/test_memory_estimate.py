@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gloo import run_ranks
-from huggingface_models import gpt2, llama
+from huggingface_models import gpt2
 from memory_models import MODELS, OPTIMIZERS, Decoder, Project, measure, measure_on_rank
 from torch import nn
 
@@ -80,9 +80,8 @@ def test_rules_of_a_policy_change_the_estimate_as_they_change_the_run(plugin):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("make", [gpt2, llama])
-def test_what_a_hugging_face_model_saves_is_what_a_real_forward_saves(make):
-    model, ids = make(), torch.arange(48).view(2, 24) % 31
+def test_what_a_hugging_face_model_saves_is_what_a_real_forward_saves():
+    model, ids = gpt2(), torch.arange(48).view(2, 24) % 31
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     cost = StepCost(model, batch)
     cost.begin()

@@ -283,7 +283,7 @@ def measure(name: str, optimizer: str, plugin: Any) -> Measured:
 
 
 class MeasuredOnRank(pl.Callback):
-    """What one rank of several holds at the end of the second forward; weights that were gathered are left out."""
+    """What one rank of several holds when a step begins, and what its forward saves; gathered weights are left out."""
 
     def __init__(self) -> None:
         self.parts: dict[str, int] = {}
@@ -306,6 +306,9 @@ class MeasuredOnRank(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx != 1:
             return
+        # Now weights are sharded, and the gradients of the step before are there.
+        held = Measured._held(trainer, pl_module, [])
+        self.parts = {part: _bytes(map(local_shard, tensors)) for part, tensors in held.items()}
         self._handle = register_module_forward_hook(self._note_weights)
         self._weights |= {StorageWeakRef(t.untyped_storage()) for t in tensors_in(batch)}
         self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
@@ -317,8 +320,6 @@ class MeasuredOnRank(pl.Callback):
         self._hooks.__exit__(None, None, None)
         self._handle.remove()
         self._hooks = None
-        held = Measured._held(trainer, pl_module, [])
-        self.parts = {part: _bytes(map(local_shard, tensors)) for part, tensors in held.items()}
         alive = {key: size for key, size in self._saved.items() if not key.expired() and key not in self._weights}
         self.parts["saved"] = sum(alive.values())
 
