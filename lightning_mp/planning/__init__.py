@@ -87,3 +87,7 @@ __all__ = [
     "training_run",
     "usual_layouts",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

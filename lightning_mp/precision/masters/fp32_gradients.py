@@ -14,7 +14,7 @@ from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 
-__all__ = ["MainGradientEpilogue", "Fp32Gradients", "as_float32"]
+__all__ = ["Fp32GradientEpilogue", "Fp32Gradients", "as_float32"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -72,13 +72,13 @@ class Fp32Gradients:
         parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
-class MainGradientEpilogue(GradientEpilogue):
+class Fp32GradientEpilogue(GradientEpilogue):
     """The epilogue over 16-bit gradients: it reads them as they are, and changes fp32 copies.
 
     Args:
         optimizer: see :class:`~lightning_mp.optimizer_step.gradient_epilogue.GradientEpilogue`.
         scale: see there.
-        main_gradients: makes the copies.
+        fp32_copies: makes the copies.
         ranks: see there.
         device: see there.
     """
@@ -87,31 +87,31 @@ class MainGradientEpilogue(GradientEpilogue):
         self,
         optimizer: torch.optim.Optimizer,
         scale: Tensor | None,
-        main_gradients: Fp32Gradients,
+        fp32_copies: Fp32Gradients,
         *,
         ranks: GradientReplication,
         device: torch.device,
     ) -> None:
         super().__init__(optimizer, scale, ranks=ranks, device=device)
-        self._main_gradients = main_gradients
+        self._fp32_copies = fp32_copies
 
     def make_true(self) -> None:
         """Shows true gradients, always in fp32."""
-        self._main_gradients.show(self.parameters)
+        self._fp32_copies.show(self.parameters)
         super().make_true()
 
     def clip_by_value(self, limit: float) -> None:
         """Limits every element, measured on true gradients."""
-        self._main_gradients.show(self.parameters)
+        self._fp32_copies.show(self.parameters)
         super().clip_by_value(limit)
 
     def clip_scaled(self, limit: float, *, by_value: bool) -> None:
         """Clips by the size of the true gradients but leaves them scaled; they stay fp32 until the step."""
-        self._main_gradients.show(self.parameters)
+        self._fp32_copies.show(self.parameters)
         super().clip_scaled(limit, by_value=by_value)
 
     def apply(self) -> None:
         """Multiplies what was planned into the gradients."""
         if self._plan.combined() is not None:
-            self._main_gradients.show(self.parameters)
+            self._fp32_copies.show(self.parameters)
         super().apply()
