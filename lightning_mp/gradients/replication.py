@@ -1,6 +1,6 @@
 """Which ranks decide on a step together, and which of them hold the same parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -83,6 +83,14 @@ class GradientReplication:
         """How many of the ranks hold the same local shard of a gradient; ``parameter`` says whose it is."""
         here = replicas(gradient, holders=self.holders, plain_replicas=self.plain_replicas)
         return here if parameter is None else here * self.shared.get(parameter, 1)
+
+    def copies_of(self, parameters: Iterable[Tensor]) -> list[int]:
+        """:meth:`copies` of every gradient that is there; plain ones cost no call."""
+        return [
+            self.plain_replicas if type(g) is Tensor and not self.shared else self.copies(g, p)
+            for p in parameters
+            if (g := p.grad) is not None
+        ]
 
     def sum_(self, values: Tensor) -> Tensor:
         """Adds a small tensor over the ranks that step together, in place."""

@@ -84,7 +84,7 @@ class GradientEpilogue:
     @property
     def shards(self) -> list[Tensor]:
         """The local gradients as they are now."""
-        return [gradient_ops.local_shard(p.grad) for p in self.parameters if p.grad is not None]
+        return gradient_ops.local_shards(self.parameters)
 
     def reduce(self, totals: Tensor | None) -> Tensor | None:
         """Reads the gradients once and adds norm and window totals over all ranks.
@@ -114,10 +114,7 @@ class GradientEpilogue:
         if not shards:
             return torch.zeros((), dtype=gradient_ops.accumulation_dtype(self._device), device=self._device)
         self.norms = gradient_ops.shard_norms(shards)
-        return gradient_ops.square_sum(self.norms, self._copies())
-
-    def _copies(self) -> Sequence[int]:
-        return [self._ranks.copies(p.grad, p) for p in self.parameters if p.grad is not None]
+        return gradient_ops.square_sum(self.norms, self._ranks.copies_of(self.parameters))
 
     def plan_factor(self, normalisation: Tensor | None) -> None:
         """Sets the factor from raw to true gradients: normalisation over loss scale."""

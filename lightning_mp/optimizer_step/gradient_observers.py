@@ -37,13 +37,17 @@ def who_is_shown_gradients(
     for hook in ("on_before_optimizer_step", "configure_gradient_clipping"):
         if overrides(module, pl.LightningModule, hook):
             return "writers"
+    step_index = trainer.global_step
     shown: Literal["nobody", "readers"] = "nobody"
     for callback in callbacks_of(trainer):
         needs_gradients = getattr(callback, "needs_gradients", None)
         if needs_gradients is None:
-            if overrides(callback, Callback, "on_before_optimizer_step"):
+            # Lightning passes over a hook that is None, as those of our callbacks are that have nothing to do.
+            if callback.on_before_optimizer_step is not None and overrides(
+                callback, Callback, "on_before_optimizer_step"
+            ):
                 return "writers"
-        elif needs_gradients(trainer.global_step):
+        elif needs_gradients(step_index):
             shown = "readers"
     return shown
 
