@@ -7,7 +7,7 @@ the schedules that they take, and strategies. The rest is one level down:
 - :mod:`lightning_mp.diagnostics`: outcomes of steps, reports and errors.
 - :mod:`lightning_mp.metrics`: torchmetrics with integer counts.
 - :mod:`lightning_mp.pipelining`: what a module calls in its steps to run under pipeline parallelism.
-- :mod:`lightning_mp.planning`: compute-optimal plans, FLOPs and parallel layouts, without a Trainer.
+- :mod:`lightning_mp.planning`: compute-optimal plans, FLOPs, memory and parallel layouts, without a Trainer.
 """
 
 from lightning_mp import checkpoints, diagnostics, metrics, pipelining, planning

@@ -4,8 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_mp._version import __version__
 from lightning_mp.cli.fit import add_fit_command
 from lightning_mp.cli.layouts import add_layouts_command
+from lightning_mp.cli.memory import add_memory_command
 from lightning_mp.cli.parser import OneLineParser
 from lightning_mp.cli.plan import add_plan_command
 from lightning_mp.demo.cli import add_demo_command
@@ -23,9 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 130 after Ctrl-C. Wrong input ends the process with code 2 and one line that says why.
     """
     parser = OneLineParser(prog="lightning-mp", description="Mixed precision for PyTorch Lightning.")
+    parser.add_argument("--version", action="version", version=f"lightning-mp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
     add_demo_command(commands)
     add_plan_command(commands)
+    add_memory_command(commands)
     add_fit_command(commands)
     add_layouts_command(commands)
     parsed: argparse.Namespace = parser.parse_args(arguments)

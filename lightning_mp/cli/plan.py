@@ -1,16 +1,38 @@
-"""``lightning-mp plan``: the compute-optimal model for a budget."""
+"""``lightning-mp plan``: what a training run takes, from whatever numbers are known of it."""
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
-from lightning_mp.core.quantities import format_quantity
+from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.plan_text import as_json, print_answer
+from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts, machine_with
+from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.precision_storage import PRECISIONS
+from lightning_mp.planning.scaling_laws.device_budget import chip_of, device_budget
+from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware, inference_aware_optimum
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal
 from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, LAWS
+from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw
+from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
+
+__all__ = ["Answer", "add_plan_command"]
 
 _DESCRIPTION = """\
-The best model size and number of tokens for exactly one of --flops, --params, --tokens and --device-hours (C = 6 N D),
-under a named scaling law, with what the other published laws say. Numbers may be written 1.3B, 1e21 or 300_000_000."""
+Plans a training run. Give one of --flops, --params, --tokens and --device-hours for the compute-optimal run, or two of
+model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost.
+With the shape of the model come memory and communication per layout on --gpus, or, without --device, which chips would
+do. Numbers may be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
+
+_EXAMPLES = """\
+examples:
+  lightning-mp plan --flops 1e21
+  lightning-mp plan --params 8B --tokens 15T --device h100 --gpus 1024 --mfu 40% --price 2.5
+  lightning-mp plan --config config.json --tokens 1T --device h100 --gpus 64 --precision bf16-masters
+  lightning-mp plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T"""
 
 _OPTIONS = {
     "flops": "--flops",
@@ -21,109 +43,163 @@ _OPTIONS = {
     "mfu": "--mfu",
     "dtype": "--dtype",
     "unique_tokens": "--unique-tokens",
+    "inference_tokens": "--inference-tokens",
     "law": "--law",
+    "gpus": "--gpus",
+    "price": "--price",
+    "precision": "--precision",
+    "context_tokens": "--context",
+    "tokens_per_step": "--tokens-per-step",
+    **SHAPE_OPTIONS,
 }
+_TARGETS = ("flops", "parameters", "tokens", "device_hours")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one question comes to; parts that were not asked about are None."""
+
+    optimum: ComputeOptimal | None
+    run: TrainingRun | None
+    config: DecoderConfig | None
+    time: RunTime | None
+    inference: InferenceAware | None
+    layouts: list[LayoutChoice] | None
+    memory_bytes: int | None
+    chips: list[ChipChoice] | None
 
 
 def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``plan`` to the command line."""
-    parser = commands.add_parser("plan", help="size a model and its run for a budget", description=_DESCRIPTION)
-    target = parser.add_argument_group("budget (one of them)")
+    parser = commands.add_parser(
+        "plan",
+        help="size a model, its run and its machine",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    target = parser.add_argument_group("run (one of them, or two of model, tokens and compute)")
     target.add_argument("--flops", metavar="C", help="training compute")
-    target.add_argument("--params", metavar="N", dest="parameters", help="model size: what it takes to train it well")
-    target.add_argument("--tokens", metavar="D", help="training tokens: the model that goes with them")
+    target.add_argument("--params", metavar="N", dest="parameters", help="model size")
+    target.add_argument("--tokens", metavar="D", help="training tokens")
     target.add_argument("--device-hours", metavar="H", help="hours times devices, with --device and --mfu")
-    machine = parser.add_argument_group("with --device-hours")
-    machine.add_argument("--device", metavar="CHIP", help="h100, a100, 'RTX 4090', ...")
-    machine.add_argument("--mfu", metavar="F", help="model FLOPs utilisation, over 0 and at most 1")
+    add_shape(parser.add_argument_group("shape of a decoder, for memory (in place of --params)"))
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--device", metavar="CHIP", help="h100, a100, 'RTX 4090', ...: time and GPU hours")
+    machine.add_argument("--gpus", metavar="G", help="how many (default 1)")
+    machine.add_argument("--mfu", metavar="F", help="model FLOPs utilisation as measured: 0.4 or 40%%")
     machine.add_argument("--dtype", metavar="T", help="format of the matmuls: bf16 (default), fp16, fp8, tf32 or fp32")
+    machine.add_argument("--price", metavar="P", help="of one GPU for an hour: cost")
+    machine.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
+    machine.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
+    machine.add_argument("--tokens-per-step", metavar="T", default="4194304", help="over all GPUs (default 2^22)")
     parser.add_argument("--law", choices=list(LAWS), default=DEFAULT_LAW, help=f"default {DEFAULT_LAW}")
     parser.add_argument(
         "--unique-tokens", metavar="U", help="all the tokens there are; beyond them, tokens are repeated"
     )
+    parser.add_argument("--inference-tokens", metavar="T", help="of the model's life: the cheapest model with them")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    given = {name: getattr(arguments, name) for name in _OPTIONS}
-    plan, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: compute_optimal(**given))
+    answer, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _answer(arguments))
     if arguments.json:
-        print_json({**_as_json(plan), "spread": [_as_json(row) for row in plan.spread], "warnings": said})
+        print_json({**as_json(answer), "warnings": said})
     else:
-        _print_plan(plan)
+        print_answer(answer)
         print_warnings(said)
     return 0
 
 
-def _as_json(plan: ComputeOptimal) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "law": plan.law.name,
-        "source": plan.law.source,
-        "parameters": plan.parameters,
-        "parameters_counted": plan.law.counts,
-        "tokens": plan.tokens,
-        "tokens_per_parameter": plan.tokens_per_parameter,
-        "flops": plan.flops,
-        "loss_nats_per_token": plan.loss,
-        "times_outside_range": plan.times_outside,
-    }
-    if plan.unique_tokens is not None:
-        content |= {"unique_tokens": plan.unique_tokens, "epochs": plan.epochs}
-    if plan.devices is not None:
-        content |= {
-            "device_hours": plan.devices.device_hours,
-            "device": plan.devices.device,
-            "dtype": plan.devices.dtype,
-            "peak_flops_per_second": plan.devices.peak_flops_per_second,
-            "mfu": plan.devices.mfu,
-        }
-    return content
-
-
-def _print_plan(plan: ComputeOptimal) -> None:
-    law = plan.law
-    print(f"Compute-optimal under {law.name}: {law.source}\n")
-    lines = [
-        ("parameters N", f"{format_quantity(plan.parameters)} ({law.counts})"),
-        ("tokens D", format_quantity(plan.tokens)),
-        ("tokens per parameter", f"{plan.tokens_per_parameter:.3g}"),
-        ("FLOPs 6 N D", f"{plan.flops:.3g}".replace("e+", "e")),
-        ("predicted loss", "this law has none" if plan.loss is None else f"{plan.loss:.3f} nats per token"),
-        ("range of the law", _range(plan)),
-    ]
-    if plan.devices is not None:
-        devices = plan.devices
-        peak = f"{devices.peak_flops_per_second / 1e12:g} TFLOP/s dense {devices.dtype}"
-        lines.insert(0, ("machine", f"{devices.device_hours:g} hours of {devices.device}, {peak}, MFU {devices.mfu:g}"))
-    if plan.unique_tokens is not None:
-        lines.insert(-3, ("epochs", f"{plan.epochs:.3g} over {format_quantity(plan.unique_tokens)} unique tokens"))
-    for name, text in lines:
-        print(f"  {name:<20}  {text}")
-    print("\nThe same question to every published law; they do not agree:\n")
-    print_table(
-        ("law", "parameters", "tokens", "tokens/parameter", "FLOPs", "loss", "times outside"),
-        [_row(row) for row in plan.spread],
+def _answer(arguments: argparse.Namespace) -> Answer:
+    config = config_of(arguments)
+    given = {name: getattr(arguments, name) for name in _TARGETS if getattr(arguments, name) is not None}
+    if config is not None:
+        if "parameters" in given:
+            raise ValueError("`parameters` follows from the shape of the model. Leave it out, or leave the shape out.")
+        given["parameters"] = config.active_parameters
+    _check_machine(arguments, config)
+    optimum, run = _sizes(arguments, given)
+    size = run or optimum
+    assert size is not None
+    gpus, wanted = count_of(arguments.gpus, "gpus"), arguments.inference_tokens
+    time = None
+    if arguments.device is not None:
+        dtype = arguments.dtype or "bf16"
+        time = run_time(
+            size.flops, device=arguments.device, gpus=gpus, dtype=dtype, mfu=arguments.mfu, price=arguments.price
+        )
+    memory, layouts, chips = _on_machine(arguments, config, gpus)
+    return Answer(
+        optimum=optimum,
+        run=run,
+        config=config,
+        time=time,
+        inference=None if wanted is None else _inference(size, wanted),
+        layouts=layouts,
+        memory_bytes=memory,
+        chips=chips,
     )
 
 
-def _range(plan: ComputeOptimal) -> str:
-    (small, large), (short, long) = plan.law.trained.parameters, plan.law.trained.tokens
-    models = (
-        f"{format_quantity(small)} to {format_quantity(large)} parameters, "
-        f"{format_quantity(short)} to {format_quantity(long)} tokens"
+def _on_machine(
+    arguments: argparse.Namespace, config: DecoderConfig | None, gpus: int
+) -> tuple[int | None, list[LayoutChoice] | None, list[ChipChoice] | None]:
+    """Memory of the chip and the layouts on it; without a chip the chips that would do."""
+    if config is None:
+        return None, None, None
+    context, precision = count_of(arguments.context_tokens, "context_tokens"), arguments.precision
+    if arguments.device is None:
+        return None, None, choose_chips(config, gpus, context_tokens=context, precision=precision)
+    chip = chip_of(arguments.device).name
+    memory = chip_memory_bytes(chip)
+    layouts = choose_layouts(
+        config,
+        gpus,
+        machine=machine_with(chip),
+        memory_bytes=memory,
+        context_tokens=context,
+        tokens_per_step=count_of(arguments.tokens_per_step, "tokens_per_step"),
+        precision=precision,
     )
-    times = plan.times_outside
-    return f"inside ({models})" if times == 1 else f"{format_quantity(float(f'{times:.2g}'))} times outside ({models})"
+    return memory, layouts, None
 
 
-def _row(plan: ComputeOptimal) -> tuple[str, ...]:
-    return (
-        plan.law.name,
-        format_quantity(plan.parameters),
-        format_quantity(plan.tokens),
-        f"{plan.tokens_per_parameter:.3g}",
-        f"{plan.flops:.3g}".replace("e+", "e"),
-        "-" if plan.loss is None else f"{plan.loss:.3f}",
-        "-" if plan.times_outside == 1 else format_quantity(float(f"{plan.times_outside:.2g}")),
+def _sizes(arguments: argparse.Namespace, given: dict[str, Any]) -> tuple[ComputeOptimal | None, TrainingRun | None]:
+    law, unique = arguments.law, arguments.unique_tokens
+    if len(given) != 2:
+        hours = {"device": arguments.device, "mfu": arguments.mfu, "dtype": arguments.dtype}
+        extra = hours if "device_hours" in given else {}
+        return compute_optimal(**given, **extra, unique_tokens=unique, law=law), None
+    if "device_hours" in given:
+        hours_given = given.pop("device_hours")
+        if arguments.device is None or arguments.mfu is None:
+            missing = "device" if arguments.device is None else "mfu"
+            raise ValueError(f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both.")
+        budget = device_budget(hours_given, device=arguments.device, mfu=arguments.mfu, dtype=arguments.dtype or "bf16")
+        given = {**given, "flops": budget.flops}
+    return None, training_run(**given, unique_tokens=unique, law=law)
+
+
+def _inference(size: TrainingRun | ComputeOptimal, inference_tokens: str) -> InferenceAware:
+    if not isinstance(size.law, ParametricLaw):
+        with_loss = ", ".join(name for name, row in LAWS.items() if isinstance(row, ParametricLaw))
+        raise ValueError(
+            f"`inference_tokens` needs a law that predicts a loss, which {size.law.name!r} does not. Use one of"
+            f" {with_loss}."
+        )
+    return inference_aware_optimum(
+        size.law,
+        parameters=size.parameters,
+        tokens=size.tokens,
+        inference_tokens=parse_quantity(inference_tokens, "inference_tokens"),
     )
+
+
+def _check_machine(arguments: argparse.Namespace, config: DecoderConfig | None) -> None:
+    for name in ("mfu", "dtype", "price", "gpus"):
+        if name == "gpus" and config is not None:
+            continue  # without a chip the answer is which chips would do
+        if getattr(arguments, name) is not None and arguments.device is None:
+            raise ValueError(f"`{name}` needs a chip. Pass `device`, such as h100, or leave `{name}` out.")

@@ -20,6 +20,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
 __all__ = [
+    "FakeTensorMode",
     "PRIVATE_NAMES",
     "amp_unscale_",
     "amp_update_scale_",
@@ -86,6 +88,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.amp.GradScaler, "_get_scale_async", "the scale without waiting for the device"),
     (functorch_config, "backward_pass_autocast", "a compiled backward runs outside of autocast, as an eager one does"),
     (torch.utils, "_python_dispatch", "every operation as it really runs, after autocast and in backward"),
+    (torch, "_subclasses", "tensors with device, dtype and autograd but no numbers, for estimates of memory"),
     (torch, "_C", "where the next name is kept"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key", "whether this torch's autocast knows an operation"),
     (torch._C, "_current_autograd_node", "tells whether an operation runs in backward, and for which part of forward"),

@@ -34,6 +34,48 @@ def parse_quantity(value: str | SupportsFloat, name: str) -> float:
     return number
 
 
+_FLOP_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18, "Z": 1e21, "Y": 1e24}
+_FLOPS = re.compile(r"(?P<number>[^A-Za-z\s]+(?:[eE][+-]?\d+)?)\s?(?P<unit>[KMGTPEZY]?)(?P<kind>FLOPs?|F-?days?)", re.I)
+_SECONDS_PER_DAY = 86_400
+
+
+def parse_flops(value: str | SupportsFloat, name: str) -> float:
+    """Reads an amount of compute: a quantity, or one with the unit FLOP or FLOP/s-days.
+
+    Raises:
+        ValueError: it is no positive number.
+
+    Example:
+        >>> parse_flops("1e21", "flops"), parse_flops("1EFLOP", "flops"), parse_flops("5PF-days", "flops")
+        (1e+21, 1e+18, 4.32e+20)
+    """
+    match = _FLOPS.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return parse_quantity(value, name)
+    days = _SECONDS_PER_DAY if "day" in match["kind"].lower() else 1
+    return parse_quantity(match["number"], name) * _FLOP_UNITS[match["unit"].upper()] * days
+
+
+def parse_fraction(value: str | SupportsFloat, name: str) -> float:
+    """Reads a share of a whole: a number over 0 and at most 1, or a percentage.
+
+    Raises:
+        ValueError: it is out of range; a number above 1 may be meant as a percentage, and the message says how.
+
+    Example:
+        >>> parse_fraction("40%", "mfu"), parse_fraction(0.4, "mfu")
+        (0.4, 0.4)
+    """
+    if isinstance(value, str) and value.strip().endswith("%"):
+        share = parse_quantity(value.strip()[:-1], name) / 100
+    else:
+        share = parse_quantity(value, name)
+    if share > 1:
+        meant = f" For {share:g}%, write {share / 100:g}." if share <= 100 and not str(value).endswith("%") else ""
+        raise ValueError(f"`{name}` is a fraction of the whole, over 0 and at most 1, got {value!r}.{meant}")
+    return share
+
+
 def _number(value: str | SupportsFloat, name: str) -> float:
     if isinstance(value, str):
         text = value.strip()
@@ -65,3 +107,17 @@ def format_quantity(value: float) -> str:
         return f"{value:.3g}".replace("e+", "e")
     suffix = next(name for name, size in reversed(_SUFFIXES.items()) if rounded >= size)
     return f"{rounded / _SUFFIXES[suffix]:.6g}{suffix}"
+
+
+def format_bytes(size: float) -> str:
+    """Three digits and bytes, KiB, MiB or GiB: powers of 1024, as GPUs are sold and ``nvidia-smi`` counts.
+
+    Example:
+        >>> format_bytes(80 * 1024**3), format_bytes(1536), format_bytes(12)
+        ('80 GiB', '1.5 KiB', '12 bytes')
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            value = size / 1024**power
+            return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+    return f"{size:.0f} bytes"

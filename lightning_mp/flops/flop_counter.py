@@ -20,9 +20,7 @@ hides numbers from the result, not from the kernel, so it counts in full.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from lightning_mp.core import private_api, private_sharding_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.flops.operation_flops import operation_flops, score_flops
+from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
 
 __all__ = ["FlopCount", "FlopTally", "count_flops"]
 
@@ -186,11 +185,11 @@ def count_flops(
         for parameter in module.parameters()
     ):
         raise ValueError("count_flops() was given a module with sharded parameters. Count before it is sharded.")
-    run = step if step is not None else _run_forward
+    run = step if step is not None else run_forward
     with ExitStack() as stack:
         if meta:
-            module = _on_meta(module)
-            batch = _batch_on_meta(batch)
+            module = module_with(module, _on_meta)
+            batch = batch_with(batch, _on_meta)
             stack.enter_context(torch.device("meta"))
             stack.enter_context(MasksWithoutNumbers())
         else:
@@ -199,7 +198,7 @@ def count_flops(
         stack.enter_context(torch.set_grad_enabled(backward))
         try:
             with FlopTally() as tally:
-                loss = _sum(run(module, batch))
+                loss = sum_of_outputs(run(module, batch))
                 if backward and loss is not None:
                     loss.backward()
         except (NotImplementedError, RuntimeError) as error:
@@ -220,45 +219,8 @@ def count_flops(
 # -- running a step ----------------------------------------------------------------------------------------------------
 
 
-def _run_forward(module: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        output = module(**batch)
-    elif isinstance(batch, Sequence):
-        output = module(*batch)
-    else:
-        output = module(batch)
-    loss = getattr(output, "loss", None)
-    return output if loss is None else loss
-
-
-def _batch_on_meta(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to("meta")
-    if isinstance(batch, Mapping):
-        return {name: _batch_on_meta(value) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [_batch_on_meta(value) for value in batch]
-    return batch
-
-
-def _sum(output: Any) -> Tensor | None:
-    """One number that depends on all outputs that have a gradient; adding up costs no products."""
-    leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
-    sums = [leaf if leaf.ndim == 0 else leaf.sum() for leaf in leaves]
-    return torch.stack([value.float() for value in sums]).sum() if sums else None
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy whose tensors have no memory: the copy is told beforehand what stands for each of them."""
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        own = chain(part.parameters(recurse=False), part.buffers(recurse=False), tensors_in(list(vars(part).values())))
-        for tensor in own:
-            if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
-            elif isinstance(tensor, Tensor):
-                memo[id(tensor)] = tensor.detach().to("meta")
-    return deepcopy(module, memo)
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("meta")
 
 
 def _remember(module: nn.Module) -> tuple[list[tuple[nn.Parameter, Tensor | None]], list[tuple[Tensor, Tensor]]]:

@@ -20,12 +20,19 @@ _MASK_MODULES = ("transformers.masking_utils", "transformers.modeling_attn_mask_
 class MasksWithoutNumbers(TorchFunctionMode):
     """While this is entered, Hugging Face's mask functions take positions as one sequence and padding as none.
 
+    Args:
+        has_no_numbers: of which tensors that holds.
+
     Example:
         >>> import torch
         >>> with MasksWithoutNumbers():
         ...     bool(torch.ones(1).all())
         True
     """
+
+    def __init__(self, has_no_numbers: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
+        super().__init__()
+        self._has_no_numbers = has_no_numbers
 
     def __torch_function__(
         self,
@@ -34,6 +41,7 @@ class MasksWithoutNumbers(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.__bool__ and args[0].is_meta and sys._getframe(1).f_globals["__name__"] in _MASK_MODULES:
+        asks = func is Tensor.__bool__ and self._has_no_numbers(args[0])
+        if asks and sys._getframe(1).f_globals["__name__"] in _MASK_MODULES:
             return True
         return func(*args, **(kwargs or {}))

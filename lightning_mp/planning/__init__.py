@@ -3,6 +3,10 @@
 from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
 from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
+from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
+from lightning_mp.planning.memory.estimate import MemoryEstimate, estimate_memory
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
@@ -12,6 +16,7 @@ from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction, b
 from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
 from lightning_mp.planning.scaling_laws.fit_plot import draw_fit
 from lightning_mp.planning.scaling_laws.fit_result import ScalingLawFit
+from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware, inference_aware_optimum
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal
 from lightning_mp.planning.scaling_laws.presets import LAWS
 from lightning_mp.planning.scaling_laws.repetition import ExponentialDecay, RepetitionLaw
@@ -23,45 +28,63 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
     ScalingLaw,
     TrainedRange,
 )
+from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
 
 __all__ = [
     "CONVENTIONS",
     "Chip",
+    "ChipChoice",
     "ComputeOptimal",
+    "DecoderConfig",
+    "DecoderMemory",
     "DecoderSize",
     "ExponentialDecay",
     "FlopsConvention",
     "Frontier",
     "FrontierLaw",
+    "InferenceAware",
     "LAWS",
+    "LayoutChoice",
     "Machine",
+    "MemoryEstimate",
+    "MemoryLayout",
     "ParallelLayout",
     "ParallelPlan",
     "ParametricLaw",
     "RepetitionLaw",
     "Run",
+    "RunTime",
     "ScalingLaw",
     "ScalingLawFit",
     "TOKENS_PER_PARAMETER",
     "TrainedRange",
+    "TrainingRun",
     "bubble_fraction",
     "bubble_to_ideal_ratio",
+    "choose_chips",
+    "choose_layouts",
     "communication_per_step",
     "compute_optimal",
+    "decoder_memory",
     "draw_fit",
+    "estimate_memory",
     "find_chip",
     "find_machine",
     "fit_scaling_law",
     "flops_per_token",
+    "inference_aware_optimum",
     "kept_micro_batches",
     "known_chips",
     "known_machines",
+    "largest_micro_batch",
     "model_flops_utilization",
     "peak_flops",
     "plan_parallelism",
     "read_runs",
+    "run_time",
     "tokens_for",
     "training_flops",
+    "training_run",
     "usual_layouts",
 ]
 

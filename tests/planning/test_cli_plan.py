@@ -130,7 +130,8 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
     ("words", "message"),
     [
         ("plan", "exactly one of --flops, --params, --tokens and --device-hours, got none"),
-        ("plan --flops 1e21 --tokens 1B", "got --flops and --tokens"),
+        ("plan --flops 1e21 --tokens 1B --params 1B", "got --flops and --params and --tokens"),
+        ("plan --flops -1e21", "--flops must be a positive finite number, got '-1e21'"),
         ("plan --flops 0", "--flops must be a positive finite number, got '0'"),
         ("plan --flops nan", "--flops must be a positive finite number, got 'nan'"),
         ("plan --params -5", "--params must be a positive finite number, got '-5'"),
@@ -140,7 +141,7 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
         ("plan --device-hours 10", "--device-hours needs --device and --mfu, got no --device"),
         ("plan --device-hours 10 --device h100 --mfu 40", "got '40'. For 40%, write 0.4"),
         ("plan --device-hours 10 --device h900 --mfu 0.4", "no peak FLOP/s are known for the device 'h900'"),
-        ("plan --flops 1e21 --mfu 0.4", "--mfu belongs to --device-hours, which is missing"),
+        ("plan --flops 1e21 --mfu 0.4", "--mfu needs a chip. Pass --device, such as h100, or leave --mfu out"),
         ("plan --tokens 1B --unique-tokens 1B", "--unique-tokens needs a compute budget, got --tokens"),
         ("fit", "the following arguments are required: RUNS.CSV"),
         ("fit missing.csv", "missing.csv cannot be read or written (No such file or directory)"),

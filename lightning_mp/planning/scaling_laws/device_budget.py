@@ -1,10 +1,9 @@
 """What a machine can do in a given time: device hours, a chip and an MFU make a compute budget."""
 
-import math
 from dataclasses import dataclass
 from typing import SupportsFloat
 
-from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.quantities import parse_fraction, parse_quantity
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips
 
 _SECONDS_PER_HOUR = 3600
@@ -40,7 +39,7 @@ def device_budget(
         device_hours: Hours times devices: 8 devices for 10 hours are 80.
         device: A name of :func:`~lightning_mp.flops.hardware.known_chips`, or the first word of one: "h100" is
             "H100 SXM", the first of its family in the table. The result says which chip was taken.
-        mfu: Model FLOPs utilisation, over 0 and at most 1. Measure it; well-tuned runs reach 0.3 to 0.55.
+        mfu: Model FLOPs utilisation, over 0 and at most 1, or as "40%". Measure it; well-tuned runs reach 0.3 to 0.55.
         dtype: Format of the matmul inputs: "fp32", "tf32", "bf16", "fp16" or "fp8".
 
     Raises:
@@ -51,7 +50,7 @@ def device_budget(
         >>> budget.device, f"{budget.flops:.3g}"
         ('H100 SXM', '1.42e+21')
     """
-    chip = _chip_of(device)
+    chip = chip_of(device)
     if dtype not in chip.peak_flops:
         raise ValueError(f"No {dtype} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
     return DeviceBudget(
@@ -59,11 +58,16 @@ def device_budget(
         device=chip.name,
         dtype=dtype,
         peak_flops_per_second=chip.peak_flops[dtype],
-        mfu=_fraction(mfu),
+        mfu=parse_fraction(mfu, "mfu"),
     )
 
 
-def _chip_of(device: str) -> Chip:
+def chip_of(device: str) -> Chip:
+    """A chip by its name, or the first of a family: "h100" is "H100 SXM".
+
+    Raises:
+        ValueError: it is not known.
+    """
     family = device.strip().lower()
     chip = find_chip(device) or next((row for row in known_chips() if row.name.lower().split()[0] == family), None)
     if chip is None:
@@ -72,12 +76,3 @@ def _chip_of(device: str) -> Chip:
             f"Known chips: {', '.join(row.name for row in known_chips())}. For another, give the FLOPs themselves."
         )
     return chip
-
-
-def _fraction(mfu: float | str) -> float:
-    value = parse_quantity(mfu, "mfu")
-    if value > 1:
-        meant = f" For {value:g}%, write {value / 100:g}." if value <= 100 else ""
-        raise ValueError(f"`mfu` is a fraction of the peak, over 0 and at most 1, got {mfu!r}.{meant}")
-    assert math.isfinite(value)
-    return value

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
-from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.core.quantities import format_quantity, parse_flops, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.planning.scaling_laws.device_budget import DeviceBudget, device_budget
 from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, LAWS, find_law
@@ -109,7 +109,10 @@ def compute_optimal(
     given = {"flops": flops, "parameters": parameters, "tokens": tokens, "device_hours": device_hours}
     target, amount = _only_one(given)
     devices = _devices(device_hours, device, mfu, dtype)
-    value = devices.flops if devices is not None else parse_quantity(amount, target)
+    if devices is not None:
+        value = devices.flops
+    else:
+        value = parse_flops(amount, target) if target == "flops" else parse_quantity(amount, target)
     unique = None if unique_tokens is None else parse_quantity(unique_tokens, "unique_tokens")
     if unique is None and repetition is not None:
         raise ValueError("`repetition` says what repeated tokens are worth. Pass `unique_tokens`, or leave it out.")
@@ -204,7 +207,7 @@ def _limited(best: ComputeOptimal, unique_tokens: float, repetition: RepetitionL
     def loss_of(log_parameters: float) -> float:
         return repetition(law, math.exp(log_parameters), tokens_of(log_parameters), unique_tokens)
 
-    log_parameters = _minimum(loss_of, middle=math.log(best.parameters), reach=math.log(1e4))
+    log_parameters = minimum(loss_of, middle=math.log(best.parameters), reach=math.log(1e4))
     return replace(
         best,
         parameters=math.exp(log_parameters),
@@ -214,7 +217,7 @@ def _limited(best: ComputeOptimal, unique_tokens: float, repetition: RepetitionL
     )
 
 
-def _minimum(function: Callable[[float], float], middle: float, reach: float, points: int = 201) -> float:
+def minimum(function: Callable[[float], float], middle: float, reach: float, points: int = 201) -> float:
     """The lowest point of a grid, refined by golden sections between its neighbours."""
     step = 2 * reach / (points - 1)
     lowest = min((middle - reach + step * index for index in range(points)), key=function)

@@ -1,0 +1,158 @@
+"""``lightning-mp memory``: what a training step keeps in memory, measured on one's own module or from a shape."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
+from lightning_mp.core.quantities import format_bytes, format_quantity
+from lightning_mp.planning.memory.decoder_memory import DecoderMemory, decoder_memory
+from lightning_mp.planning.memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
+from lightning_mp.planning.memory.precision_storage import PRECISIONS
+
+__all__ = ["add_memory_command"]
+
+_DESCRIPTION = """\
+What one training step keeps in memory, by part. With --module the step of your own module is measured on tensors
+without numbers: nothing is computed and no memory is used. With a shape or a config.json formulas answer, for one
+GPU."""
+
+_EXAMPLES = """\
+examples:
+  lightning-mp memory --module my_project.model:example --precision bf16-mixed
+  lightning-mp memory --module my_project.model:example --strategy fsdp2 --ranks 8 --plot memory.png
+  lightning-mp memory --config config.json --sequences 4 --context 4096 --precision bf16-remainder
+
+  example() returns (module, batch) or (module, batch, step), where step(module, batch) gives the loss."""
+
+_OPTIONS = {
+    "precision": "--precision",
+    "optimizer": "--optimizer",
+    "strategy": "--strategy",
+    "ranks": "--ranks",
+    "sequences": "--sequences",
+    "context_tokens": "--context",
+    **SHAPE_OPTIONS,
+}
+
+
+def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds ``memory`` to the command line."""
+    parser = commands.add_parser(
+        "memory",
+        help="what a training step keeps in memory",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module = parser.add_argument_group("your own module")
+    module.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes the module and a batch of one micro-batch")
+    module.add_argument("--optimizer", metavar="NAME", help="of torch.optim; default configure_optimizers, or AdamW")
+    module.add_argument("--strategy", choices=get_args(MemoryStrategy), default="single", help="default single")
+    module.add_argument("--ranks", metavar="N", help="data-parallel ranks (default 1)")
+    module.add_argument("--device-type", choices=("cuda", "cpu"), default="cuda", help="default cuda")
+    module.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts over the step: png, pdf or svg")
+    add_shape(parser.add_argument_group("or the shape of a decoder"))
+    step = parser.add_argument_group("step of a decoder")
+    step.add_argument("--sequences", metavar="S", help="in a micro-batch (default 1)")
+    step.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
+    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    answer, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _answer(arguments))
+    if arguments.json:
+        print_json({**_as_json(answer), "warnings": said})
+    else:
+        _print(answer, arguments)
+        print_warnings(said)
+    return 0
+
+
+def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
+    config = config_of(arguments)
+    if (config is None) == (arguments.module is None):
+        raise ValueError("Pass one of --module, --config and the shape of a decoder (`layers`, `width`, `vocabulary`)")
+    if config is not None:
+        own = {"--optimizer": arguments.optimizer, "--ranks": arguments.ranks, "--plot": arguments.plot}
+        extra = [option for option, value in own.items() if value is not None]
+        if extra:
+            raise ValueError(f"{extra[0]} belongs to --module. Leave it out; for layouts ask lightning-mp plan")
+        return decoder_memory(
+            config,
+            sequences=count_of(arguments.sequences, "sequences"),
+            context_tokens=count_of(arguments.context_tokens, "context_tokens"),
+            precision=arguments.precision,
+        )
+    module, batch, step = _made_by(arguments.module)
+    estimate = estimate_memory(
+        module,
+        batch,
+        step,
+        precision=arguments.precision,
+        optimizer=arguments.optimizer,
+        strategy=arguments.strategy,
+        ranks=count_of(arguments.ranks, "ranks"),
+        device_type=arguments.device_type,
+    )
+    if arguments.plot is not None:
+        estimate.plot(arguments.plot)
+    return estimate
+
+
+def _made_by(path: str) -> tuple[Any, Any, Any]:
+    name, colon, function = path.partition(":")
+    if not colon or not function.isidentifier():
+        raise ValueError(f"--module must be written PACKAGE:FUNCTION, such as my_project.model:example, got {path!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--module {path} cannot be imported ({error})") from None
+    made = make()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(f"--module {path} must return (module, batch) or (module, batch, step), got {type(made)}")
+    return (*made, None) if len(made) == 2 else made
+
+
+def _as_json(answer: MemoryEstimate | DecoderMemory) -> dict[str, Any]:
+    if isinstance(answer, DecoderMemory):
+        return {
+            "bytes_by_part": dict(answer.bytes_by_part),
+            "total_bytes": answer.total_bytes,
+            "reserved_bytes": answer.reserved_bytes,
+        }
+    return {
+        "precision": answer.precision,
+        "strategy": answer.strategy,
+        "ranks": answer.ranks,
+        "peak_bytes": answer.peak_bytes,
+        "peak_phase": answer.peak.phase,
+        "bytes_by_part": dict(answer.peak.bytes_by_part),
+        "end_of_forward": dict(answer.end_of_forward.bytes_by_part),
+        "reserved_bytes": answer.reserved_bytes,
+    }
+
+
+def _print(answer: MemoryEstimate | DecoderMemory, arguments: argparse.Namespace) -> None:
+    if isinstance(answer, MemoryEstimate):
+        print(answer)
+        if arguments.plot is not None:
+            print(f"\nThe picture is in {arguments.plot}.")
+        return
+    config = config_of(arguments)
+    assert config is not None
+    print(
+        f"A decoder of {format_quantity(config.parameters)} parameters, {arguments.precision} with Adam, on one GPU"
+        " at the end of a forward; by formulas:\n"
+    )
+    rows = [(part, format_bytes(size)) for part, size in answer.bytes_by_part.items()]
+    print_table(("part", "bytes"), [*rows, ("sum", format_bytes(answer.total_bytes))])
+    low, high = answer.reserved_bytes
+    print(f"\nA GPU needs {format_bytes(low)} to {format_bytes(high)}: its allocator was not measured.")

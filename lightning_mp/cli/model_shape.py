@@ -1,0 +1,67 @@
+"""The shape of a decoder on the command line, for ``plan`` and ``memory``."""
+
+import argparse
+from typing import Any
+
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+
+__all__ = ["SHAPE_OPTIONS", "add_shape", "config_of", "count_of"]
+
+SHAPE_OPTIONS = {
+    "layers": "--layers",
+    "width": "--width",
+    "vocabulary": "--vocab",
+    "heads": "--heads",
+    "kv_heads": "--kv-heads",
+    "ffn_width": "--ffn",
+    "experts": "--experts",
+    "active_experts": "--active-experts",
+}
+"""The option behind each number."""
+
+
+def add_shape(group: "argparse._ArgumentGroup") -> None:
+    """Adds the options."""
+    group.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
+    group.add_argument("--layers", metavar="L", help="blocks")
+    group.add_argument("--width", metavar="W", help="of the residual stream")
+    group.add_argument("--vocab", metavar="V", dest="vocabulary", help="token ids")
+    group.add_argument("--heads", metavar="H", help="of queries; default one per 128 of width")
+    group.add_argument("--kv-heads", metavar="K", help="of keys and values; default as many")
+    group.add_argument("--ffn", metavar="F", dest="ffn_width", help="width inside of the MLP; default 8/3 of width")
+    group.add_argument("--experts", metavar="E", help="of a mixture")
+    group.add_argument("--active-experts", metavar="A", help="that a token meets; default 2")
+    group.add_argument("--tied-head", action="store_true", help="the output layer is the token table")
+
+
+def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:
+    """The decoder that the options tell; None where they tell nothing.
+
+    Raises:
+        ValueError: they tell a part, or both a file and numbers.
+    """
+    shape = {name: getattr(arguments, name) for name in SHAPE_OPTIONS if getattr(arguments, name) is not None}
+    if arguments.config is not None:
+        if shape:
+            raise ValueError(f"`{next(iter(shape))}` is in the file of --config. Leave one of the two out.")
+        return DecoderConfig.from_hugging_face(arguments.config)
+    if not shape:
+        return None
+    missing = [name for name in ("layers", "width", "vocabulary") if name not in shape]
+    if missing:
+        raise ValueError(f"The shape of a model needs `layers`, `width` and `vocabulary`, got no `{missing[0]}`.")
+    numbers: dict[str, Any] = {name: count_of(text, name) for name, text in shape.items()}
+    return DecoderConfig(**numbers, tied_head=arguments.tied_head)
+
+
+def count_of(text: str | None, name: str) -> int:
+    """A whole number; 1 where nothing was written.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = parse_quantity(text if text is not None else 1, name)
+    if value != int(value):
+        raise ValueError(f"`{name}` must be a whole number, got {text!r}.")
+    return int(value)

@@ -1,0 +1,291 @@
+"""What ``lightning-mp plan`` prints: the run, its time and cost, layouts in memory and on the wire."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_mp.cli.text import print_table
+from lightning_mp.core.quantities import format_bytes, format_quantity
+from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
+from lightning_mp.planning.memory.live_storages import PARTS
+from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware
+from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal
+from lightning_mp.planning.training_run import RunTime, TrainingRun, repetition_note
+
+if TYPE_CHECKING:
+    from lightning_mp.cli.plan import Answer
+
+__all__ = ["as_json", "print_answer"]
+
+_MEMORY_CONVENTIONS = """\
+Memory: live tensors of the fullest GPU at the end of a forward of one sequence, by formulas; the range is for the
+allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
+worst. Step: not shorter than this at the chip's and the links' peaks. Hides: bytes on the wire take no longer than
+computing, and nothing is awaited. What experts send to each other is not calculated, so layouts with EP have no time.
+No strategy of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
+
+
+def print_answer(answer: "Answer") -> None:
+    """Every part that was asked about."""
+    if answer.optimum is not None:
+        _print_plan(answer.optimum)
+        note = repetition_note(answer.optimum.tokens, answer.optimum.unique_tokens)
+    else:
+        assert answer.run is not None
+        _print_run(answer.run)
+        note = answer.run.repetition_note
+    if note is not None:
+        print(f"\nRepeated data (Muennighoff et al. 2023): {note}")
+    if answer.time is not None:
+        _print_time(answer.time)
+    if answer.inference is not None:
+        _print_inference(answer.inference)
+    if answer.layouts is not None:
+        _print_layouts(answer)
+    if answer.chips is not None:
+        _print_chips(answer.chips)
+
+
+def as_json(answer: "Answer") -> dict[str, Any]:
+    """The same for machines."""
+    content: dict[str, Any] = {}
+    if answer.optimum is not None:
+        content = {**_as_json(answer.optimum), "spread": [_as_json(row) for row in answer.optimum.spread]}
+    elif answer.run is not None:
+        run = answer.run
+        content = {
+            "law": run.law.name,
+            "source": run.law.source,
+            "parameters": run.parameters,
+            "tokens": run.tokens,
+            "tokens_per_parameter": run.tokens / run.parameters,
+            "flops": run.flops,
+            "loss_nats_per_token": run.loss,
+            "optimum": _as_json(run.optimum),
+        }
+        if run.unique_tokens is not None:
+            content |= {"unique_tokens": run.unique_tokens, "epochs": run.epochs, "repetition": run.repetition_note}
+    if answer.time is not None:
+        time = answer.time
+        content["time"] = {name: getattr(time, name) for name in ("chip", "gpus", "mfu", "measured", "hours")}
+        content["time"] |= {"gpu_hours": time.gpu_hours, "cost": time.cost}
+    if answer.inference is not None:
+        best = answer.inference
+        names = ("parameters", "tokens", "inference_tokens", "lifetime_flops", "lifetime_flops_before", "saving")
+        content["inference_aware"] = {name: getattr(best, name) for name in names}
+    if answer.layouts is not None:
+        content["memory_bytes"] = answer.memory_bytes
+        content["layouts"] = [_layout_as_json(choice) for choice in answer.layouts]
+    if answer.chips is not None:
+        content["chips"] = [
+            {
+                "chips": row.chips,
+                "memory_bytes": row.memory_bytes,
+                "layout": None if row.best is None else _layout_as_json(row.best),
+            }
+            for row in answer.chips
+        ]
+    return content
+
+
+def _layout_as_json(choice: LayoutChoice) -> dict[str, Any]:
+    plan = choice.plan
+    return {
+        "name": choice.layout.name,
+        "verdict": choice.verdict,
+        "bytes_by_part": dict(choice.memory.bytes_by_part),
+        "reserved_bytes": choice.memory.reserved_bytes,
+        "largest_micro_batch": choice.largest_micro_batch,
+        "inside_bytes": None if plan is None else plan.inside_bytes,
+        "between_bytes": None if plan is None else plan.between_bytes,
+        "seconds_at_least": None if plan is None else plan.seconds_at_least,
+        "hides": choice.hides,
+        "left_out": choice.left_out,
+    }
+
+
+def _print_run(run: TrainingRun) -> None:
+    best = run.optimum
+    print(f"A run under {run.law.name}: {run.law.source}\n")
+    rows = [
+        ("parameters N", format_quantity(run.parameters), format_quantity(best.parameters)),
+        ("tokens D", format_quantity(run.tokens), format_quantity(best.tokens)),
+        ("tokens per parameter", f"{run.tokens / run.parameters:.3g}", f"{best.tokens_per_parameter:.3g}"),
+        ("FLOPs 6 N D", _flops(run.flops), _flops(best.flops)),
+        ("predicted loss", _loss(run.loss), _loss(best.loss)),
+    ]
+    if run.unique_tokens is not None:
+        rows.append(("epochs", f"{run.epochs:.3g}", "-"))
+    print_table(("", "this run", "best of its compute"), rows)
+
+
+def _print_time(time: RunTime) -> None:
+    whose = "as given" if time.measured else "none measured: what well-run jobs report, measure yours"
+    print(f"\n{time.gpus} x {time.chip}, MFU {_pair(time.mfu, '{:.0%}')} ({whose}):\n")
+    rows = [
+        ("time", _duration(time.hours)),
+        ("GPU hours", _pair(time.gpu_hours, None)),
+    ]
+    if time.cost is not None:
+        rows.append(("cost", _pair(time.cost, None)))
+    for name, text in rows:
+        print(f"  {name:<20}  {text}")
+
+
+def _duration(hours: tuple[float, float]) -> str:
+    days = hours[1] >= 48
+    scaled = (hours[0] / 24, hours[1] / 24) if days else hours
+    return f"{_pair(scaled, None)} {'days' if days else 'hours'}"
+
+
+def _pair(values: tuple[float, float], template: str | None) -> str:
+    first, last = (format_quantity(value) if template is None else template.format(value) for value in values)
+    return first if first == last else f"{first} to {last}"
+
+
+def _print_inference(best: InferenceAware) -> None:
+    print(
+        f"\nWith {format_quantity(best.inference_tokens)} tokens of inference the same loss is cheapest with"
+        f" {format_quantity(best.parameters)} parameters on {format_quantity(best.tokens)} tokens:"
+        f" {best.saving:.0%} less compute over the life (Sardana et al. 2024)."
+    )
+
+
+def _print_layouts(answer: "Answer") -> None:
+    assert answer.layouts is not None
+    has = f"of {answer.memory_bytes / 1e9:g} GB" if answer.memory_bytes else "whose memory is not known"
+    print(f"\nLayouts, on GPUs {has}; those that do not fit come last:\n")
+    print_table(
+        (
+            "layout",
+            "weights",
+            "states",
+            "activations",
+            "other",
+            "GPU needs",
+            "",
+            "sequences",
+            "GB sent",
+            "step s >=",
+            "hides",
+        ),
+        [_layout_row(choice) for choice in answer.layouts],
+    )
+    reasons: dict[str, list[str]] = {}
+    for choice in answer.layouts:
+        if choice.left_out:
+            reasons.setdefault(choice.left_out, []).append(choice.layout.name)
+    for reason, names in reasons.items():
+        print(f"\nWithout a time: {'; '.join(names)}. {reason[0].upper()}{reason[1:].rstrip('.')}.")
+    print(f"\n{_MEMORY_CONVENTIONS}")
+
+
+def _print_chips(chips: list[ChipChoice]) -> None:
+    print("\nChips, with the layout on them that takes most sequences at once (of each data rank):\n")
+    rows = [
+        (
+            ", ".join(row.chips),
+            f"{row.memory_bytes / 1e9:g} GB",
+            "does not fit" if row.best is None else row.best.layout.name,
+            "-" if row.best is None else str(row.best.largest_micro_batch),
+        )
+        for row in chips
+    ]
+    print_table(("chip", "memory", "layout", "sequences"), rows)
+
+
+def _layout_row(choice: LayoutChoice) -> tuple[str, ...]:
+    parts, plan = choice.memory.bytes_by_part, choice.plan
+    groups = (("weights",), ("gradients", "masters", "optimizer states"), ("activations",))
+    shown = [sum(parts.get(part, 0) for part in PARTS if part in group) for group in groups]
+    shown.append(choice.memory.total_bytes - sum(shown))
+    low, high = (size / 1e9 for size in choice.memory.reserved_bytes)
+    return (
+        choice.layout.name,
+        *(format_bytes(size) for size in shown),
+        f"{low:.0f} to {high:.0f} GB",
+        choice.verdict or "-",
+        "-" if choice.largest_micro_batch is None else str(choice.largest_micro_batch),
+        "-" if plan is None else f"{(plan.inside_bytes + plan.between_bytes) / 1e9:.1f}",
+        "-" if plan is None else f"{plan.seconds_at_least:.2f}",
+        "-" if choice.hides is None else "yes" if choice.hides else "no",
+    )
+
+
+def _flops(value: float) -> str:
+    return f"{value:.3g}".replace("e+", "e")
+
+
+def _loss(value: float | None) -> str:
+    return "this law has none" if value is None else f"{value:.3f} nats per token"
+
+
+def _as_json(plan: ComputeOptimal) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "law": plan.law.name,
+        "source": plan.law.source,
+        "parameters": plan.parameters,
+        "parameters_counted": plan.law.counts,
+        "tokens": plan.tokens,
+        "tokens_per_parameter": plan.tokens_per_parameter,
+        "flops": plan.flops,
+        "loss_nats_per_token": plan.loss,
+        "times_outside_range": plan.times_outside,
+    }
+    if plan.unique_tokens is not None:
+        content |= {"unique_tokens": plan.unique_tokens, "epochs": plan.epochs}
+    if plan.devices is not None:
+        content |= {
+            "device_hours": plan.devices.device_hours,
+            "device": plan.devices.device,
+            "dtype": plan.devices.dtype,
+            "peak_flops_per_second": plan.devices.peak_flops_per_second,
+            "mfu": plan.devices.mfu,
+        }
+    return content
+
+
+def _print_plan(plan: ComputeOptimal) -> None:
+    law = plan.law
+    print(f"Compute-optimal under {law.name}: {law.source}\n")
+    lines = [
+        ("parameters N", f"{format_quantity(plan.parameters)} ({law.counts})"),
+        ("tokens D", format_quantity(plan.tokens)),
+        ("tokens per parameter", f"{plan.tokens_per_parameter:.3g}"),
+        ("FLOPs 6 N D", _flops(plan.flops)),
+        ("predicted loss", _loss(plan.loss)),
+        ("range of the law", _range(plan)),
+    ]
+    if plan.devices is not None:
+        devices = plan.devices
+        peak = f"{devices.peak_flops_per_second / 1e12:g} TFLOP/s dense {devices.dtype}"
+        lines.insert(0, ("machine", f"{devices.device_hours:g} hours of {devices.device}, {peak}, MFU {devices.mfu:g}"))
+    if plan.unique_tokens is not None:
+        lines.insert(-3, ("epochs", f"{plan.epochs:.3g} over {format_quantity(plan.unique_tokens)} unique tokens"))
+    for name, text in lines:
+        print(f"  {name:<20}  {text}")
+    print("\nThe same question to every published law; they do not agree:\n")
+    print_table(
+        ("law", "parameters", "tokens", "tokens/parameter", "FLOPs", "loss", "times outside"),
+        [_row(row) for row in plan.spread],
+    )
+
+
+def _range(plan: ComputeOptimal) -> str:
+    (small, large), (short, long) = plan.law.trained.parameters, plan.law.trained.tokens
+    models = (
+        f"{format_quantity(small)} to {format_quantity(large)} parameters, "
+        f"{format_quantity(short)} to {format_quantity(long)} tokens"
+    )
+    times = plan.times_outside
+    return f"inside ({models})" if times == 1 else f"{format_quantity(float(f'{times:.2g}'))} times outside ({models})"
+
+
+def _row(plan: ComputeOptimal) -> tuple[str, ...]:
+    return (
+        plan.law.name,
+        format_quantity(plan.parameters),
+        format_quantity(plan.tokens),
+        f"{plan.tokens_per_parameter:.3g}",
+        _flops(plan.flops),
+        "-" if plan.loss is None else f"{plan.loss:.3f}",
+        "-" if plan.times_outside == 1 else format_quantity(float(f"{plan.times_outside:.2g}")),
+    )

@@ -1,0 +1,85 @@
+"""A module and its batch with other tensors in place of their own, to run a step without numbers or memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_mp.core.nested_tensors import tensors_in
+
+__all__ = ["batch_with", "module_with", "run_forward", "sum_of_outputs"]
+
+
+def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a module that holds stand-ins; parameters stay parameters, and what is tied stays tied.
+
+    The numbers of the module are not copied: the copy is told beforehand what stands for each tensor.
+
+    Args:
+        module: does not change.
+        stand_in: makes a tensor that stands for another one.
+
+    Example:
+        >>> copy = module_with(nn.Linear(3, 2), lambda tensor: tensor.detach().to("meta"))
+        >>> copy.weight.device.type, type(copy.weight).__name__
+        ('meta', 'Parameter')
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        own = chain(part.parameters(recurse=False), part.buffers(recurse=False), tensors_in(list(vars(part).values())))
+        for tensor in own:
+            if id(tensor) in memo:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = nn.Parameter(stand_in(tensor), requires_grad=tensor.requires_grad)
+            elif isinstance(tensor, Tensor):
+                memo[id(tensor)] = stand_in(tensor)
+    return deepcopy(module, memo)
+
+
+def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with a stand-in for each tensor in its mappings, lists and tuples.
+
+    Example:
+        >>> import torch
+        >>> batch_with({"x": torch.zeros(2), "names": ("a",)}, lambda tensor: tensor + 1)
+        {'x': tensor([1., 1.]), 'names': ('a',)}
+    """
+    if isinstance(batch, Tensor):
+        return stand_in(batch)
+    if isinstance(batch, Mapping):
+        return {name: batch_with(value, stand_in) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(batch_with(value, stand_in) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(batch_with(value, stand_in) for value in batch)
+    return batch
+
+
+def run_forward(module: nn.Module, batch: Any) -> Any:
+    """The module's result for a batch, or the attribute ``loss`` of it.
+
+    A tensor is given to the module as it is, a list or tuple as positional and a mapping as keyword arguments.
+    """
+    if isinstance(batch, Mapping):
+        output = module(**batch)
+    elif isinstance(batch, Sequence):
+        output = module(*batch)
+    else:
+        output = module(batch)
+    loss = getattr(output, "loss", None)
+    return output if loss is None else loss
+
+
+def sum_of_outputs(output: Any) -> Tensor | None:
+    """One number that depends on all outputs that have a gradient; None if there are none."""
+    leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
+    if len(leaves) == 1 and leaves[0].ndim == 0:
+        return leaves[0]
+    sums = [leaf if leaf.ndim == 0 else leaf.sum() for leaf in leaves]
+    total: Tensor | None = None
+    for value in sums:
+        total = value.float() if total is None else total + value.float()
+    return total

@@ -1,0 +1,204 @@
+"""The usual layouts of a decoder on so many GPUs, with what each keeps and sends: those that fit first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from lightning_mp.flops.conventions import flops_per_token
+from lightning_mp.planning.memory.chip_memory import chips_by_memory
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_memory import (
+    DecoderMemory,
+    MemoryLayout,
+    decoder_memory,
+    largest_micro_batch,
+)
+from lightning_mp.planning.memory.precision_storage import find_precision
+from lightning_mp.planning.parallelism.communication import Precision
+from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
+from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
+
+__all__ = ["ChipChoice", "LayoutChoice", "choose_chips", "choose_layouts", "machine_with"]
+
+_VERDICTS = ("fits", "may fit", "does not fit")
+_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChoice:
+    """One layout.
+
+    Attributes:
+        layout: how GPUs share the model.
+        memory: of the fullest GPU, with one sequence.
+        verdict: "fits", "may fit" where the allocator decides, "does not fit"; None where no memory was given.
+        largest_micro_batch: sequences that fit with the allocator at its worst; None likewise.
+        plan: bytes on the wire and time of a step; None where no machine is known, with expert parallelism (what
+            experts send to each other is not calculated), or for what ``left_out`` says.
+        left_out: why there is no plan.
+    """
+
+    layout: MemoryLayout
+    memory: DecoderMemory
+    verdict: str | None
+    largest_micro_batch: int | None
+    plan: ParallelPlan | None
+    left_out: str | None = None
+
+    @property
+    def hides(self) -> bool | None:
+        """Whether sending can hide behind computing, both at their peaks and nothing awaited; None where not known."""
+        return None if self.plan is None else self.plan.wire_to_compute_ratio <= 1 and not self.plan.awaited_seconds
+
+
+def machine_with(chip: str) -> Machine | None:
+    """The first machine of the table that is built of a chip.
+
+    Example:
+        >>> machine_with("H100 SXM").name, machine_with("T4")
+        ('DGX H100', None)
+    """
+    return next((machine for machine in known_machines() if machine.chip == chip), None)
+
+
+def choose_layouts(
+    config: DecoderConfig,
+    gpus: int,
+    *,
+    machine: Machine | None = None,
+    memory_bytes: float | None = None,
+    context_tokens: int = 4096,
+    tokens_per_step: int = 2**22,
+    precision: object = "bf16-mixed",
+    checkpointed: Sequence[bool] = (False, True),
+) -> list[LayoutChoice]:
+    """Every usual layout, those that fit first, of these the fastest, and of the others those that lack least.
+
+    Args:
+        config: the model.
+        gpus: how many.
+        machine: for what layouts send; None leaves that out, and takes 8 GPUs in a node.
+        memory_bytes: of one GPU; None leaves the verdicts out.
+        context_tokens: length of a sequence.
+        tokens_per_step: over all GPUs.
+        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        checkpointed: with and without recomputed blocks.
+
+    Raises:
+        ValueError: a precision is unknown.
+
+    Example:
+        405 billion parameters do not fit on 8 GPUs of 80 GB, however they are shared:
+
+        >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
+        >>> {choice.verdict for choice in choose_layouts(config, 8, memory_bytes=80e9)}
+        {'does not fit'}
+    """
+    row = find_precision(precision)
+    near = machine.gpus_per_node if machine is not None else _GPUS_PER_NODE
+    choices = []
+    for base in usual_layouts(gpus, near, layers=config.layers):
+        plan, left_out = None, None
+        if machine is not None:
+            try:
+                plan = plan_parallelism(
+                    config.size,
+                    base,
+                    machine,
+                    tokens_per_step=tokens_per_step,
+                    context_tokens=context_tokens,
+                    precision=_on_the_wire(row.name),
+                )
+            except ValueError as error:
+                left_out = str(error)
+        stages = (0, 1, 2) if base.copies > 1 and base.shards == 1 else (0,)
+        experts = _expert_ranks(config, base.data_ranks)
+        for zero, ranks, again in ((z, e, c) for z in stages for e in experts for c in checkpointed):
+            layout = MemoryLayout(base, zero, ranks, again)
+            memory = decoder_memory(config, layout, context_tokens=context_tokens, precision=row)
+            verdict = None if memory_bytes is None else memory.verdict(memory_bytes)
+            most = None
+            if memory_bytes is not None:
+                most = largest_micro_batch(config, layout, memory_bytes, context_tokens=context_tokens, precision=row)
+            of_layout = (
+                None
+                if plan is None or ranks > 1
+                else replace(
+                    plan, compute_seconds=plan.compute_seconds * _computed_share(config, context_tokens, again)
+                )
+            )
+            choices.append(LayoutChoice(layout, memory, verdict, most, of_layout, left_out))
+    return sorted(choices, key=_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ChipChoice:
+    """Chips of one memory, and the layout on them that takes most sequences at once; None where nothing fits."""
+
+    chips: tuple[str, ...]
+    memory_bytes: int
+    best: LayoutChoice | None
+
+
+def choose_chips(
+    config: DecoderConfig, gpus: int = 1, *, context_tokens: int = 4096, precision: object = "bf16-mixed"
+) -> list[ChipChoice]:
+    """On which chips a model can be trained, with so many of them.
+
+    Args:
+        config: the model.
+        gpus: how many.
+        context_tokens: length of a sequence.
+        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+
+    Example:
+        Seven billion parameters, on one GPU: 16 bytes each do not fit into 80 GB.
+
+        >>> config = DecoderConfig(layers=32, width=4096, heads=32, ffn_width=11008, vocabulary=32000)
+        >>> [row.memory_bytes // 10**9 for row in choose_chips(config) if row.best is not None][:2]
+        [180, 186]
+    """
+    found = []
+    for memory, chips in chips_by_memory().items():
+        layouts = choose_layouts(config, gpus, memory_bytes=memory, context_tokens=context_tokens, precision=precision)
+        fitting = [choice for choice in layouts if choice.verdict == "fits"]
+        best = max(fitting, key=_sequences_of_all, default=None)
+        found.append(ChipChoice(tuple(chips), memory, best))
+    return found
+
+
+def _sequences_of_all(choice: LayoutChoice) -> int:
+    return (choice.largest_micro_batch or 0) * choice.layout.layout.data_ranks
+
+
+def _rank(choice: LayoutChoice) -> tuple[float, float, float]:
+    verdict = _VERDICTS.index(choice.verdict) if choice.verdict is not None else 0
+    seconds = choice.plan.seconds_at_least if choice.plan is not None and verdict == 0 else float("inf")
+    return verdict, seconds, choice.memory.total_bytes
+
+
+def _computed_share(config: DecoderConfig, context_tokens: int, again: bool) -> float:
+    """Of the operations that a plan assumes: without the experts that a token does not meet, with a second forward."""
+    all_weights = config.size.matmul_weights
+    met, planned = (
+        flops_per_token(
+            weights, layers=config.layers, width=config.width, context_tokens=context_tokens, convention="palm"
+        )
+        for weights in (all_weights - (config.parameters - config.active_parameters), all_weights)
+    )
+    return met / planned * (4 / 3 if again else 1)
+
+
+def _expert_ranks(config: DecoderConfig, data_ranks: int) -> tuple[int, ...]:
+    """All data ranks that divide the experts, or none."""
+    fitting = [
+        n for n in range(2, data_ranks + 1) if data_ranks % n == 0 and config.experts and config.experts % n == 0
+    ]
+    return (1, max(fitting)) if fitting else (1,)
+
+
+def _on_the_wire(name: str) -> Precision:
+    """The precision that sends the same: masters stay where they are, and fp8 gathers in bf16."""
+    low = "16" if name.startswith("16") else "bf16"
+    wanted = name if name in get_args(Precision) else f"{low}-mixed" if name.startswith("fp8") else f"{low}-true"
+    return next(known for known in get_args(Precision) if known == wanted)

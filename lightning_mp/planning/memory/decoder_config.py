@@ -1,0 +1,201 @@
+"""The shape of a decoder as its configuration tells it: parameters, and what one token saves for backward."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+
+__all__ = ["DecoderConfig"]
+
+# What configurations of Hugging Face call each field; the first that is there counts.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_width": ("head_dim",),
+    "ffn_width": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocabulary": ("vocab_size",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "active_experts": ("num_experts_per_tok",),
+}
+_WITHOUT_GATES = ("gpt2", "opt", "gpt_neox", "gptj", "bloom", "phi", "falcon")
+_WITH_BIASES = ("gpt2", "opt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A decoder-only transformer. What is left out is derived as most models have it.
+
+    Attributes:
+        layers: blocks.
+        width: of the residual stream.
+        vocabulary: token ids.
+        heads: of queries; one per 128 of width when 0.
+        kv_heads: of keys and values; as many as queries when 0.
+        head_width: of one head; width over heads when 0.
+        ffn_width: between the two or three matrices of an MLP; 4 widths when 0, or 8/3 with gates.
+        gated: the MLP has three matrices.
+        experts: MLPs of a mixture; 0 is one dense MLP.
+        active_experts: that one token meets.
+        tied_head: the output layer is the token table.
+        biases: of linear layers and norms.
+        positions: learned ones.
+        dropout: masks are saved.
+
+    Raises:
+        ValueError: a number is negative, or sizes do not divide each other.
+
+    Example:
+        >>> llama3 = DecoderConfig(layers=32, width=4096, vocabulary=128256, heads=32, kv_heads=8, ffn_width=14336)
+        >>> llama3.parameters
+        8030261248
+    """
+
+    layers: int
+    width: int
+    vocabulary: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_width: int = 0
+    ffn_width: int = 0
+    gated: bool = True
+    experts: int = 0
+    active_experts: int = 0
+    tied_head: bool = False
+    biases: bool = False
+    positions: int = 0
+    dropout: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "vocabulary"):
+            _check_count(name, getattr(self, name), 1)
+        for name in ("heads", "kv_heads", "head_width", "ffn_width", "experts", "active_experts", "positions"):
+            _check_count(name, getattr(self, name), 0)
+        heads = self.heads or max(1, self.width // 128)
+        set_ = object.__setattr__
+        set_(self, "heads", heads)
+        set_(self, "kv_heads", self.kv_heads or heads)
+        set_(self, "head_width", self.head_width or self.width // heads)
+        set_(self, "ffn_width", self.ffn_width or (8 * self.width // 3 if self.gated else 4 * self.width))
+        set_(self, "active_experts", self.active_experts or min(2, self.experts))
+        if heads % self.kv_heads:
+            raise ValueError(f"`heads` ({heads}) must be a multiple of `kv_heads`, got {self.kv_heads}.")
+        if self.active_experts > self.experts:
+            raise ValueError(f"`active_experts` ({self.active_experts}) must be at most `experts`, got {self.experts}.")
+
+    @classmethod
+    def from_hugging_face(cls, config: str | Path | Mapping[str, Any]) -> "DecoderConfig":
+        """Reads a ``config.json``, or what it holds.
+
+        Raises:
+            ValueError: it is no configuration of a decoder.
+            OSError: the file cannot be read.
+
+        Example:
+            >>> gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
+            ...         "n_positions": 1024}
+            >>> DecoderConfig.from_hugging_face(gpt2).parameters
+            124439808
+        """
+        if not isinstance(config, Mapping):
+            try:
+                content = json.loads(Path(config).read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                raise ValueError(f"{config} is no JSON file. Pass the config.json of a Hugging Face model.") from None
+            return cls.from_hugging_face(content if isinstance(content, dict) else {})
+        told: Mapping[str, Any] = config.get("text_config", config)
+        found = {
+            field: next((int(told[name]) for name in names if told.get(name)), 0) for field, names in _NAMES.items()
+        }
+        missing = [_NAMES[name][0] for name in ("layers", "width", "vocabulary") if not found[name]]
+        if missing:
+            raise ValueError(
+                f"The configuration does not tell {', '.join(missing)}. Pass the config.json of a decoder, or layers,"
+                " width and vocabulary."
+            )
+        kind = str(told.get("model_type", ""))
+        learned = kind in _WITH_BIASES
+        return cls(
+            **found,
+            gated=kind not in _WITHOUT_GATES,
+            tied_head=bool(told.get("tie_word_embeddings", kind == "gpt2")),
+            biases=learned,
+            positions=int(told.get("n_positions") or told.get("max_position_embeddings") or 0) if learned else 0,
+            dropout=bool(told.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
+        )
+
+    @property
+    def attention_weights(self) -> int:
+        """Of one block: queries, keys, values and output."""
+        return self.width * self.head_width * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one MLP."""
+        return (3 if self.gated else 2) * self.width * self.ffn_width
+
+    @property
+    def _block_vectors(self) -> int:
+        norms = 2 * self.width * (2 if self.biases else 1)
+        if not self.biases:
+            return norms
+        return norms + self.head_width * (self.heads + 2 * self.kv_heads) + self.width + self.ffn_width + self.width
+
+    @property
+    def size(self) -> DecoderSize:
+        """Weights by what a parallel layout does with them."""
+        mlps = self.expert_weights * max(1, self.experts) + self.width * self.experts
+        return DecoderSize(
+            layers=self.layers,
+            width=self.width,
+            vocabulary=self.vocabulary,
+            block_matmul_weights=self.attention_weights + mlps,
+            block_norm_weights=self._block_vectors,
+            table_weights=self.vocabulary * self.width,
+            head_weights=0 if self.tied_head else self.vocabulary * self.width,
+            other_weights=self.width * (2 if self.biases else 1) + self.positions * self.width,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.size.parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token meets: N of 6 N D."""
+        unused = max(0, self.experts - self.active_experts)
+        return self.parameters - self.layers * unused * self.expert_weights
+
+    def saved_bytes_per_token(
+        self, element_bytes: int, residual_bytes: int, *, tensor: int = 1, sequence_parallel: bool = False
+    ) -> float:
+        """What one block saves for backward of one token, with attention that does not keep its scores.
+
+        Both norms keep their input and what they give to the products; attention its queries, keys, values and
+        output; the MLP what goes in and out of its activation. Dropout keeps masks of one byte. With 2 bytes
+        everywhere, 4 widths in the MLP, as many key heads as query heads, and dropout, this is the 34 bytes per width
+        of Korthikanti et al. 2022.
+
+        Args:
+            element_bytes: of what products take and give.
+            residual_bytes: of the residual stream: 4 under autocast.
+            tensor: tensor-parallel ranks.
+            sequence_parallel: norms and dropout are divided over them, too.
+
+        Source:
+            Korthikanti et al. 2022, arXiv:2205.05198, equations 2 to 4 without 5 a s / h.
+        """
+        whole = 2 * (residual_bytes + element_bytes) * self.width + (2 * self.width if self.dropout else 0)
+        attention = element_bytes * 2 * self.head_width * (self.heads + self.kv_heads)
+        mlp = element_bytes * self.ffn_width * (4 if self.gated else 2) * max(1, self.active_experts)
+        return whole / (tensor if sequence_parallel else 1) + (attention + mlp) / tensor
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")

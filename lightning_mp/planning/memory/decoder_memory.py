@@ -1,0 +1,241 @@
+"""Memory per GPU of a decoder that is told by its shape, by part, for layouts of any number of GPUs.
+
+Formulas, for questions that are asked before there is a module; with a module
+:func:`~lightning_mp.planning.memory.estimate.estimate_memory` measures. Layouts are those of
+:class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout` with three things beside: the stage of ZeRO
+among copies, expert parallelism among data ranks, and recomputed blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.estimate import reserved_range
+from lightning_mp.planning.memory.live_storages import PARTS, Part
+from lightning_mp.planning.memory.precision_storage import PrecisionStorage, find_precision
+from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+
+__all__ = ["DecoderMemory", "MemoryLayout", "decoder_memory", "largest_micro_batch"]
+
+_ADAM_STATES = 2
+_LOSS_BYTES = 8  # fp32 logits, and their gradient
+_REDUCED_BYTES = 4
+_UNITS_AT_ONCE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLayout:
+    """How GPUs share a model, as far as memory is concerned.
+
+    Attributes:
+        layout: over how many ranks, and how.
+        zero_stage: among copies: 0 divides nothing, 1 optimizer states and masters, 2 gradients too. Shards (FSDP) are
+            stage 3.
+        expert_ranks: data ranks over which the experts of a mixture are divided.
+        checkpointed: every block keeps only its input and runs again in backward.
+
+    Raises:
+        ValueError: a number is out of range, or sizes do not divide each other.
+    """
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    zero_stage: int = 0
+    expert_ranks: int = 1
+    checkpointed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in (0, 1, 2):
+            raise ValueError(f"`zero_stage` must be 0, 1 or 2, got {self.zero_stage!r}. Stage 3 is shards of a layout.")
+        if self.expert_ranks < 1 or self.layout.data_ranks % self.expert_ranks:
+            raise ValueError(
+                f"`expert_ranks` must divide the {self.layout.data_ranks} data ranks, got {self.expert_ranks!r}."
+            )
+
+    @property
+    def name(self) -> str:
+        """As one says it, such as "ZeRO-1 8" or "FSDP 8, checkpointed"."""
+        name = self.layout.name
+        if self.zero_stage and self.layout.copies > 1:
+            name = name.replace("DDP", f"ZeRO-{self.zero_stage}")
+        experts = f" x EP {self.expert_ranks}" if self.expert_ranks > 1 else ""
+        return f"{name}{experts}{', checkpointed' if self.checkpointed else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderMemory:
+    """Bytes of the fullest GPU, at the end of a forward.
+
+    Attributes:
+        bytes_by_part: as in :data:`~lightning_mp.planning.memory.live_storages.PARTS`.
+    """
+
+    bytes_by_part: Mapping[Part, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(self.bytes_by_part.values())
+
+    @property
+    def reserved_bytes(self) -> tuple[int, int]:
+        """What a GPU needs, from and to."""
+        return reserved_range(self.total_bytes)
+
+    def verdict(self, memory_bytes: float) -> str:
+        """One of "fits", "may fit" where only the allocator decides, and "does not fit"."""
+        low, high = self.reserved_bytes
+        return "fits" if high <= memory_bytes else "may fit" if low <= memory_bytes else "does not fit"
+
+
+def decoder_memory(
+    config: DecoderConfig,
+    layout: MemoryLayout | None = None,
+    *,
+    sequences: int = 1,
+    context_tokens: int,
+    precision: object = "bf16-mixed",
+    optimizer_states: int = _ADAM_STATES,
+    micro_batches: int | None = None,
+    sequence_parallel: bool = False,
+) -> DecoderMemory:
+    """Memory of the fullest GPU at its peak, the end of a forward, by part.
+
+    Args:
+        config: the model.
+        layout: how GPUs share it; one GPU when None.
+        sequences: in a micro-batch of one data rank.
+        context_tokens: length of a sequence.
+        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`, or a plugin.
+        optimizer_states: numbers per parameter: 2 of Adam, 1 of momentum.
+        micro_batches: of one data rank per step. A pipeline holds as many at once as it has stages (1F1B), or fewer if
+            there are not so many.
+        sequence_parallel: with tensor parallelism, norms on parts of the sequence.
+
+    Raises:
+        ValueError: a precision is unknown, or layers cannot be shared out to the stages.
+
+    Source:
+        Rajbhandari et al. 2020, arXiv:1910.02054 (what is kept per parameter); Korthikanti et al. 2022,
+        arXiv:2205.05198 (activations); Narayanan et al. 2021, arXiv:2104.04473 (micro-batches in a pipeline).
+
+    Example:
+        ZeRO's figure 1: 7.5 billion parameters, 64 GPUs, 16-bit weights with fp32 masters and Adam.
+
+        >>> config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
+        >>> for stage in (0, 1, 2):
+        ...     layout = MemoryLayout(ParallelLayout(copies=64), zero_stage=stage)
+        ...     parts = decoder_memory(config, layout, context_tokens=1, precision="16-masters").bytes_by_part
+        ...     states = sum(parts[name] for name in ("weights", "gradients", "masters", "optimizer states"))
+        ...     print(round(states / config.parameters, 2))
+        16.0
+        4.19
+        2.22
+    """
+    layout = layout or MemoryLayout()
+    row = find_precision(precision)
+    ranks = layout.layout
+    if config.layers % ranks.stages:
+        raise ValueError(f"`layers` ({config.layers}) cannot be shared out evenly to {ranks.stages} stages.")
+    dense, experts = _weights_of_rank(config, layout)
+
+    def per_rank(divided_over: int) -> float:
+        # What expert parallelism has divided already is divided over fewer ranks.
+        return dense / divided_over + experts / max(1.0, divided_over / layout.expert_ranks)
+
+    with_states = ranks.shards * (ranks.copies if layout.zero_stage >= 1 else 1)
+    with_gradients = ranks.shards * (ranks.copies if layout.zero_stage >= 2 else 1)
+    parts: dict[Part, float] = {
+        "weights": row.weight_bytes * per_rank(ranks.shards),
+        "gradients": row.weight_bytes * per_rank(with_gradients),
+        "masters": row.master_bytes * per_rank(with_states),
+        "optimizer states": optimizer_states * row.optimizer_state_itemsize() * per_rank(with_states),
+        **_of_weights_in_use(config, layout, row, dense + experts),
+    }
+    tokens = sequences * context_tokens
+    parts |= _of_activations(config, layout, row, tokens, micro_batches, sequence_parallel)
+    return DecoderMemory({part: ceil(parts[part]) for part in PARTS if parts.get(part)})
+
+
+def largest_micro_batch(
+    config: DecoderConfig, layout: MemoryLayout, memory_bytes: float, *, context_tokens: int, precision: object
+) -> int:
+    """The most sequences of one data rank that fit with the allocator at its worst; 0 if not even one does.
+
+    Example:
+        >>> config = DecoderConfig(layers=12, width=768, vocabulary=50257, gated=False, tied_head=True)
+        >>> largest_micro_batch(config, MemoryLayout(), 80 * 2**30, context_tokens=1024, precision="bf16-mixed")
+        66
+    """
+
+    def fits(sequences: int) -> bool:
+        memory = decoder_memory(config, layout, sequences=sequences, context_tokens=context_tokens, precision=precision)
+        return memory.verdict(memory_bytes) == "fits"
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 2**20:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> tuple[float, float]:
+    """Of the fullest stage, the first or the last, before sharding: all but experts, and experts."""
+    size, ranks = config.size, layout.layout
+    experts = config.expert_weights * config.experts
+    layers = config.layers / ranks.stages
+    dense = (size.block_matmul_weights - experts) / ranks.tensor + size.block_norm_weights
+    ends = size.table_weights + size.head_weights if ranks.stages == 1 else max(size.table_weights, size.head_weights)
+    outside = ends / ranks.tensor + size.other_weights
+    return layers * dense + outside, layers * experts / layout.expert_ranks / ranks.tensor
+
+
+def _of_weights_in_use(
+    config: DecoderConfig, layout: MemoryLayout, row: PrecisionStorage, weights: float
+) -> dict[Part, float]:
+    """Casts of whole weights; of sharded ones what is gathered; and what reductions take."""
+    size, ranks = config.size, layout.layout
+    if ranks.shards == 1:
+        in_products = weights - size.other_weights - config.layers / ranks.stages * size.block_norm_weights
+        in_products -= 0 if size.head_weights == 0 else size.table_weights / ranks.tensor
+        casts = row.activation_bytes * in_products if row.autocast and not row.fp8 else 0.0
+        buckets = row.weight_bytes * weights if ranks.copies > 1 and layout.zero_stage == 0 else 0.0
+        return {"weight casts": max(0.0, casts), "communication buffers": buckets}
+    experts = config.expert_weights * config.experts
+    block = (size.block_matmul_weights - experts + experts / layout.expert_ranks) / ranks.tensor
+    head = row.activation_bytes * size.head_weights / ranks.tensor
+    outside = head + row.weight_bytes * (size.table_weights / ranks.tensor + size.other_weights)
+    return {
+        "gathered weights": outside + _UNITS_AT_ONCE * row.activation_bytes * block,
+        "communication buffers": (row.activation_bytes + _REDUCED_BYTES) * block,
+    }
+
+
+def _of_activations(
+    config: DecoderConfig,
+    layout: MemoryLayout,
+    row: PrecisionStorage,
+    tokens: int,
+    micro_batches: int | None,
+    sequence_parallel: bool,
+) -> dict[Part, float]:
+    ranks = layout.layout
+    residual = row.weight_bytes if row.autocast or row.weight_bytes == 4 else row.activation_bytes
+    block = tokens * config.saved_bytes_per_token(
+        row.activation_bytes, residual, tensor=ranks.tensor, sequence_parallel=sequence_parallel
+    )
+    divisor = ranks.tensor if sequence_parallel else 1
+    kept = tokens * residual * config.width / divisor if layout.checkpointed else block
+    at_once = min(ranks.stages, micro_batches or ranks.stages)
+    again = block if layout.checkpointed else 0.0
+    logits = tokens * config.vocabulary * (_LOSS_BYTES + row.activation_bytes) / ranks.tensor
+    return {
+        "activations": config.layers / ranks.stages * at_once * kept,
+        "batch": 2 * 8 * tokens,
+        # The logits are gone before the first block runs again.
+        "temporaries": max(again, logits if ranks.stages == 1 else 0.0),
+    }

@@ -1,0 +1,150 @@
+"""Which storages are alive while operations run, how many bytes they have, and what each of them is for."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+
+from lightning_mp.core.nested_tensors import tensors_in
+
+__all__ = ["PARTS", "LiveStorages", "MemorySample", "Part"]
+
+Part = Literal[
+    "weights",
+    "buffers",
+    "masters",
+    "optimizer states",
+    "gradients",
+    "weight casts",
+    "activations",
+    "batch",
+    "temporaries",
+    "gathered weights",
+    "communication buffers",
+]
+"""What memory is for. ``weight casts`` are copies of weights in the format of matrix products; ``activations`` are
+saved for backward; ``temporaries`` are all other results of operations, for as long as somebody holds them. The last
+two come with several ranks: weights that FSDP2 has gathered, and the buckets of DDP or the reductions of FSDP2."""
+
+PARTS: tuple[Part, ...] = (
+    "weights",
+    "buffers",
+    "masters",
+    "optimizer states",
+    "gradients",
+    "weight casts",
+    "activations",
+    "batch",
+    "temporaries",
+    "gathered weights",
+    "communication buffers",
+)
+"""Every part, in the order of tables and plots."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """What is alive at one moment of a step.
+
+    Attributes:
+        phase: "forward", "backward" or "optimizer step".
+        bytes_by_part: bytes of each part that has some.
+    """
+
+    phase: str
+    bytes_by_part: Mapping[Part, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum over all parts."""
+        return sum(self.bytes_by_part.values())
+
+
+class LiveStorages:
+    """Follows storages from the operation that makes them until nobody holds them any more.
+
+    Each storage counts once, with all of its bytes, however many tensors view it.
+
+    Example:
+        >>> import torch
+        >>> live = LiveStorages()
+        >>> weight = torch.zeros(10)
+        >>> live.add("weights", [weight, weight[:5]])
+        >>> live.bytes_by_part
+        {'weights': 40}
+        >>> del weight
+        >>> live.bytes_by_part
+        {}
+    """
+
+    def __init__(self) -> None:
+        # The weak references are kept, because one that is dropped tells nothing.
+        self._known: dict[int, tuple[ReferenceType[Any], int, Part | None]] = {}
+        self._bytes = Counter[Part]()
+        self.phase = "forward"
+        self.samples: list[MemorySample] = []
+
+    @property
+    def bytes_by_part(self) -> dict[Part, int]:
+        """What is alive now."""
+        return {part: self._bytes[part] for part in PARTS if self._bytes[part]}
+
+    def add(self, part: Part | None, tensors: Iterable[Tensor], *, unless: tuple[Part, ...] = ()) -> None:
+        """Says what the storages of tensors are for.
+
+        Args:
+            part: None for a storage that stands for another one and does not count.
+            tensors: known ones or new ones.
+            unless: leave storages alone that are one of these already.
+        """
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            known = self._known.get(key)
+            if known is not None:
+                reference, size, before = known
+                if before in unless:
+                    continue
+                self._count(before, -size)
+                self._known[key] = reference, size, part
+            else:
+                size = storage.nbytes()
+                self._known[key] = ref(storage, self._forget(key)), size, part
+            self._count(part, size)
+
+    def after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """For ``private_api.observe_dispatch``: what an operation has made, and how much is alive now."""
+        is_cast = operation.overloadpacket.__name__ == "_to_copy"
+        for tensor in tensors_in(result):
+            if id(tensor.untyped_storage()) in self._known:
+                continue
+            of_weight = is_cast and any(self._part_of(source) == "weights" for source in tensors_in(args))
+            self.add("weight casts" if of_weight and self.phase == "forward" else "temporaries", [tensor])
+        self.sample()
+
+    def sample(self) -> None:
+        """Notes what is alive now, if it is not what was noted last."""
+        now = self.bytes_by_part
+        if not self.samples or self.samples[-1].phase != self.phase or self.samples[-1].bytes_by_part != now:
+            self.samples.append(MemorySample(self.phase, MappingProxyType(now)))
+
+    def _part_of(self, tensor: Tensor) -> Part | None:
+        known = self._known.get(id(tensor.untyped_storage()))
+        return known[2] if known is not None else None
+
+    def _count(self, part: Part | None, size: int) -> None:
+        if part is not None:
+            self._bytes[part] += size
+
+    def _forget(self, key: int) -> Callable[[ReferenceType[Any]], None]:
+        def forget(reference: ReferenceType[Any]) -> None:
+            known = self._known.get(key)
+            if known is not None and known[0] is reference:
+                del self._known[key]
+                self._count(known[2], -known[1])
+
+        return forget

@@ -1,0 +1,217 @@
+"""A model as a precision plugin makes it, of tensors that have a shape, a format and no numbers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.stand_ins import module_with
+from lightning_mp.planning.memory.precision_storage import PrecisionStorage
+from lightning_mp.policy.applied import AppliedPolicy
+from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
+from lightning_mp.policy.policy import PrecisionPolicy
+
+__all__ = ["StandInModel", "stand_in_for"]
+
+# MasterWeightsPrecision leaves their weights in fp32.
+_WITH_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+_KEEP_FROZEN_CASTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FP8_MULTIPLE = 16
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def stand_in_for(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of the same shape; inside of a fake tensor mode it has no memory."""
+    if tensor.layout != torch.strided:
+        raise ValueError(f"estimate_memory() was given a {tensor.layout} tensor. Pass dense tensors.")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
+
+
+class StandInModel:
+    """A copy of a module with stand-ins for its tensors, cast and wrapped as the plugin of a precision would.
+
+    Make it inside of a fake tensor mode.
+
+    Args:
+        module: does not change.
+        precision: what is stored, and the format of computing.
+        policy: rules of the plugin.
+        device_type: whose autocast lists hold.
+
+    Attributes:
+        module: the copy.
+        frozen_copies: 16-bit copies of frozen weights, which autocast would cast at every use.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        precision: PrecisionStorage,
+        *,
+        policy: PrecisionPolicy | None,
+        device_type: str,
+    ) -> None:
+        self._precision = precision
+        kept = _kept_in_float32(module, precision, policy)
+        self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
+        self.frozen_copies: list[Tensor] = []
+        self._frozen_originals: list[Tensor] = []
+        fp8 = _fp8_layers(self.module) if precision.fp8 else []
+        for layer in fp8:
+            layer.forward = partial(_fp8_linear, layer)  # type: ignore[method-assign]
+        if precision.autocast:
+            self._copy_frozen_weights(fp8)
+        self._policy: AppliedPolicy | None = None
+        rules = _rules(policy, device_type) if precision.autocast else policy
+        if rules is not None:
+            self._policy = AppliedPolicy(rules, self.module, "cpu", fp8)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Every parameter once, the fp32 ones behind 16-bit copies too."""
+        copies = {id(copy) for copy in self.frozen_copies}
+        return [*(p for p in self.module.parameters() if id(p) not in copies), *self._frozen_originals]
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """What a plugin puts around a forward."""
+        dtype = self._precision.compute_dtype
+        with ExitStack() as stack:
+            if self._precision.autocast:
+                stack.enter_context(torch.autocast("cpu", dtype))
+            elif self._precision.weight_dtype != torch.float32 and self._policy is None:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(dtype)
+            if self._policy is not None:
+                if not self._precision.autocast:
+                    stack.enter_context(torch.autocast("cpu", dtype))
+                stack.enter_context(self._policy.in_force(dtype))
+            yield
+
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """What a plugin puts around a backward: rules hold for what a checkpoint runs again."""
+        with ExitStack() as stack:
+            if self._policy is not None:
+                stack.enter_context(self._policy.in_force(self._precision.compute_dtype))
+            yield
+
+    def cast_input(self, tensor: Tensor) -> Tensor:
+        """A stand-in for a tensor of the batch, which 16-bit weights want in their format."""
+        narrow = self._precision.weight_dtype != torch.float32 and self._policy is None
+        return stand_in_for(tensor, self._precision.weight_dtype if narrow and tensor.is_floating_point() else None)
+
+    def _copy_frozen_weights(self, opaque: list[nn.Linear]) -> None:
+        copies: dict[int, nn.Parameter] = {}
+        for module in self.module.modules():
+            if type(module) not in _KEEP_FROZEN_CASTS or module in opaque:
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad or parameter.dtype != torch.float32:
+                    continue
+                if id(parameter) not in copies:
+                    copy = stand_in_for(parameter, self._precision.compute_dtype)
+                    copies[id(parameter)] = nn.Parameter(copy, requires_grad=False)
+                    self._frozen_originals.append(parameter)
+                setattr(module, name, copies[id(parameter)])
+        self.frozen_copies = list(copies.values())
+
+
+def _kept_in_float32(
+    module: nn.Module, precision: PrecisionStorage, policy: PrecisionPolicy | None
+) -> Callable[[Tensor], torch.dtype | None]:
+    """The format in which a tensor of the module is held; None for its own."""
+    if precision.weight_dtype == torch.float32:
+        return lambda tensor: None
+    has_masters = precision.master_bytes > 0
+    ruled = policy.resolve(module).modules_not_used_in(precision.compute_dtype) if policy is not None else ()
+    kept = {
+        id(parameter)
+        for name, part in named_modules(module)
+        if isinstance(part, _WITH_STATISTICS) or name in ruled
+        for parameter in part.parameters(recurse=False)
+    }
+    buffers = {id(buffer) for buffer in module.buffers()}
+
+    def dtype_of(tensor: Tensor) -> torch.dtype | None:
+        if tensor.dtype not in _FLOATS:
+            return None
+        stays = has_masters and id(tensor) in kept | buffers
+        return None if stays else precision.weight_dtype
+
+    return dtype_of
+
+
+def _rules(policy: PrecisionPolicy | None, device_type: str) -> PrecisionPolicy | None:
+    """The rules of the policy, and what autocast of the device type does beyond that of the CPU, where this runs."""
+    rules: list[Any] = list(policy.rules) if policy is not None else []
+    ruled = {name for rule in rules if rule.kind == "op" for name in operations_named(str(rule.pattern))}
+    rules += [
+        (f"op:{name}", "fp32")
+        for name in sorted(KNOWN_OPERATIONS - ruled)
+        if by_autocast(name, device_type) == "fp32" and by_autocast(name, "cpu") != "fp32"
+    ]
+    return PrecisionPolicy(rules) if rules else None
+
+
+# -- fp8 ---------------------------------------------------------------------------------------------------------------
+
+
+def _fp8_layers(module: nn.Module) -> list[nn.Linear]:
+    """The layers that ``Float8Precision`` chooses when it is told nothing."""
+    linears = list(dict.fromkeys(part for _, part in named_modules(module) if isinstance(part, nn.Linear)))
+    others = {id(p) for part in module.modules() if part not in linears for p in part.parameters(recurse=False)}
+    return [
+        linear
+        for linear in linears[1:-1]
+        if type(linear) is nn.Linear
+        and "forward" not in vars(linear)
+        and linear.in_features % _FP8_MULTIPLE == linear.out_features % _FP8_MULTIPLE == 0
+        and id(linear.weight) not in others
+    ]
+
+
+def _fp8_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    product: Callable[..., Tensor] = _Fp8Product.apply
+    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    output = product(x.to(low), layer.weight.t())
+    return output if layer.bias is None else output + layer.bias.to(output.dtype)
+
+
+class _Fp8Product(torch.autograd.Function):
+    """Saves and makes what torchao's fp8 product does: the inputs in their own format, rounded copies on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(_rounded(x), _rounded(weight), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        of_input = _product(_rounded(gradient), _rounded(weight.t()), x.dtype)
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = _product(_rounded(flat.t()), _rounded(x.reshape(-1, x.shape[-1])), x.dtype)
+        return of_input, of_weight.t()
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    scaled = tensor.to(torch.float32) * tensor.abs().amax(-1, keepdim=True).float()
+    return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*left.shape[:-1], right.shape[-1], dtype=dtype, device=left.device)

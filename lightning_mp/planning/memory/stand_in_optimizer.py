@@ -1,0 +1,155 @@
+"""An optimizer's step on tensors without numbers: states and temporaries come from the optimizer's own code."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.planning.memory.live_storages import LiveStorages
+from lightning_mp.planning.memory.precision_storage import PrecisionStorage
+
+__all__ = ["OptimizerFactory", "StandInOptimizer", "make_optimizers"]
+
+# While a master is taken apart, per element: magnitude, high part and shifted bits in int32, the remainder in int16.
+_SPLIT_BYTES = 14
+
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None) -> list[Optimizer]:
+    """The optimizers of a module.
+
+    Args:
+        module: of stand-ins.
+        optimizer: a class of ``torch.optim`` by its name in any case, or a function from parameters to an optimizer;
+            None asks the module's ``configure_optimizers``, and takes AdamW where there is none.
+
+    Raises:
+        ValueError: the name is unknown, or what was made is no optimizer.
+
+    Example:
+        >>> make_optimizers(nn.Linear(2, 2), "sgd")[0].__class__.__name__
+        'SGD'
+    """
+    configure = getattr(module, "configure_optimizers", None)
+    if optimizer is None and callable(configure):
+        found = list(_optimizers_in(configure()))
+    else:
+        found = [_factory(optimizer or "AdamW")([p for p in module.parameters() if p.requires_grad])]
+    if not all(isinstance(one, Optimizer) for one in found):
+        kinds = ", ".join(type(one).__name__ for one in found)
+        raise ValueError(f"`optimizer` must make a torch.optim.Optimizer, got {kinds}. Pass a class or its name.")
+    return found
+
+
+def _factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
+    if not isinstance(optimizer, str):
+        return optimizer
+    classes = {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    if optimizer.lower() not in classes:
+        raise ValueError(
+            f"`optimizer` {optimizer!r} is not known. Use one of {', '.join(sorted(classes))}, or pass a function from"
+            " parameters to an optimizer."
+        )
+    kind = classes[optimizer.lower()]
+    return lambda parameters: kind(parameters, lr=1e-3)  # type: ignore[call-arg]  # every class has it
+
+
+def _optimizers_in(configured: Any) -> Iterable[Any]:
+    """Of everything that Lightning lets ``configure_optimizers`` return."""
+    if configured is None:
+        return
+    if isinstance(configured, Mapping):
+        yield configured["optimizer"]
+    elif isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
+        yield from configured[0]
+    elif isinstance(configured, Sequence):
+        for one in configured:
+            yield from _optimizers_in(one)
+    else:
+        yield configured
+
+
+class StandInOptimizer:
+    """One optimizer over tensors on the meta device that stand for the parameters, or for their masters.
+
+    Args:
+        optimizer: its groups hold the stand-ins from now on.
+        precision: whether there are masters.
+        device_type: "cuda" takes the implementation over all tensors at once where the optimizer leaves the choice.
+
+    Raises:
+        ValueError: the optimizer cannot step without numbers.
+    """
+
+    def __init__(self, optimizer: Optimizer, precision: PrecisionStorage, device_type: str) -> None:
+        self.optimizer = optimizer
+        self._precision = precision
+        self._of: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
+        self.has_temporaries = not any(group.get("fused") for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            if "foreach" in group and not group.get("fused") and group["foreach"] is None:
+                group["foreach"] = device_type == "cuda"
+            if group.get("fused"):
+                group["fused"], group["foreach"] = False, False
+            group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
+
+    def _stand_in(self, parameter: Tensor) -> nn.Parameter:
+        halved = parameter.dtype in (torch.float16, torch.bfloat16)
+        has_master = halved and parameter.requires_grad and self._precision.master_bytes > 0
+        dtype = torch.float32 if has_master else parameter.dtype
+        value = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        kept: Tensor | None = None
+        if has_master:
+            short = self._precision.master_bytes == 2
+            kept = torch.empty(parameter.shape, dtype=torch.int16, device="meta") if short else value
+        stand_in = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        self._of.append((parameter, stand_in, kept))
+        return stand_in
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """What is kept beside 16-bit weights."""
+        return [kept for _, _, kept in self._of if kept is not None]
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Every tensor of the optimizer's state."""
+        return list(tensors_in([dict(state) for state in self.optimizer.state.values()]))
+
+    def step(self, live: LiveStorages | None = None) -> None:
+        """Makes one step with the gradients that the parameters have."""
+        used = [row for row in self._of if row[0].grad is not None]
+        for parameter, stand_in, kept in used:
+            assert parameter.grad is not None
+            gradient = torch.empty(parameter.shape, dtype=parameter.grad.dtype, device="meta")
+            if live is not None:
+                live.add(None, [gradient])
+                if kept is None:
+                    live.add(None, [stand_in])
+                elif kept.dtype == torch.int16:  # the whole master, put together for the step
+                    live.add("temporaries", [stand_in])
+            stand_in.grad = gradient.to(stand_in.dtype)
+        try:
+            self.optimizer.step()
+        except (RuntimeError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"estimate_memory() cannot step {type(self.optimizer).__name__} on tensors without numbers ({reason})."
+                " Pass optimizer= with one that keeps as many bytes, such as 'AdamW' (8 per parameter) or 'SGD' (0)."
+            ) from error
+        finally:
+            for _, stand_in, _ in used:
+                stand_in.grad = None
+        short = [(stand_in, kept) for _, stand_in, kept in used if kept is not None and kept.dtype == torch.int16]
+        if live is not None and short:
+            largest = max(kept.numel() for _, kept in short)
+            torch.empty(_SPLIT_BYTES * largest, dtype=torch.int8, device="meta")
+            live.add(None, [stand_in for stand_in, _ in short])

@@ -1,0 +1,47 @@
+"""A picture of what is alive during a training step."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_mp.planning.memory.live_storages import PARTS
+
+if TYPE_CHECKING:
+    from lightning_mp.planning.memory.estimate import MemoryEstimate
+
+__all__ = ["draw_timeline"]
+
+_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def draw_timeline(estimate: "MemoryEstimate", path: Path) -> None:
+    """Draws the parts on top of each other, over the operations of the step.
+
+    Args:
+        estimate: what to draw.
+        path: of a png, pdf or svg.
+
+    Raises:
+        ValueError: the name of the file has another ending.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"{path} is no picture that can be drawn. End its name with {', '.join(_SUFFIXES)}.")
+    from matplotlib.figure import Figure
+
+    samples = estimate.samples
+    unit, name = (2**30, "GiB") if estimate.peak_bytes >= 2**30 else (2**20, "MiB")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    shown = [part for part in PARTS if any(sample.bytes_by_part.get(part) for sample in samples)]
+    heights = [[sample.bytes_by_part.get(part, 0) / unit for sample in samples] for part in shown]
+    axes.stackplot(range(len(samples)), heights, labels=shown, step="post")
+    for index, sample in enumerate(samples):
+        if index == 0 or samples[index - 1].phase != sample.phase:
+            axes.axvline(index, color="black", linewidth=0.6)
+            axes.text(index, estimate.peak_bytes / unit * 1.02, f" {sample.phase}", va="bottom")
+    axes.set(xlabel="operations that change it", ylabel=f"live tensors, {name}", xlim=(0, max(len(samples) - 1, 1)))
+    axes.set_ylim(0, estimate.peak_bytes / unit * 1.12)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.set_title(f"{estimate.precision}, {estimate.strategy}, {estimate.ranks} rank(s)", fontsize="medium", pad=14)
+    figure.savefig(path)

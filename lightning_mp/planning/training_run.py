@@ -1,0 +1,216 @@
+"""One training run by its numbers: two of model, tokens and compute make the third; time, cost and loss follow."""
+
+import warnings
+from dataclasses import dataclass
+from typing import SupportsFloat
+
+from lightning_mp.core.quantities import parse_flops, parse_fraction, parse_quantity
+from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+from lightning_mp.planning.scaling_laws.device_budget import chip_of
+from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal, warn_far_outside
+from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, find_law
+from lightning_mp.planning.scaling_laws.repetition import MUENNIGHOFF_2023
+from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw, ScalingLaw
+
+__all__ = ["USUAL_MFU", "RunTime", "TrainingRun", "run_time", "training_run"]
+
+_Quantity = str | SupportsFloat
+_SECONDS_PER_HOUR = 3600
+_WORTHLESS = 0.1
+
+USUAL_MFU = (0.3, 0.5)
+"""Where none is measured: PaLM reports 46% (Chowdhery et al. 2022, table 3), Llama 3 405B 38 to 43% (Dubey et al. 2024,
+table 4), and most own code is below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """A model, its tokens and its compute, whether or not they are the best ones.
+
+    Attributes:
+        law: of the predicted loss.
+        parameters: N.
+        tokens: D, repeated ones counted each time.
+        flops: C = 6 N D.
+        loss: predicted, in nats per token; None where the law has none.
+        optimum: the best model of the same compute.
+        unique_tokens: to draw from; None where no limit was given.
+    """
+
+    law: ScalingLaw
+    parameters: float
+    tokens: float
+    flops: float
+    loss: float | None
+    optimum: ComputeOptimal
+    unique_tokens: float | None = None
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the unique tokens."""
+        return 1.0 if self.unique_tokens is None else max(1.0, self.tokens / self.unique_tokens)
+
+    @property
+    def repetition_note(self) -> str | None:
+        """What repeating tokens is worth, and whether further epochs still pay; None where nothing is repeated."""
+        return repetition_note(self.tokens, self.unique_tokens)
+
+
+def repetition_note(tokens: float, unique_tokens: float | None) -> str | None:
+    """What repeating tokens is worth, by Muennighoff et al. 2023; None where nothing is repeated.
+
+    Example:
+        >>> repetition_note(3.05e12, 1e10)
+        '305 epochs: they are worth 16.4 epochs of new tokens. Further epochs stopped paying after 36: a token then adds
+        less than 10% of a new one.'
+    """
+    if unique_tokens is None or tokens <= unique_tokens:
+        return None
+    epochs, law = tokens / unique_tokens, MUENNIGHOFF_2023
+    worth = law.effective_tokens(tokens, unique_tokens) / unique_tokens
+    said = f"{epochs:.3g} epochs: they are worth {worth:.3g} epochs of new tokens."
+    last, end = law.worth_of_next_token(tokens, unique_tokens), law.epochs_until_worth(_WORTHLESS)
+    if last < _WORTHLESS:
+        return (
+            f"{said} Further epochs stopped paying after {end:.0f}: a token then adds less than {_WORTHLESS:.0%} of a"
+            " new one."
+        )
+    return f"{said} The next token adds {last:.0%} of a new one; after {end:.0f} epochs it adds {_WORTHLESS:.0%}."
+
+
+def training_run(
+    *,
+    parameters: _Quantity | None = None,
+    tokens: _Quantity | None = None,
+    flops: _Quantity | None = None,
+    unique_tokens: _Quantity | None = None,
+    law: str | ScalingLaw = DEFAULT_LAW,
+) -> TrainingRun:
+    """A run of two given numbers of three, with the loss that a law expects of it, also far from the optimum.
+
+    Args:
+        parameters: N.
+        tokens: D.
+        flops: C = 6 N D.
+        unique_tokens: all the tokens there are; beyond them, tokens are repeated.
+        law: a name of :data:`~lightning_mp.planning.scaling_laws.presets.LAWS`, or a law of your own.
+
+    Raises:
+        ValueError: not exactly two were given, or a number makes no sense.
+
+    Warns:
+        UserWarning: the run lies more than ten times beyond the models that the law was fitted to.
+
+    Example:
+        Llama 3 8B saw 15 trillion tokens. A model ten times its size would have made more of the compute:
+
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")
+        ...     run = training_run(parameters="8.03B", tokens="15T")
+        >>> f"{run.flops:.2e}", round(run.loss, 2), round(run.optimum.loss, 2), round(run.optimum.parameters / 1e9)
+        ('7.23e+23', 2.02, 1.97, 81)
+    """
+    given = {"parameters": parameters, "tokens": tokens, "flops": flops}
+    numbers = {
+        name: parse_flops(value, name) if name == "flops" else parse_quantity(value, name)
+        for name, value in given.items()
+        if value is not None
+    }
+    if len(numbers) != 2:
+        names = " and ".join(f"`{name}`" for name in numbers) or "none"
+        raise ValueError(f"Pass exactly two of `parameters`, `tokens` and `flops` (C = 6 N D), got {names}.")
+    n, d, c = numbers.get("parameters"), numbers.get("tokens"), numbers.get("flops")
+    per = FLOPS_PER_PARAMETER_AND_TOKEN
+    n = n if n is not None else (c or 0) / (per * (d or 1))
+    d = d if d is not None else (c or 0) / (per * n)
+    c = per * n * d
+    if n < 1 or d < 1:
+        raise ValueError(f"{c:.3g} FLOPs come to {n:.3g} parameters and {d:.3g} tokens. Is the unit right?")
+    chosen = find_law(law)
+    unique = None if unique_tokens is None else parse_quantity(unique_tokens, "unique_tokens")
+    loss = None
+    if isinstance(chosen, ParametricLaw):
+        repeats = unique is not None and d > unique
+        loss = MUENNIGHOFF_2023(chosen, n, d, unique or d) if repeats else chosen.loss(n, d)
+    warn_far_outside(chosen, n, d, stacklevel=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the run itself it was said
+        optimum = compute_optimal(flops=c, law=chosen)
+    return TrainingRun(
+        law=chosen,
+        parameters=n,
+        tokens=d,
+        flops=c,
+        loss=loss,
+        optimum=optimum,
+        unique_tokens=unique,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTime:
+    """How long a compute takes on GPUs; pairs are from the best to the worst utilisation.
+
+    Attributes:
+        chip: the chip that was meant.
+        gpus: how many.
+        mfu: the highest and the lowest utilisation.
+        measured: whether the caller gave it.
+        hours: from start to end.
+        gpu_hours: times GPUs.
+        cost: at the price, None without one.
+    """
+
+    chip: str
+    gpus: int
+    mfu: tuple[float, float]
+    measured: bool
+    hours: tuple[float, float]
+    gpu_hours: tuple[float, float]
+    cost: tuple[float, float] | None
+
+
+def run_time(
+    flops: float,
+    *,
+    device: str,
+    gpus: int = 1,
+    dtype: str = "bf16",
+    mfu: _Quantity | None = None,
+    price: _Quantity | None = None,
+) -> RunTime:
+    """Time, GPU hours and cost of a compute.
+
+    Args:
+        flops: C.
+        device: a chip, such as "h100".
+        gpus: how many.
+        dtype: format of matrix products.
+        mfu: measured utilisation, such as 0.4 or "40%"; None gives the range :data:`USUAL_MFU`.
+        price: of one GPU for an hour, in any currency.
+
+    Raises:
+        ValueError: the chip is unknown, or has no figure for the format, or a number is out of range.
+
+    Example:
+        Llama 3 405B: 3.8e25 FLOPs on 16,384 H100, at the 41% that its report gives for this size of job (table 4).
+
+        >>> round(run_time(3.8e25, device="h100", gpus=16384, mfu="41%").hours[0] / 24)
+        66
+    """
+    chip = chip_of(device)
+    if dtype not in chip.peak_flops:
+        raise ValueError(f"No {dtype} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
+    low, high = USUAL_MFU if mfu is None else (parse_fraction(mfu, "mfu"),) * 2
+    fastest, slowest = (flops / (share * chip.peak_flops[dtype]) / _SECONDS_PER_HOUR for share in (high, low))
+    each = None if price is None else parse_quantity(price, "price")
+    return RunTime(
+        chip=chip.name,
+        gpus=gpus,
+        mfu=(high, low),
+        measured=mfu is not None,
+        hours=(fastest / gpus, slowest / gpus),
+        gpu_hours=(fastest, slowest),
+        cost=None if each is None else (each * fastest, each * slowest),
+    )

@@ -1,0 +1,192 @@
+"""Memory of decoders by formulas: published parameters, bytes and savings, and what a measured module keeps."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from memory_models import VOCABULARY, WIDTH, Decoder
+
+from lightning_mp.planning import (
+    DecoderConfig,
+    MemoryLayout,
+    ParallelLayout,
+    choose_layouts,
+    decoder_memory,
+    estimate_memory,
+    find_machine,
+    inference_aware_optimum,
+    known_chips,
+    run_time,
+    training_run,
+)
+from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
+from lightning_mp.planning.scaling_laws.presets import LAWS
+
+LLAMA_2_7B = DecoderConfig(layers=32, width=4096, heads=32, ffn_width=11008, vocabulary=32000)
+LLAMA_3_405B = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
+MIXTRAL_8X7B = DecoderConfig(
+    layers=32, width=4096, heads=32, kv_heads=8, ffn_width=14336, vocabulary=32000, experts=8, active_experts=2
+)
+STATES = ("weights", "gradients", "masters", "optimizer states")
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(LLAMA_2_7B, 6_738_415_616), (LLAMA_3_405B, 405_853_388_800), (MIXTRAL_8X7B, 46_702_792_704)],
+)
+def test_parameters_are_those_of_the_published_checkpoints(config, parameters):
+    assert config.parameters == parameters
+
+
+def test_a_token_of_a_mixture_meets_two_experts():
+    assert MIXTRAL_8X7B.active_parameters == pytest.approx(12.9e9, rel=0.002)  # Jiang et al. 2024, arXiv:2401.04088
+
+
+def test_states_of_zero_are_those_of_its_first_figure():
+    """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 GPUs, 120, 31.4, 16.6 and 1.9 GB."""
+    config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
+    layouts = [MemoryLayout(ParallelLayout(copies=64), stage) for stage in (0, 1, 2)]
+    layouts.append(MemoryLayout(ParallelLayout(shards=64)))
+    for layout, gigabytes in zip(layouts, (120, 31.4, 16.6, 1.9), strict=True):
+        parts = decoder_memory(config, layout, context_tokens=1, precision="16-masters").bytes_by_part
+        states = sum(parts[name] for name in STATES)
+        assert states / config.parameters * 7.5 == pytest.approx(gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("tensor", "sequence", "bytes_per_width"), [(1, False, 34), (8, False, 13), (8, True, 4.25)])
+def test_a_block_saves_the_published_bytes_per_token(tensor, sequence, bytes_per_width):
+    """Korthikanti et al. 2022, equations 1, 2 and 4 without the scores of attention: 34, 10 + 24 / t and 34 / t."""
+    gpt3 = DecoderConfig(layers=96, width=12288, heads=96, vocabulary=50257, gated=False, dropout=True)
+    saved = gpt3.saved_bytes_per_token(2, 2, tensor=tensor, sequence_parallel=sequence)
+    assert saved == bytes_per_width * 12288
+
+
+def test_a_pipeline_holds_as_many_micro_batches_as_it_has_stages():
+    def activations(**arguments):
+        layout = MemoryLayout(ParallelLayout(stages=8))
+        return decoder_memory(LLAMA_2_7B, layout, context_tokens=4096, **arguments).bytes_by_part["activations"]
+
+    one = decoder_memory(LLAMA_2_7B, context_tokens=4096).bytes_by_part["activations"]
+    assert activations() == one
+    assert activations(micro_batches=2) == one / 4
+
+
+def test_experts_are_divided_over_data_ranks_and_blocks_run_again():
+    ranks = ParallelLayout(copies=8)
+    whole, divided = (decoder_memory(MIXTRAL_8X7B, MemoryLayout(ranks, 0, n), context_tokens=1) for n in (1, 8))
+    experts = 4 * 32 * 8 * MIXTRAL_8X7B.expert_weights
+    assert whole.bytes_by_part["weights"] - divided.bytes_by_part["weights"] == experts * 7 / 8
+    # Sharded over the same ranks, experts take the same whether whole ones are sent elsewhere or all are cut.
+    cut, sent = (
+        decoder_memory(MIXTRAL_8X7B, MemoryLayout(ParallelLayout(shards=8), 0, n), context_tokens=1).bytes_by_part
+        for n in (1, 8)
+    )
+    assert [cut[part] for part in ("weights", "optimizer states")] == [
+        sent[part] for part in ("weights", "optimizer states")
+    ]
+    assert sent["gathered weights"] < cut["gathered weights"]
+    kept, again = (decoder_memory(LLAMA_2_7B, MemoryLayout(checkpointed=c), context_tokens=4096) for c in (False, True))
+    assert again.bytes_by_part["activations"] < 0.15 * kept.bytes_by_part["activations"]
+
+
+def test_formulas_agree_with_the_measured_step_of_a_module():
+    """A decoder of two blocks; it repeats keys until they are as wide as queries, which the formula does not do."""
+    module = Decoder()
+    ids = torch.zeros(4, 32, dtype=torch.long)
+    config = DecoderConfig(
+        layers=2, width=WIDTH, heads=4, kv_heads=2, ffn_width=4 * WIDTH, vocabulary=VOCABULARY, gated=False
+    )
+    formula = decoder_memory(config, sequences=4, context_tokens=32, precision="bf16-masters").bytes_by_part
+    measured = estimate_memory(module, ids, precision="bf16-masters").end_of_forward.bytes_by_part
+    for part in STATES:
+        assert formula[part] == pytest.approx(measured[part], rel=0.05)
+    assert formula["activations"] == pytest.approx(measured["activations"], rel=0.25)
+
+
+def test_every_chip_with_a_peak_has_a_memory():
+    assert [chip.name for chip in known_chips() if chip_memory_bytes(chip.name) is None] == []
+
+
+def test_layouts_that_do_not_fit_come_last():
+    choices = choose_layouts(LLAMA_2_7B, 64, machine=find_machine("DGX H100"), memory_bytes=80e9)
+    verdicts = [choice.verdict for choice in choices]
+    assert verdicts == sorted(verdicts, key=("fits", "may fit", "does not fit").index)
+    assert {"fits", "does not fit"} <= set(verdicts)
+    assert choices[-1].layout.layout == ParallelLayout(copies=64)
+    assert all((choice.largest_micro_batch > 0) == (choice.verdict == "fits") for choice in choices)
+    nothing = choose_layouts(LLAMA_3_405B, 8, machine=find_machine("DGX H100"), memory_bytes=80e9)
+    assert {choice.verdict for choice in nothing} == {"does not fit"}
+    assert nothing[0].layout.layout.copies == 1, "whole copies are the worst of what does not fit"
+
+
+def test_inference_makes_a_smaller_model_pay():
+    """Sardana et al. 2024, figure 1: 13B and 2T tokens of inference; a 7B model saves 1.7e22 operations, 17%."""
+    law = replace(LAWS["hoffmann-3"], E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283)  # as in the paper, section 2
+    _, tokens = law.frontier.optimum(law.frontier.flops_for_parameters(13e9))
+    best = inference_aware_optimum(law, parameters=13e9, tokens=tokens, inference_tokens=2e12)
+    assert best.parameters == pytest.approx(7e9, rel=0.01)
+    assert best.lifetime_flops_before - best.lifetime_flops == pytest.approx(1.7e22, rel=0.01)
+    assert best.saving == pytest.approx(0.17, abs=0.005)
+    assert law.loss(best.parameters, best.tokens) == pytest.approx(law.loss(13e9, tokens))
+    none = inference_aware_optimum(law, parameters=13e9, tokens=tokens, inference_tokens=0)
+    assert none.parameters == pytest.approx(13e9, rel=1e-3)
+
+
+def test_two_numbers_of_a_run_make_the_third():
+    runs = [
+        training_run(parameters=1e9, tokens=2e10),
+        training_run(parameters=1e9, flops=1.2e20),
+        training_run(tokens=2e10, flops="0.12ZFLOP"),
+    ]
+    for run in runs:
+        assert (run.parameters, run.tokens, run.flops) == pytest.approx((1e9, 2e10, 1.2e20))
+        assert run.loss == pytest.approx(LAWS["besiroglu"].loss(1e9, 2e10))
+        assert run.optimum.loss <= run.loss
+
+
+def test_time_is_a_range_where_no_mfu_was_measured():
+    time = run_time(1e21, device="h100", gpus=8, price=2)
+    assert time.mfu == (0.5, 0.3)
+    assert time.hours[0] == pytest.approx(1e21 / (0.5 * 989.4e12) / 3600 / 8)
+    assert time.cost == pytest.approx([2 * hours for hours in time.gpu_hours])
+    assert run_time(1e21, device="h100", mfu="40%").hours[0] == run_time(1e21, device="h100", mfu=0.4).hours[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DecoderConfig(layers=0, width=8, vocabulary=8), "`layers` must be an integer of at least 1, got 0"),
+        (
+            lambda: DecoderConfig(layers=1, width=8, vocabulary=8, heads=4, kv_heads=3),
+            "must be a multiple of `kv_heads`",
+        ),
+        (
+            lambda: DecoderConfig(layers=1, width=8, vocabulary=8, experts=2, active_experts=3),
+            "`active_experts` (3) must be at most `experts`, got 2",
+        ),
+        (lambda: DecoderConfig.from_hugging_face({"n_layer": 2}), "does not tell hidden_size, vocab_size"),
+        (lambda: MemoryLayout(zero_stage=3), "`zero_stage` must be 0, 1 or 2, got 3. Stage 3 is shards"),
+        (lambda: MemoryLayout(ParallelLayout(copies=4), 0, 3), "`expert_ranks` must divide the 4 data ranks, got 3"),
+        (lambda: training_run(parameters=1), "Pass exactly two of `parameters`, `tokens` and `flops`"),
+        (lambda: run_time(1, device="t4"), "No bf16 peak is known for T4"),
+        (
+            lambda: decoder_memory(LLAMA_2_7B, MemoryLayout(ParallelLayout(stages=5)), context_tokens=1),
+            "`layers` (32) cannot be shared out evenly to 5 stages",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError) as info:  # noqa: PT011  # the text is read below
+        make()
+    assert message in str(info.value)
+
+
+def test_a_configuration_of_hugging_face_is_read_from_its_file():
+    shape = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+    Path("config.json").write_text(json.dumps({**shape, "vocab_size": 32000, "model_type": "llama"}))
+    assert DecoderConfig.from_hugging_face("config.json") == LLAMA_2_7B
+    Path("config.json").write_text("layers: 3")
+    with pytest.raises(ValueError, match=r"config\.json is no JSON file"):
+        DecoderConfig.from_hugging_face("config.json")

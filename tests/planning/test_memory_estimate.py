@@ -1,0 +1,218 @@
+"""Estimates of memory against what real runs with the real plugins keep alive.
+
+Promise: within 5% of the bytes of live tensors, for every kind of model, precision plugin and optimizer.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from gloo import run_ranks
+from huggingface_models import gpt2
+from memory_models import MODELS, OPTIMIZERS, Decoder, Project, measure, measure_on_rank
+from torch import nn
+
+from lightning_mp import AutocastPrecision, Float8Precision, FSDP2Strategy, LossScaler, MasterWeightsPrecision
+from lightning_mp.activation_checkpointing.cost import StepCost
+from lightning_mp.planning import estimate_memory
+
+PLUGINS = {
+    "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
+    # At a scale of 1 no step is skipped, so that optimizer states are there.
+    "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1.0)),
+    "bf16-masters": lambda: MasterWeightsPrecision("bf16-true"),
+    "bf16-remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "fp8-mixed": lambda: Float8Precision(),
+}
+# torch's, once in a process: a norm with fp32 weights takes 16-bit inputs under autocast on the CPU.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+KEPT = ("weights", "buffers", "gradients", "masters", "optimizer states", "batch")
+# Every model with every plugin, every optimizer with each of both.
+SQUARE = [
+    (model, plugin, list(OPTIMIZERS)[(row + column) % 3])
+    for (row, model), (column, plugin) in itertools.product(enumerate(MODELS), enumerate(PLUGINS))
+]
+ROWS = torch.zeros(64, 64)
+
+
+def net():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+
+POLICY = {"op:norms": "fp32", "*.up": "fp32"}
+WITH_POLICY = {
+    "bf16-mixed": lambda: AutocastPrecision("bf16-mixed", policy=POLICY),
+    "bf16-masters": lambda: MasterWeightsPrecision("bf16-true", policy=POLICY),
+}
+
+
+def check(model, plugin, optimizer, plugins=PLUGINS):
+    measured = measure(model, optimizer, plugins[plugin]())
+    estimate = estimate_memory(
+        Project(model, optimizer), MODELS[model][1](), precision=plugins[plugin](), device_type="cpu"
+    )
+    assert estimate.precision == plugin
+    end = estimate.end_of_forward.bytes_by_part
+    assert {part: end.get(part, 0) for part in KEPT} == {part: measured.parts[part] for part in KEPT}
+    assert estimate.end_of_forward.total_bytes == pytest.approx(sum(measured.parts.values()), rel=0.05)
+    if model != "adapters":  # copies of frozen weights are kept whether backward needs them or not
+        assert estimate.saved_bytes == pytest.approx(measured.parts["saved"], rel=0.05)
+    assert estimate.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "plugin", "optimizer"),
+    [("mlp", "bf16-remainder", "AdamW"), ("decoder", "bf16-mixed", "SGD with momentum")],
+)
+def test_an_estimate_is_within_5_percent_of_a_real_run(model, plugin, optimizer):
+    check(model, plugin, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "plugin", "optimizer"), SQUARE)
+def test_estimates_are_within_5_percent_for_all_models_and_plugins(model, plugin, optimizer):
+    check(model, plugin, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plugin", WITH_POLICY)
+def test_rules_of_a_policy_change_the_estimate_as_they_change_the_run(plugin):
+    check("decoder", plugin, "AdamW", WITH_POLICY)
+
+
+@pytest.mark.full
+def test_what_a_hugging_face_model_saves_is_what_a_real_forward_saves():
+    model, ids = gpt2(), torch.arange(48).view(2, 24) % 31
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    cost = StepCost(model, batch)
+    cost.begin()
+    loss = model(**batch).loss
+    cost.end_forward()
+    loss.backward()
+    cost.end()
+    estimate = estimate_memory(model, batch, device_type="cpu")
+    assert estimate.saved_bytes == pytest.approx(cost.report().saved_bytes, rel=0.05)
+
+
+@pytest.mark.full
+def test_ranks_hold_what_is_estimated_for_ddp_and_fsdp2():
+    def all_three(rank):
+        return (
+            measure_on_rank("decoder", PLUGINS["bf16-mixed"](), "ddp"),
+            measure_on_rank("decoder", PLUGINS["bf16-mixed"](), FSDP2Strategy()),
+            measure_on_rank("decoder", PLUGINS["bf16-masters"](), FSDP2Strategy()),
+        )
+
+    for ddp, *sharded in run_ranks(all_three, 2):
+        for measured, strategy, precision in (
+            (ddp, "ddp", "bf16-mixed"),
+            (sharded[0], "fsdp2", "bf16-mixed"),
+            (sharded[1], "fsdp2", "bf16-masters"),
+        ):
+            estimate = estimate_memory(
+                Project("decoder", "AdamW"),
+                MODELS["decoder"][1](),
+                precision=precision,
+                strategy=strategy,
+                ranks=2,
+                device_type="cpu",
+            )
+            end = estimate.end_of_forward.bytes_by_part
+            for part in ("weights", "gradients", "masters", "optimizer states"):
+                assert end.get(part, 0) == pytest.approx(measured[part], rel=0.05), (part, strategy, precision)
+            assert estimate.saved_bytes == pytest.approx(measured["saved"], rel=0.05), (strategy, precision)
+            if strategy == "ddp":
+                assert end["communication buffers"] == measured["buckets"]
+
+
+def test_ddp_keeps_gradients_a_second_time_unless_they_are_views_of_its_buckets():
+    one = estimate_memory(net(), ROWS)
+    buckets = estimate_memory(net(), ROWS, strategy="ddp", ranks=4)
+    views = estimate_memory(net(), ROWS, strategy="ddp", ranks=4, gradient_as_bucket_view=True)
+    assert buckets.peak_bytes - one.peak_bytes == 4 * 3 * (64 * 64 + 64)
+    assert views.peak_bytes == one.peak_bytes
+
+
+def test_fsdp2_gathers_two_units_and_what_is_in_none():
+    """A block has 5 layers; in bf16-mixed its products are gathered in 2 bytes, norms and the token table in 4."""
+    estimate = estimate_memory(
+        Decoder(), MODELS["decoder"][1](), precision="bf16-mixed", strategy="fsdp2", ranks=4, units="blocks.*"
+    )
+    block = 2 * (3 * (64 * 64 + 64) + (64 * 256 + 256) + (256 * 64 + 64)) + 4 * 3 * 64
+    outside = 4 * 96 * 64 + 2 * 96 * 64
+    end = estimate.end_of_forward.bytes_by_part
+    assert end["gathered weights"] == 2 * block + outside
+    assert "gathered weights" not in estimate.samples[-1].bytes_by_part
+    whole = estimate_memory(Decoder(), MODELS["decoder"][1](), precision="bf16-mixed")
+    assert end["weights"] == pytest.approx(whole.end_of_forward.bytes_by_part["weights"] / 4, rel=0.01)
+
+
+def test_on_a_gpu_autocast_keeps_norms_in_fp32_and_optimizers_work_on_all_tensors_at_once():
+    module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    cpu, cuda = (estimate_memory(module, ROWS, precision="bf16-mixed", device_type=d) for d in ("cpu", "cuda"))
+    # The norm gives fp32, which is cast again for the next product; both are saved.
+    assert cuda.saved_bytes > cpu.saved_bytes
+    step = {
+        d: max(s.total_bytes for s in e.samples if s.phase == "optimizer step")
+        for d, e in (("cpu", cpu), ("cuda", cuda))
+    }
+    assert step["cuda"] > step["cpu"]
+    assert cuda.reserved_bytes[0] == cuda.peak_bytes < cuda.reserved_bytes[1]
+    assert "its allocator was not measured" in str(cuda)
+    assert "allocator" not in str(cpu)
+
+
+def test_checkpoints_save_activations_and_a_fused_step_has_no_temporaries():
+    ids = MODELS["decoder"][1]()
+    kept, again = (estimate_memory(Decoder(again=again), ids, precision="bf16-mixed") for again in (False, True))
+    assert again.saved_bytes < 0.6 * kept.saved_bytes
+    fused = estimate_memory(net(), ROWS, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
+    assert {s.bytes_by_part.get("temporaries", 0) for s in fused.samples if s.phase == "optimizer step"} <= {0, 4}
+
+
+def test_a_model_on_the_meta_device_takes_no_memory_and_does_not_change():
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(50_000, 50_000), nn.ReLU(), nn.Linear(50_000, 10))
+    estimate = estimate_memory(module, torch.empty(8, 50_000, device="meta"), precision="bf16-masters", optimizer="SGD")
+    assert estimate.end_of_forward.bytes_by_part["masters"] == 4 * (50_000 * 50_011 + 10)
+    assert module[0].weight.grad is None
+    assert module[0].weight.dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_picture_and_the_table_have_the_same_parts():
+    estimate = estimate_memory(net(), ROWS, precision=MasterWeightsPrecision("bf16-true", storage="remainder"))
+    estimate.plot("memory.svg")
+    assert Path("memory.svg").read_text().startswith("<?xml")
+    parts = estimate.peak.bytes_by_part.keys() | estimate.end_of_forward.bytes_by_part.keys()
+    assert {line.split("  ")[1] for line in str(estimate).splitlines()[2:-2]} == parts
+    with pytest.raises(ValueError, match=r"memory\.doc is no picture that can be drawn\. End its name with \.png"):
+        estimate.plot("memory.doc")
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        return x * float(x.sum().item())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "fp4"}, "`precision` 'fp4' is not known. Use one of 32-true, 16-mixed, bf16-mixed"),
+        ({"strategy": "ddp2"}, "`strategy` 'ddp2' is not known. Use one of single, ddp, fsdp2"),
+        ({"ranks": 0}, "`ranks` must be a positive integer, got 0"),
+        ({"ranks": 2}, "`ranks` is 2 and `strategy` is 'single'. Pass strategy='ddp'"),
+        ({"policy": {"op:norms": "fp32"}}, "`policy` needs a precision that has one, got '32-true'"),
+        ({"units": "x"}, "`units` belongs to strategy='fsdp2', got strategy='single'"),
+        ({"optimizer": "adamx"}, "`optimizer` 'adamx' is not known. Use one of adadelta, "),
+        ({"optimizer": lambda parameters: 3}, "`optimizer` must make a torch.optim.Optimizer, got int"),
+        ({"optimizer": "adafactor"}, "cannot step Adafactor on tensors without numbers"),
+        ({"step": lambda module, batch: Reads()(module(batch))}, "as by .item(), an `if` on a tensor"),
+        ({"step": lambda module, batch: module(batch).detach()}, "found nothing to differentiate"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(arguments, message):
+    with pytest.raises(ValueError) as info:  # noqa: PT011  # the text is read below
+        estimate_memory(net(), ROWS, **arguments)
+    assert message in str(info.value)

@@ -1,0 +1,341 @@
+"""Twelve small models of all kinds for estimates of memory, and what a real run of one of them keeps alive."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from small_models import loader, quiet_trainer
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp.core import private_api
+from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.planning.memory.live_storages import LiveStorages
+
+WIDTH, TOKENS, VOCABULARY = 64, 32, 96
+
+
+def _head() -> nn.Sequential:
+    """Three layers, of which fp8 takes the middle one at least."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 10))
+
+
+class Block(nn.Module):
+    """A block of a decoder with grouped queries."""
+
+    def __init__(self, *, again: bool = False) -> None:
+        super().__init__()
+        self.again = again
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again:
+            result: Tensor = checkpoint(self.run, x, use_reentrant=False)
+            return result
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        y = self.norm(x)
+        q = self.q(y).view(rows, tokens, 4, 16).transpose(1, 2)
+        k, v = self.kv(y).view(rows, tokens, 2, 2, 16).permute(2, 0, 3, 1, 4).repeat_interleave(2, dim=2)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, *, tied: bool = False, again: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(again=again) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).flatten(0, 1)
+
+
+class Convolutions(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1),
+            norm(32),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(32, WIDTH, 3, stride=2),
+            norm(WIDTH),
+        )
+        self.head = _head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.body(x)).mean((2, 3)))
+
+
+class Decoding(nn.Module):
+    """Transposed convolutions behind a linear code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Sequential(nn.Flatten(), nn.Linear(192, WIDTH), nn.ReLU(), _head()[:4])
+        self.image = nn.ConvTranspose2d(WIDTH, 16, 8)
+        self.out = nn.Sequential(nn.Flatten(), nn.Linear(1024, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.image(self.code(x)[..., None, None])))
+
+
+class Adapted(nn.Module):
+    """A frozen base under low-rank adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)]).requires_grad_(False)
+        self.low = nn.ModuleList([nn.Linear(WIDTH, 4, bias=False) for _ in range(4)])
+        self.high = nn.ModuleList([nn.Linear(4, WIDTH, bias=False) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for base, low, high in zip(self.base, self.low, self.high, strict=True):
+            x = F.gelu(base(x) + high(low(x)))
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """Each token weighs all experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList([_head()[:3] for _ in range(4)])
+        self.head = _head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.router(x).softmax(-1)
+        return self.head(sum(share[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts)))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = _head()
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        return self.head(torch.tanh(self.left(x["left"]) * self.right(x["right"])))
+
+
+class Recurrent(nn.Module):
+    """A cell that is used again and again: its weights are cast once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = _head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for token in x.unbind(1)[:6]:
+            state = torch.tanh(self.inner(token) + self.outer(state))
+        return self.head(state)
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def _rows(count: int = 64) -> Tensor:
+    return _floats(count, WIDTH)
+
+
+_IMAGES, _IDS = (8, 3, 8, 8), torch.arange(4 * TOKENS).view(4, TOKENS) % VOCABULARY
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), _head()), _rows),
+    "norms and dropout": (
+        lambda: nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.RMSNorm(WIDTH), _head()
+        ),
+        _rows,
+    ),
+    "batch norm": (lambda: Convolutions(nn.BatchNorm2d), lambda: _floats(*_IMAGES)),
+    "group norm": (lambda: Convolutions(lambda width: nn.GroupNorm(4, width)), lambda: _floats(*_IMAGES)),
+    "transposed": (Decoding, lambda: _floats(*_IMAGES)),
+    "decoder": (Decoder, lambda: _IDS),
+    "tied decoder": (lambda: Decoder(tied=True), lambda: _IDS),
+    "checkpointed decoder": (lambda: Decoder(again=True), lambda: _IDS),
+    "adapters": (Adapted, _rows),
+    "experts": (Experts, _rows),
+    "two inputs": (TwoInputs, lambda: {"left": _rows(), "right": _rows()}),
+    "recurrent": (Recurrent, lambda: _floats(8, TOKENS, WIDTH)),
+}
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4),
+}
+
+
+class Project(pl.LightningModule):
+    """The user's module around one of the models."""
+
+    def __init__(self, name: str, optimizer: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = MODELS[name][0]()
+        self.make_optimizer = OPTIMIZERS[optimizer]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("seen", 1.0)
+        return self.net(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+class Measured(pl.Callback):
+    """What is alive in the second step of a real run: by walking the tensors, and at the peak by following storages.
+
+    Attributes:
+        parts: bytes at the end of the forward.
+        peak_bytes: the most that operations and what is held came to.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, int] = {}
+        self.peak_bytes = 0
+        self._saved: dict[StorageWeakRef, int] = {}
+        self._hooks: Any = None
+        self._observer: Any = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        self._live = LiveStorages()
+        for part, tensors in self._held(trainer, pl_module, batch).items():
+            self._live.add(part, tensors)  # type: ignore[arg-type]
+        self._batch = batch
+        self._observer = private_api.observe_dispatch(self._live.after_operation)
+        self._observer.__enter__()
+        self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self._hooks is None:
+            return
+        self._hooks.__exit__(None, None, None)
+        self._hooks = None
+        held = self._held(trainer, pl_module, self._batch)
+        known = {StorageWeakRef(t.untyped_storage()) for tensors in held.values() for t in tensors}
+        self.parts = {part: _bytes(tensors) for part, tensors in held.items()}
+        alive = {key: size for key, size in self._saved.items() if not key.expired() and key not in known}
+        self.parts["saved"] = sum(alive.values())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._observer is not None:
+            self._observer.__exit__(None, None, None)
+            self._observer = None
+            self.peak_bytes = max(sample.total_bytes for sample in self._live.samples)
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._saved.setdefault(StorageWeakRef(storage), storage.nbytes())
+        return tensor.detach()
+
+    @staticmethod
+    def _held(trainer: Any, module: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
+        store = getattr(trainer.precision_plugin, "_masters", None)
+        states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
+        return {
+            "weights": [p.detach() for p in module.parameters()],
+            "buffers": list(module.buffers()),
+            "gradients": [p.grad for p in module.parameters() if p.grad is not None],
+            "masters": [kept.detach() for kept in store._kept.values()] if store is not None else [],
+            "optimizer states": list(tensors_in(states)),
+            "batch": list(tensors_in(batch)),
+        }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({StorageWeakRef(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def measure(name: str, optimizer: str, plugin: Any) -> Measured:
+    """A real run of two steps on the CPU."""
+    measured = Measured()
+    plugins = [] if plugin is None else [plugin]
+    trainer = quiet_trainer(max_steps=2, plugins=plugins, callbacks=[measured])
+    trainer.fit(Project(name, optimizer), loader([MODELS[name][1]() for _ in range(2)]))
+    return measured
+
+
+class MeasuredOnRank(pl.Callback):
+    """What one rank of several holds when a step begins, and what its forward saves; gathered weights are left out."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, int] = {}
+        self._saved: dict[StorageWeakRef, int] = {}
+        self._weights: set[StorageWeakRef] = set()
+        self._buckets: dict[int, int] = {}
+        self._hooks: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if isinstance(trainer.model, DistributedDataParallel):
+            trainer.model.register_comm_hook(None, self._count_bucket)
+
+    def _count_bucket(self, state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        self._buckets[bucket.index()] = bucket.buffer().nbytes
+        return allreduce_hook(None, bucket)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.parts["buckets"] = sum(self._buckets.values())
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        # Now weights are sharded, and the gradients of the step before are there.
+        held = Measured._held(trainer, pl_module, [])
+        self.parts = {part: _bytes(map(local_shard, tensors)) for part, tensors in held.items()}
+        self._handle = register_module_forward_hook(self._note_weights)
+        self._weights |= {StorageWeakRef(t.untyped_storage()) for t in tensors_in(batch)}
+        self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self._hooks is None:
+            return
+        self._hooks.__exit__(None, None, None)
+        self._handle.remove()
+        self._hooks = None
+        alive = {key: size for key, size in self._saved.items() if not key.expired() and key not in self._weights}
+        self.parts["saved"] = sum(alive.values())
+
+    def _note_weights(self, module: nn.Module, args: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            self._weights.add(StorageWeakRef(local_shard(parameter.detach()).untyped_storage()))
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = local_shard(tensor.detach()).untyped_storage()
+        self._saved.setdefault(StorageWeakRef(storage), storage.nbytes())
+        return tensor.detach()
+
+
+def measure_on_rank(name: str, plugin: Any, strategy: Any) -> dict[str, int]:
+    """Bytes by part on this rank, of two in a run on the CPU."""
+    measured = MeasuredOnRank()
+    trainer = quiet_trainer(max_steps=2, devices=2, strategy=strategy, plugins=[plugin], callbacks=[measured])
+    trainer.fit(Project(name, "AdamW"), loader([MODELS[name][1]() for _ in range(2)]))
+    return measured.parts
