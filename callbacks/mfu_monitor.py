@@ -197,8 +197,8 @@ class MFUMonitor(Callback):
             MisconfigurationException: if the batch holds no tokens.
         """
         assert self._controller is not None
-        assert self._controller.requests.weighting is not None
-        if not self._controller.requests.weighting.counts_tokens:
+        assert self._controller.weighting is not None
+        if not self._controller.weighting.counts_tokens:
             raise MisconfigurationException(
                 f"MFUMonitor cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer"
                 " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
