@@ -10,6 +10,7 @@ A *pass* is every gradient byte read or written once. :func:`shard_norms` costs 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api
 
 __all__ = [
+    "LocalGradients",
     "accumulation_dtype",
     "any_overflow",
     "clamp_",
@@ -27,8 +29,10 @@ __all__ = [
     "local_shard",
     "multiply_",
     "parameters_with_gradient",
+    "read_gradients",
     "reduce_partial_gradients_",
     "replicas",
+    "replicas_of",
     "scaled_clamp_",
     "shard_norms",
     "square_sum",
@@ -104,6 +108,11 @@ def replicas(gradient: Tensor, *, holders: int, plain_replicas: int) -> int:
     return math.prod(copies) * (holders // mesh.size())
 
 
+def replicas_of(gradients: Iterable[Tensor], *, holders: int, plain_replicas: int) -> list[int]:
+    """:func:`replicas` of each gradient."""
+    return [replicas(gradient, holders=holders, plain_replicas=plain_replicas) for gradient in gradients]
+
+
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Where sums of squares and token counts are kept: float64, but float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -132,7 +141,7 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
     norms: list[Tensor] = [torch.empty(0)] * len(shards)
     for (_, dtype), indices in groups.items():
         norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        group = torch.stack(tuple(private_api.foreach_norm([shards[i] for i in indices], 2, norm_dtype)))
+        group = torch.stack(tuple(private_api.foreach_norm([shards[i] for i in indices], 2, dtype=norm_dtype)))
         # torch does not square a single number.
         group = torch.where(group.square().isinf(), torch.inf, group)
         for index, norm in zip(indices, group.unbind(), strict=True):
@@ -141,6 +150,30 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
         widest = torch.float64 if any(dtype == torch.float64 for _, dtype in groups) else torch.float32
         norms = [norm.to(device=shards[0].device, dtype=widest, non_blocking=True) for norm in norms]
     return torch.stack(norms)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalGradients:
+    """What one pass over an optimizer's gradients has found on this rank.
+
+    Attributes:
+        parameters: those that have a gradient.
+        gradients: theirs.
+        norms: two-norm of each one's local shard, shape ``[num_parameters]``; None if there are none.
+    """
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    norms: Tensor | None
+
+
+def read_gradients(optimizer: Optimizer) -> LocalGradients:
+    """Reads the gradients of an optimizer on this rank (one pass); sums that are still to be made are made first."""
+    parameters = parameters_with_gradient(optimizer)
+    reduce_partial_gradients_(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = shard_norms([local_shard(gradient) for gradient in gradients]) if gradients else None
+    return LocalGradients(parameters, gradients, norms)
 
 
 def any_overflow(norms: Tensor) -> Tensor:

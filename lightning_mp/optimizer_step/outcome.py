@@ -140,7 +140,8 @@ class StepOutcomeDispatcher:
         # `trainer.global_step` goes on in a second fit, so this does, too.
         self.skipped_steps = self._skipped_before.get(trainer, 0)
         self._pending: _Pending | None = None
-        self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module)
+        self._last_skipped: bool | None = False
+        self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module, lambda: self._last_skipped)
         self._frequency = LearningRateFrequency(trainer, lambda: self.skipped_steps)
         self._averaging = SkippedStepAveragingGuard(trainer, self.settle, lambda: self.skipped_steps)
         self._ranks_alike: RanksAlike | None = None
@@ -187,7 +188,7 @@ class StepOutcomeDispatcher:
         """
         self.settle()
         self._pending = _Pending(optimizer, self._trainer.global_step, report, report.numbers())
-        self._learning_rate.expect_outcome()
+        self._last_skipped = None
         if settle_now:
             self.settle()
 
@@ -206,19 +207,17 @@ class StepOutcomeDispatcher:
             _report=pending.report,
             _pl_module=self._pl_module,
         )
-        self.skipped_steps += outcome.skipped
-        self._learning_rate.settle(skipped=outcome.skipped)
-        self._averaging.settle(skipped=outcome.skipped)
-        self._tell(pending.optimizer, outcome)
-
-    def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
+        self._last_skipped = skipped = not outcome.stepped
+        self.skipped_steps += skipped
+        self._learning_rate.settle(skipped=skipped)
+        self._averaging.settle(skipped=skipped)
         for callback in private_api.callbacks_of(self._trainer):
             hook = getattr(callback, "on_after_optimizer_step", None)
             if hook is not None:
                 with private_api.profiler_of(self._trainer).profile(
                     f"[Callback]{callback.state_key}.on_after_optimizer_step"
                 ):
-                    hook(self._trainer, self._pl_module, optimizer, outcome)
+                    hook(self._trainer, self._pl_module, pending.optimizer, outcome)
         module_hook = getattr(self._pl_module, "on_after_optimizer_step", None)
         if module_hook is not None:
-            module_hook(optimizer, outcome)
+            module_hook(pending.optimizer, outcome)
