@@ -14,6 +14,7 @@ from lightning_mp.callbacks._common import log_host_number, refuse_other_trainer
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_COUNT, checked_state, listed_of
 from lightning_mp.planning.scaling_laws.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
 
 __all__ = ["BudgetForecast"]
@@ -136,5 +137,9 @@ class BudgetForecast(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a checkpoint."""
-        self.tokens, self.losses = list(state_dict["tokens"]), list(state_dict["losses"])
-        self._stride, self._windows = state_dict["stride"], state_dict["windows"]
+        kinds = {"tokens": listed_of(AMOUNT), "stride": POSITIVE_COUNT, "windows": COUNT}
+        state = checked_state(state_dict, kinds, "BudgetForecast")
+        kinds = {"losses": listed_of(ANY_NUMBER, len(state["tokens"]))}
+        checked_state(state, kinds, "BudgetForecast")
+        self.tokens, self.losses = list(state["tokens"]), list(state["losses"])
+        self._stride, self._windows = state["stride"], state["windows"]

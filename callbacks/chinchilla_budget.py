@@ -12,7 +12,7 @@ from torch import nn
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers, report_folder
 from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.core.saved_state import SECONDS, checked_state
+from lightning_mp.core.saved_state import AMOUNT, checked_state
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
@@ -225,7 +225,7 @@ class ChinchillaBudget(Callback):
             ValueError: if the time cannot be.
         """
         saved = {_DEVICE_SECONDS: checkpoint.get(_DEVICE_SECONDS, 0.0)}
-        self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: SECONDS}, "ChinchillaBudget")[_DEVICE_SECONDS]
+        self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: AMOUNT}, "ChinchillaBudget")[_DEVICE_SECONDS]
 
     # -- every batch ---------------------------------------------------------------------------------------------------
 

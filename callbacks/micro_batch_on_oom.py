@@ -24,6 +24,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.saved_state import POSITIVE_COUNT, checked_state, or_none
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.modules.state import keep_module
@@ -158,7 +159,7 @@ class MicroBatchOnOOM(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the size that fitted."""
-        size = state_dict["size"]
+        size = checked_state(state_dict, {"size": or_none(POSITIVE_COUNT)}, "MicroBatchOnOOM")["size"]
         self.size = None if size is None else max(size, self.min_size)
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------

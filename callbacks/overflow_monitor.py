@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, report_folder
 from lightning_mp.core.messages import listed
+from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.optimizer_step.step_limit import RealStepLimit
 from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
@@ -204,9 +205,11 @@ class OverflowMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from saved totals."""
-        self.attempted_steps = state_dict["attempted_steps"]
-        self.skipped_steps = state_dict["skipped_steps"]
-        self.skip_streak = state_dict.get("skip_streak", 0)
+        kinds = dict.fromkeys(("attempted_steps", "skipped_steps", "skip_streak"), COUNT)
+        state = checked_state(state_dict, kinds, "OverflowMonitor")
+        self.attempted_steps = state["attempted_steps"]
+        self.skipped_steps = state["skipped_steps"]
+        self.skip_streak = state["skip_streak"]
         # FSDP strategies load after `on_fit_start`.
         self._pass_on_skips()
 

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
 from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.lr_schedule.cooldown import CooldownRequest
+from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding
+from lightning_mp.lr_schedule.cooldown import COOLDOWN_KINDS, CooldownRequest
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
@@ -363,9 +364,11 @@ class TokenLearningRate(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a checkpoint; a cooldown that was asked for meanwhile stays."""
-        self._run.load_state_dict(state_dict)
-        self._end_tokens = state_dict["end_tokens"]
-        self._cooldown = state_dict["cooldown_agreed"]
+        kinds = {"end_tokens": COUNT, "cooldown_agreed": AMOUNT, "cooldown_request": holding(COOLDOWN_KINDS)}
+        state = checked_state(state_dict, kinds, "TokenLearningRate")
+        self._run.load_state_dict(state)
+        self._end_tokens = state["end_tokens"]
+        self._cooldown = state["cooldown_agreed"]
         self._request.load_state_dict(state_dict["cooldown_request"])
 
 

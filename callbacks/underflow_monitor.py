@@ -20,9 +20,10 @@ from lightning_mp.callbacks._common import log_host_number, refuse_other_trainer
 from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import NumberFormat
+from lightning_mp.core.saved_state import checked_state
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
-from lightning_mp.diagnostics.underflow.observation import UnderflowObservation, UnderflowSummary
+from lightning_mp.diagnostics.underflow.observation import STATE_KINDS, UnderflowObservation, UnderflowSummary
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
@@ -344,6 +345,7 @@ class UnderflowMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a saved history."""
+        state_dict = checked_state(state_dict, STATE_KINDS, "UnderflowMonitor")
         latest = state_dict["latest"]
         self._latest = None if latest is None else UnderflowObservation.from_dict(latest)
         self._history.clear()

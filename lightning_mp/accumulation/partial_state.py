@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
-from lightning_mp.core.saved_state import COUNT, POSITIVE, SECONDS, Kind, checked_state, listed_of, tensor_like
+from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, Kind, checked_state, listed_of, tensor_like
 from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
 from lightning_mp.gradients.gradient_ops import sum_over_ranks_
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -73,7 +73,7 @@ class PartialAccumulation:
             "position": COUNT,
             "num_ranks": POSITIVE,
             "loss_scale": POSITIVE,
-            "totals": listed_of(SECONDS, NUM_TOTALS),
+            "totals": listed_of(AMOUNT, NUM_TOTALS),
             "gradients": Kind("a mapping", lambda value: isinstance(value, dict)),
         }
         partial = cls(**checked_state(saved, kinds, "an open accumulation window"))

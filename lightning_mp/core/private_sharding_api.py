@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "let_layers_rest",
     "number_reduced_by_ddp",
     "set_data_parallel_size",
+    "sharded_parameters",
     "sharding_groups",
+    "sharding_mesh",
     "sharding_param_dtype",
     "wants_sync_batchnorm",
     "without_forward_hooks_of_sharding",
@@ -32,6 +35,17 @@ def sharding_groups(unit: object) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def sharding_mesh(group: Any) -> DeviceMesh:
+    """The ranks over which FSDP2 shards, and keeps copies of, one of :func:`sharding_groups`."""
+    mesh: DeviceMesh = group.mesh_info.mesh
+    return mesh
+
+
+def sharded_parameters(group: Any) -> list[Tensor]:
+    """What the optimizer holds of one of :func:`sharding_groups`."""
+    return [parameter.sharded_param for parameter in group.fsdp_params]
 
 
 def before_each_gather(group: Any, note: Callable[[], None]) -> Callable[[], None]:

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "AMOUNT",
+    "ANY_NUMBER",
     "COUNT",
     "FLAG",
     "NUMBER",
     "POSITIVE",
-    "SECONDS",
+    "POSITIVE_COUNT",
     "Kind",
     "checked_state",
+    "holding",
     "listed_of",
+    "named",
     "or_none",
     "tensor_like",
 ]
@@ -40,8 +44,10 @@ def _is_number(value: Any) -> bool:
 
 COUNT = Kind("a whole number from 0", _is_count)
 POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
+POSITIVE_COUNT = Kind("a whole number from 1", lambda value: _is_count(value) and value > 0)
+ANY_NUMBER = Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
 NUMBER = Kind("a finite number", _is_number)
-SECONDS = Kind("a finite number from 0", lambda value: _is_number(value) and value >= 0)
+AMOUNT = Kind("a finite number from 0", lambda value: _is_number(value) and value >= 0)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 
 
@@ -56,6 +62,30 @@ def listed_of(kind: Kind, length: int | None = None) -> Kind:
     return Kind(
         f"a list of {number}{kind.words}",
         lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value)),
+    )
+
+
+def holding(kinds: Mapping[str, Kind]) -> Kind:
+    """A mapping that has exactly these entries."""
+    words = ", ".join(f"{name} ({kind.words})" for name, kind in kinds.items())
+    return Kind(
+        f"a mapping of {words}",
+        lambda value: (
+            isinstance(value, Mapping)
+            and value.keys() == kinds.keys()
+            and all(kind.fits(value[name]) for name, kind in kinds.items())
+        ),
+    )
+
+
+def named(kind: Kind) -> Kind:
+    """A mapping from names to such."""
+    return Kind(
+        f"a mapping from names to {kind.words}",
+        lambda value: (
+            isinstance(value, Mapping)
+            and all(isinstance(name, str) and kind.fits(entry) for name, entry in value.items())
+        ),
     )
 
 

@@ -13,8 +13,10 @@ that was of use.
 """
 
 from collections import deque
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state
 
 __all__ = ["Rates", "Throughput", "ThroughputTotals", "Work"]
 
@@ -196,8 +198,13 @@ class Throughput:
         return asdict(self.totals)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from saved totals; the window starts anew."""
-        self.totals = ThroughputTotals(**state)
+        """Goes on from saved totals; the window starts anew.
+
+        Raises:
+            ValueError: if the state is not one of :meth:`state_dict`.
+        """
+        kinds = {f.name: COUNT if f.type is int else AMOUNT for f in fields(ThroughputTotals)}
+        self.totals = ThroughputTotals(**checked_state(state, kinds, "the throughput"))
         self._history.clear()
         self._history.append(self.totals)
         self._since = None

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 from zlib import crc32
 
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_sharding_api
@@ -22,16 +23,34 @@ __all__ = ["AgreedUnits"]
 _NAMES_IN_MESSAGE = 8
 
 
+@dataclass
+class _Together:
+    """What the ranks of one mesh gather and reduce together.
+
+    Attributes:
+        groups: over which they compare, one after another; None for all ranks.
+        parameters: ids of the sharded parameters.
+        gathered: indices of the units that this rank has gathered since the last step, in order.
+    """
+
+    groups: Sequence[dist.ProcessGroup | None]
+    parameters: set[int] = field(default_factory=set)
+    gathered: list[int] = field(default_factory=list)
+    compared: list[int] = field(default_factory=list)
+    on_its_way: HostCopy | None = None
+
+
 class AgreedUnits:
     """Sees which units this rank gathers and which parameters get gradients; before each step ranks compare the two.
 
-    A unit's weights are gathered by all ranks together, and collective operations have no names: where one rank gathers
-    a unit and another rank one of the same size, each gets what the other has sent, and no error. The same holds for
-    the reduction of a unit in which ranks have gradients for different parameters.
+    A unit's weights are gathered by all ranks of its mesh together, and collective operations have no names: where one
+    rank gathers a unit and another rank one of the same size, each gets what the other has sent, and no error. The same
+    holds for the reduction of a unit in which ranks have gradients for different parameters.
 
-    Ranks compare by one reduction of two numbers per optimizer step, largest and smallest checksum. On a CPU the answer
-    is there before the step is made. Elsewhere it is read at the next step, so that nobody waits for the device, and
-    before the optimizer's state goes into a checkpoint.
+    Ranks compare by one reduction of two numbers per optimizer step, largest and smallest checksum; where units lie on
+    several meshes (experts, copies beside tensor parallelism), by one for each dimension of each mesh. On a CPU the
+    answer is there before the step is made. Elsewhere it is read at the next step, so that nobody waits for the device,
+    and before the optimizer's state goes into a checkpoint.
 
     Args:
         model: as the strategy has wrapped it.
@@ -43,34 +62,33 @@ class AgreedUnits:
         self._device = device
         self._waits = device.type == "cpu" if waits is None else waits
         self._names: list[str] = []
-        self._gathered: list[int] = []
-        self._compared: list[int] = []
-        self._on_its_way: HostCopy | None = None
+        self._by_ranks: dict[tuple[int, ...], _Together] = {}
         self._ends: list[Callable[[], Any]] = []
         seen: set[int] = set()
         for name, module in model.named_modules():
             if isinstance(module, FullyShardedDataParallel):
-                self._ends.append(module.register_forward_pre_hook(self._note(name)).remove)
+                note = self._note(name, self._on(None))
+                self._ends.append(module.register_forward_pre_hook(note).remove)
             elif isinstance(module, FSDPModule):
                 for group in private_sharding_api.sharding_groups(module):
-                    if id(group) not in seen:
-                        seen.add(id(group))
-                        self._ends.append(private_sharding_api.before_each_gather(group, self._note(name)))
+                    mesh = private_sharding_api.sharding_mesh(group)
+                    if id(group) in seen or mesh.size() == 1:
+                        continue
+                    seen.add(id(group))
+                    together = self._on(mesh)
+                    together.parameters.update(map(id, private_sharding_api.sharded_parameters(group)))
+                    note = self._note(name, together)
+                    self._ends.append(private_sharding_api.before_each_gather(group, note))
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> Self | None:
-        """Watches a model that all ranks shard alike; None for any other.
-
-        Models whose parameters lie on meshes of some ranks only, as experts do, may run other units there.
-        """
+        """Watches a model that FSDP shards over several ranks; None for any other."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
         if not any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
             return None
-        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-        if any(parameter.device_mesh.size() != dist.get_world_size() for parameter in sharded):
-            return None
-        return cls(model, device).attach(optimizers)
+        watching = cls(model, device)
+        return watching.attach(optimizers) if watching._by_ranks else None
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Self:
         """Settles before the state of these goes into a checkpoint."""
@@ -91,13 +109,17 @@ class AgreedUnits:
             MisconfigurationException: on all ranks, if they differed now or, where nobody waits, the last time.
         """
         self.settle()
-        with_gradient = [isinstance(p.grad, DTensor) for group in optimizer.param_groups for p in group["params"]]
-        checksum = crc32(bytes(with_gradient), crc32(array("l", self._gathered)))
-        self._compared, self._gathered = self._gathered, []
-        # `full` is a kernel; `torch.tensor(..., device=...)` would make the host wait for the device.
-        both = torch.stack([self._number(checksum), self._number(-checksum)])
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        self._on_its_way = HostCopy(both)
+        with_gradient = [id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        for together in self._by_ranks.values():
+            trained = array("l", (numbers[i] for i in with_gradient if i in together.parameters))
+            checksum = crc32(trained, crc32(array("l", together.gathered)))
+            together.compared, together.gathered[:] = list(together.gathered), []
+            # `full` is a kernel; `torch.tensor(..., device=...)` would make the host wait for the device.
+            both = torch.stack([self._number(checksum), self._number(-checksum)])
+            for ranks in together.groups:
+                dist.all_reduce(both, op=dist.ReduceOp.MAX, group=ranks)
+            together.on_its_way = HostCopy(both)
         if self._waits:
             self.settle()
 
@@ -105,25 +127,37 @@ class AgreedUnits:
         """Reads the last comparison.
 
         Raises:
-            MisconfigurationException: on all ranks, if they differed.
+            MisconfigurationException: on all ranks that gather a unit together, if they differed.
         """
-        on_its_way, self._on_its_way = self._on_its_way, None
-        if on_its_way is None:
-            return
-        largest, smallest = on_its_way.read()
-        if largest != -smallest:
-            raise MisconfigurationException(self._difference())
+        different = None
+        for together in self._by_ranks.values():
+            on_its_way, together.on_its_way = together.on_its_way, None
+            if on_its_way is not None:
+                largest, smallest = on_its_way.read()
+                if largest != -smallest:
+                    different = different or together
+        if different is not None:
+            raise MisconfigurationException(self._difference(different.compared))
 
-    def _note(self, name: str) -> Callable[..., None]:
+    def _on(self, mesh: DeviceMesh | None) -> _Together:
+        """The units on the ranks of a mesh; None for all ranks."""
+        everybody = tuple(range(dist.get_world_size()))
+        ranks = everybody if mesh is None else tuple(mesh.mesh.flatten().tolist())
+        if ranks not in self._by_ranks:
+            groups = [None] if mesh is None or len(ranks) == len(everybody) else mesh.get_all_groups()
+            self._by_ranks[ranks] = _Together(groups)
+        return self._by_ranks[ranks]
+
+    def _note(self, name: str, together: _Together) -> Callable[..., None]:
         index = len(self._names)
         self._names.append(name)
-        return lambda *_: self._gathered.append(index)
+        return lambda *_: together.gathered.append(index)
 
     def _number(self, value: int) -> Tensor:
         return torch.full((), value, dtype=torch.int64, device=self._device)
 
-    def _difference(self) -> str:
-        ran = list(dict.fromkeys(self._names[index] or "the model itself" for index in self._compared))
+    def _difference(self, gathered: Sequence[int]) -> str:
+        ran = list(dict.fromkeys(self._names[index] or "the model itself" for index in gathered))
         return (
             "Ranks have run different sharding units, or in another order, or have gradients for different parameters"
             f" inside of one. Rank {dist.get_rank()} has run {listed(ran, _NAMES_IN_MESSAGE) or 'none'}; other ranks'"

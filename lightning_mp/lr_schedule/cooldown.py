@@ -4,9 +4,13 @@ from typing import Any
 
 import torch
 
+from lightning_mp.core.saved_state import AMOUNT, checked_state, listed_of
 from lightning_mp.distributed.async_sum import AsyncAllReduce
 
-__all__ = ["CooldownRequest"]
+__all__ = ["COOLDOWN_KINDS", "CooldownRequest"]
+
+#: What :meth:`CooldownRequest.state_dict` holds.
+COOLDOWN_KINDS = {"amount": AMOUNT, "sums": listed_of(AMOUNT, 2)}
 
 
 class CooldownRequest:
@@ -47,5 +51,6 @@ class CooldownRequest:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state; what was asked for since then stays."""
+        state = checked_state(state, COOLDOWN_KINDS, "a cooldown that was asked for")
         self.amount = self.amount or state["amount"]
         self._asked.load(state["sums"])

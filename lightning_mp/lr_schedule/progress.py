@@ -5,12 +5,38 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.lr_schedule.schedules import Cooldown, Course, TokenSchedule, WarmupCosine, WarmupStableDecay
+from lightning_mp.core.saved_state import COUNT, NUMBER, POSITIVE_COUNT, Kind, checked_state, listed_of, or_none
+from lightning_mp.lr_schedule.schedules import (
+    COOLDOWN_SHAPES,
+    Cooldown,
+    Course,
+    TokenSchedule,
+    WarmupCosine,
+    WarmupStableDecay,
+)
 
 __all__ = ["LONGEST_COSINE", "ScheduleRun", "initial_rates", "missed_end", "set_rates"]
 
 #: Hoffmann et al. 2022, appendix B, figure A1: a cosine that is more than 25% longer than the run costs loss.
 LONGEST_COSINE = 1.25
+
+
+_KINDS = {
+    "horizon_tokens": or_none(POSITIVE_COUNT),
+    "course": listed_of(NUMBER, 3),
+    "cooldown": or_none(
+        Kind(
+            "a list of two finite numbers and the name of a shape",
+            lambda value: (
+                isinstance(value, list)
+                and len(value) == 3
+                and all(map(NUMBER.fits, value[:2]))
+                and value[2] in COOLDOWN_SHAPES
+            ),
+        )
+    ),
+    "skipped_tokens": COUNT,
+}
 
 
 class ScheduleRun:
@@ -88,7 +114,12 @@ class ScheduleRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Goes on from a saved state.
+
+        Raises:
+            ValueError: if the state is not one of :meth:`state_dict`.
+        """
+        state = checked_state(state, _KINDS, "a learning-rate schedule")
         self.horizon_tokens = state["horizon_tokens"]
         self._course = Course(*state["course"])
         self.cooldown = None if state["cooldown"] is None else Cooldown(*state["cooldown"])

@@ -32,6 +32,10 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
+#: Names of the shapes.
+COOLDOWN_SHAPES = tuple(_SHAPES)
+
+
 @dataclass(frozen=True)
 class Cooldown:
     """Falls from ``start`` at fraction 0 to ``final`` at fraction 1.
@@ -238,6 +242,10 @@ def _check(schedule: object, name: str, high: float = 1.0) -> None:
     if not is_number or not 0 <= value <= high or value == math.inf:
         allowed = "from 0 to 1" if high == 1 else "from 0"
         raise ValueError(f"{type(schedule).__name__}({name}={value!r}): it must be a number {allowed}.")
+
+
+#: The names of :class:`Cooldown`'s shapes.
+COOLDOWN_SHAPES = tuple(_SHAPES)
 
 
 def _check_shape(schedule: object, shape: str) -> None:

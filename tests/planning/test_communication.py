@@ -95,10 +95,10 @@ def counted(make: Any, ranks: int, *, module: Any = CalledDirectly, true: bool =
     return first
 
 
-def agreements(ranks: int, *, sharded: bool = False, micro_batches: int = 1) -> Counter[Collective]:
-    """The first micro-batch's SIGTERM is told before the count begins."""
+def agreements(ranks: int, *, sharded: int = 1, micro_batches: int = 1) -> Counter[Collective]:
+    """``sharded`` ranks hold units together. The first micro-batch's SIGTERM is told before the count begins."""
     found = Counter({Collective("all_reduce", ranks, NORM_BYTES + (micro_batches > 1) * WINDOW_BYTES): 1})
-    found[Collective("all_reduce", ranks, UNITS_BYTES)] += sharded
+    found[Collective("all_reduce", sharded, UNITS_BYTES)] += sharded > 1
     found[Collective("broadcast", ranks, SIGTERM_BYTES)] += micro_batches - 1
     return +found
 
@@ -170,7 +170,7 @@ def test_gradients_in_16_bit_are_half():
 )
 def test_fsdp2_gathers_and_reduces_what_the_formula_says(layout, strategy, run, formula):
     seen = counted(lambda: runs.fsdp2(**strategy), layout.gpus, **run)
-    agreed = agreements(layout.gpus, sharded=True, micro_batches=run.get("micro_batches", 1))
+    agreed = agreements(layout.gpus, sharded=layout.gpus, micro_batches=run.get("micro_batches", 1))
     assert seen == by_formula(layout, **formula) + agreed
 
 
@@ -197,13 +197,13 @@ def test_fsdp2_gathers_and_reduces_what_the_formula_says(layout, strategy, run, 
 def test_fsdp1_gathers_everything_in_16_bit(layout, strategy, formula):
     """Its units are flat: norms and tables travel with the matrices, as under "bf16-true"."""
     seen = counted(lambda: CpuFsdp(auto_wrap_policy={Block}, **strategy), layout.gpus)
-    assert seen == by_formula(layout, precision="bf16-true", **formula) + agreements(layout.gpus, sharded=True)
+    assert seen == by_formula(layout, precision="bf16-true", **formula) + agreements(layout.gpus, sharded=layout.gpus)
 
 
 def test_calling_self_in_the_training_step_gathers_nothing_twice():
     """As most LightningModules do; with torch's own hooks what is outside of the blocks would be gathered again."""
     seen = counted(runs.fsdp2, 2, module=runs.Recorded)
-    assert seen == by_formula(ParallelLayout(shards=2)) + agreements(2, sharded=True)
+    assert seen == by_formula(ParallelLayout(shards=2)) + agreements(2, sharded=2)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_tensor_parallelism_sends_activations(shards, micro_batches, sequence, s
         sync=sync,
     )
     due = by_formula(layout, micro_batches=micro_batches, sequence_parallel=sequence, gradient_sync=sync)
-    assert seen == due + agreements(layout.gpus, micro_batches=micro_batches)
+    assert seen == due + agreements(layout.gpus, sharded=shards, micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize("schedule", [Schedule1F1B, pytest.param(ScheduleGPipe, marks=pytest.mark.full)])

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from wire_counter import CollectiveCounter
 
-from lightning_mp import AutocastPrecision, OverflowMonitor
+from lightning_mp import AutocastPrecision, MasterWeightsPrecision, OverflowMonitor
 from lightning_mp.gradients.agreed_units import AgreedUnits
 
 WIDTH = 8
@@ -96,7 +96,8 @@ def refused(rank: int, kind: str, how: str, ours: str) -> tuple[str, bool]:
     trainer = quiet_trainer(
         devices=2,
         strategy=strategy(kind),
-        plugins=[AutocastPrecision("bf16-mixed")] * (ours == "plugin"),
+        plugins=[AutocastPrecision("bf16-mixed")] * (ours == "plugin")
+        + [MasterWeightsPrecision("bf16-true")] * (ours == "masters"),
         callbacks=[OverflowMonitor()] * (ours == "monitor"),
     )
     with pytest.raises(MisconfigurationException, match="different sharding units") as error:
@@ -104,7 +105,7 @@ def refused(rank: int, kind: str, how: str, ours: str) -> tuple[str, bool]:
     if kind == "FSDPStrategy":  # its weights are in another form by now
         return str(error.value), trainer.global_step == 0
     after = full_weights(module)
-    return str(error.value), all(torch.equal(before[name], after[name]) for name in before)
+    return str(error.value), all(torch.equal(before[n].to(after[n].dtype), after[n]) for n in before)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,7 @@ def refused(rank: int, kind: str, how: str, ours: str) -> tuple[str, bool]:
         ("FSDP2Strategy", "units", "nothing"),
         ("FSDP2Strategy", "order", "plugin"),
         ("FSDP2Strategy", "parameters", "nothing"),
+        ("FSDP2Strategy", "parameters", "masters"),
         ("FSDPStrategy", "units", "plugin"),
         ("FSDPStrategy", "order", "monitor"),
         ("ModelParallelStrategy", "units", "monitor"),
@@ -230,6 +232,66 @@ def counted(rank: int, accumulate: int) -> list[int]:
     )
     trainer.fit(Routed("the batch"), loader(batches(rank)))
     return count.seen
+
+
+class Copies(Routed):
+    """Ranks 0 and 1 hold one copy, 2 and 3 the other."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        copy = self.global_rank // 2
+        x = self.blocks[1 + copy if self.how == "units" else 1](batch)
+        return self.pair(x, copy if self.how == "parameters" else 0).float().square().mean()
+
+
+def beside_tensor_parallelism(rank: int, how: str) -> tuple[int, str]:
+    """Two copies of a model divided in two: each copy's ranks run the same, the copies do not."""
+
+    trainer = quiet_trainer(
+        devices=4,
+        strategy=fsdp2({Block, Pair}, tensor_parallel_size=2, tensor_parallel_plan={"blocks.0": "column_gather"}),
+        plugins=[AutocastPrecision("bf16-mixed")],
+    )
+    try:
+        trainer.fit(Copies(how), loader(batches(rank // 2)))
+    except MisconfigurationException as error:
+        return trainer.global_step, str(error)
+    return trainer.global_step, ""
+
+
+@pytest.mark.parametrize("how", ["units", "parameters", "nothing"])
+def test_copies_beside_tensor_parallelism_compare_among_themselves(how: str) -> None:
+    for steps, message in run_ranks(partial(beside_tensor_parallelism, how=how), 4):
+        assert steps == (6 if how == "nothing" else 0)
+        assert ("different sharding units" in message) == (how != "nothing")
+
+
+def experts(rank: int, used: dict[int, int]) -> bool:
+    """Ranks 0 and 2 hold experts of their own, as ranks 1 and 3 do: whether this rank is told."""
+    with process_group():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "expert"))
+        model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
+        for expert in model[1:]:
+            fully_shard(expert, mesh=mesh["copy"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watching = AgreedUnits.of(model, [optimizer], torch.device("cpu"))
+        assert watching is not None
+        x = model[0](torch.ones(2, 4))
+        if rank in used:
+            x = model[used[rank]](x)
+        x.sum().backward()
+        try:
+            watching.compare(optimizer)
+        except MisconfigurationException:
+            return True
+        finally:
+            watching.detach()
+        return False
+
+
+@pytest.mark.parametrize(("used", "told"), [({1: 2, 3: 2}, []), ({0: 1, 2: 1, 1: 1, 3: 2}, [1, 3])])
+def test_ranks_of_an_expert_compare_among_themselves(used: dict[int, int], told: list[int]) -> None:
+    assert run_ranks(partial(experts, used=used), 4) == [rank in told for rank in range(4)]
 
 
 def test_it_costs_one_small_reduction_per_step() -> None:

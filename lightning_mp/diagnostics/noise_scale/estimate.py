@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mp.core.saved_state import COUNT, NUMBER, SECONDS, checked_state, listed_of
+from lightning_mp.core.saved_state import AMOUNT, COUNT, NUMBER, checked_state, listed_of
 
 __all__ = ["NoiseScale", "NoiseScaleAverage", "unbiased_estimates"]
 
@@ -175,8 +175,8 @@ class NoiseScaleAverage:
         """
         kinds = {
             "windows": COUNT,
-            "weight": SECONDS,
-            "square_weight": SECONDS,
+            "weight": AMOUNT,
+            "square_weight": AMOUNT,
             "sums": listed_of(NUMBER, len(self._sums)),
         }
         state = checked_state(state, kinds, "the gradient noise scale")

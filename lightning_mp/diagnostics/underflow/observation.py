@@ -1,12 +1,14 @@
 """What an observation of exponents says: shares lost, headroom and a better loss scale, per layer and over all."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from lightning_mp.core.number_formats import FORMATS
+from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, listed_of, named, or_none
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, suggested_scale
 
-__all__ = ["UnderflowObservation", "UnderflowSummary"]
+__all__ = ["STATE_KINDS", "UnderflowObservation", "UnderflowSummary"]
 
 _LAYERS_IN_TEXT = 10
 
@@ -104,3 +106,29 @@ class UnderflowObservation:
             for kind, by_name in state["histograms"].items()
         }
         return cls(state["step_index"], state["format"], state["scale"], histograms)
+
+
+_COUNTS = Kind(
+    "whole numbers by exponent",
+    lambda value: isinstance(value, dict) and all(isinstance(e, int) and COUNT.fits(n) for e, n in value.items()),
+)
+_HISTOGRAM = holding(
+    {
+        "counts": _COUNTS,
+        "powers_of_two": _COUNTS,
+        "num_zeros": COUNT,
+        "num_nonfinite": COUNT,
+        "largest": ANY_NUMBER,
+    }
+)
+_OBSERVATION = holding(
+    {
+        "step_index": COUNT,
+        "format": Kind("the name of a number format", lambda value: value in tuple(FORMATS)),
+        "scale": ANY_NUMBER,
+        "histograms": named(named(_HISTOGRAM)),
+    }
+)
+_SUMMARY = holding({f.name: ANY_NUMBER for f in fields(UnderflowSummary)} | {"suggested_scale": or_none(ANY_NUMBER)})
+#: What a checkpoint holds of a monitor: the latest observation as :meth:`UnderflowObservation.as_dict`, and a history.
+STATE_KINDS = {"latest": or_none(_OBSERVATION), "history": listed_of(named(_SUMMARY))}
