@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -16,13 +15,14 @@ from lightning_mp.callbacks._common import join_window_controller, log_host_numb
 from lightning_mp.core import private_api
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
-from lightning_mp.flops.hardware import matmul_format, peak_flops
-from lightning_mp.flops.model_shape import module_flops_per_token
+from lightning_mp.flops.hardware import device_peak
+from lightning_mp.flops.model_shape import far_above_count, module_flops_per_token
 from lightning_mp.flops.throughput import Rates, Throughput, Work
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.count_unit import CountUnit, counted_unit
 from lightning_mp.tokens.counter import TokenCounterDeltas
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
@@ -41,6 +41,9 @@ class MFUMonitor(Callback):
     mp/hfu                       the same with what activation checkpoints and fused attention run again
     mp/goodput                   tokens that are neither padding nor in a skipped step, over all tokens
     ===========================  ========================================================================
+
+    Where samples are counted (``unit``), ``mp/samples_per_second`` stands in place of the first two, and every figure
+    is per sample.
 
     MFU and HFU count all tokens, as the devices multiply padding, too; times goodput they are the share of the peak
     that taught something. The same figures of the whole run are in :attr:`total` and printed at its end. The sums
@@ -69,13 +72,17 @@ class MFUMonitor(Callback):
             :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and it is
             said once.
         window: optimizer steps that the logged rates look back over.
-        count: a function from a batch to its number of tokens on this rank, where they are not the labels other than
-            -100. For images count samples: all figures are then per sample.
+        count: a function from a batch to its number of tokens, or of samples, on this rank, where tokens are not the
+            labels other than -100.
+        unit: what ``count`` counts. "auto" takes samples if the count of the first batch is the size of its first
+            dimension, else tokens. "sample" counts samples without a ``count``: the way for images. "token" is for
+            batches whose first dimension is one of tokens.
 
     Raises:
         ValueError: if an argument is not valid.
         MisconfigurationException: at the start of a fit, if "exact" meets compiled code, which cannot be counted; with
-            the first batch, if it holds no tokens.
+            the first batch, if it holds no tokens, or if ``count`` gives a number that neither tokens nor samples of
+            the batch can be.
 
     References:
         Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311 (MFU, HFU)
@@ -93,6 +100,7 @@ class MFUMonitor(Callback):
         peak_flops: float | None = None,
         window: int = 20,
         count: CountFunction | None = None,
+        unit: CountUnit = "auto",
     ) -> None:
         names = ("exact", *CONVENTIONS)
         if isinstance(flops_per_token, str):
@@ -107,9 +115,16 @@ class MFUMonitor(Callback):
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"MFUMonitor(window={window!r}): it must be a whole number of optimizer steps, 1 or more.")
         Weighting("auto", count)
+        if unit not in get_args(CountUnit):
+            raise ValueError(f"MFUMonitor(unit={unit!r}): it must be one of {get_args(CountUnit)}.")
+        if unit == "sample" and flops_per_token in CONVENTIONS:
+            raise ValueError(_of_tokens(flops_per_token))
+        self.unit: CountUnit = unit
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
-        self.count = count
+        self.count = count if count is not None or unit != "sample" else batch_tokens.count_samples
+        self._counted: Literal["token", "sample"] = "sample" if unit == "sample" else "token"
+        self._is_count_checked = False
         self.throughput = Throughput(window)
         self.flop_count: FlopCount | None = None
         self._clock: Callable[[], float] = time.monotonic
@@ -147,7 +162,7 @@ class MFUMonitor(Callback):
         Raises:
             MisconfigurationException: with compiled code.
         """
-        self._is_settled = self._is_warm = False
+        self._is_settled = self._is_warm = self._is_count_checked = False
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
         self._left_out = 1 if is_pipelined(trainer) else 0
         self.flop_count = None
@@ -170,7 +185,7 @@ class MFUMonitor(Callback):
         self._settle_and_read()
         self._stop()
         if self.total.tokens_per_second is not None:
-            rank_zero_info(f"MFUMonitor, whole run: {_readable(self.total)}.")
+            rank_zero_info(f"MFUMonitor, whole run: {self.total.summary(self._counted)}.")
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Counts no more."""
@@ -202,8 +217,18 @@ class MFUMonitor(Callback):
             raise MisconfigurationException(
                 f"MFUMonitor cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer"
                 " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
-                " batch to its number of tokens, or of samples to have all figures per sample."
+                " batch to its number of tokens, or unit='sample' to have all figures per sample."
             )
+        if not self._is_count_checked and self._controller.measure is not None:
+            self._is_count_checked = True
+            self._counted = counted_unit(
+                self.unit,
+                self._controller.measure.presented_tokens,
+                batch,
+                is_counted=self._controller.requests.weighting.count is not None,
+            )
+            if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
+                raise MisconfigurationException(_of_tokens(self.flops_per_token))
         self._read_if_new()
         if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
             self._stop_counting()  # of a micro-batch that was declined
@@ -242,36 +267,17 @@ class MFUMonitor(Callback):
             context_tokens = labels.shape[1] if labels is not None else measure.presented_tokens
             wrapped = trainer.strategy.model or pl_module
             model = float(module_flops_per_token(wrapped, self.flops_per_token, context_tokens))
+            if counted_model and (too_high := far_above_count(self.flops_per_token, model, counted_model)):
+                rank_zero_warn(f"MFUMonitor: {too_high}")
         else:
             model = float(self.flops_per_token)
         hardware = model + again if model is not None and again is not None else None
-        peak, device = self._peak(trainer)
+        counted_format = self.flop_count.main_format if self.flop_count is not None else None
+        peak, device = device_peak(
+            trainer.strategy.root_device, str(trainer.precision), counted_format, given=self.peak_flops
+        )
         self.throughput.work = Work(model, hardware, peak * trainer.world_size if peak is not None else None)
         self._tell(trainer, self.throughput.work, again, device)
-
-    def _peak(self, trainer: "pl.Trainer") -> tuple[float | None, str]:
-        """Dense peak of one device, and what it is of; without one, why not."""
-        device = trainer.strategy.root_device
-        tf32 = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        number_format = self.flop_count.main_format if self.flop_count is not None else None
-        if number_format is None:
-            number_format = matmul_format(str(trainer.precision), tf32=tf32)
-        elif number_format == "fp32" and tf32:
-            number_format = "tf32"
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        if self.peak_flops is not None:
-            return float(self.peak_flops), f"{name}, products in {number_format}, peak as given"
-        if number_format is None:
-            return None, (
-                f"Trainer(precision={trainer.precision!r}) does not tell in which format products run. Give the peak:"
-                " MFUMonitor(peak_flops=...)."
-            )
-        if device.type != "cuda":
-            return None, f"no peak is known for the device {name!r}. Give it: MFUMonitor(peak_flops=...)."
-        try:
-            return peak_flops(name, number_format), f"{name}, products in {number_format}"
-        except ValueError as error:
-            return None, str(error)
 
     def _tell(self, trainer: "pl.Trainer", work: Work, again: float | None, device: str) -> None:
         if work.model_flops_per_token is None:
@@ -281,9 +287,10 @@ class MFUMonitor(Callback):
             )
             return
         convention = self.flops_per_token if isinstance(self.flops_per_token, str) else "as given"
+        convention += "; causal attention as a full square" if convention == "exact" else ""
         ran_again = "" if again is None else f", and {again:.4g} run again"
         rank_zero_info(
-            f"MFUMonitor: {work.model_flops_per_token:.4g} FLOPs per token ({convention}){ran_again}."
+            f"MFUMonitor: {work.model_flops_per_token:.4g} FLOPs per {self._counted} ({convention}){ran_again}."
             + ("" if again is not None else " No HFU: compiled code cannot be counted.")
         )
         if self.flop_count is not None and self.flop_count.unknown:
@@ -293,7 +300,7 @@ class MFUMonitor(Callback):
             )
         if work.peak_flops_per_second is None:
             say = rank_zero_info if trainer.strategy.root_device.type == "cpu" else rank_zero_warn
-            say(f"MFUMonitor logs tokens per second and goodput, but neither MFU nor HFU: {device}")
+            say(f"MFUMonitor logs {self._counted}s per second and goodput, but neither MFU nor HFU: {device}")
             return
         peak = work.peak_flops_per_second / trainer.world_size
         rank_zero_info(f"MFUMonitor: the peak is {trainer.world_size} x {peak / 1e12:.4g} TFLOP/s ({device}).")
@@ -313,7 +320,7 @@ class MFUMonitor(Callback):
         if trainer.strategy.root_device.type == "cpu":
             self._controller.counter.settle()  # nothing to wait for
         self._read_if_new()
-        for name, value in asdict(self.window).items():
+        for name, value in self.window.by_name(self._counted).items():
             if value is not None:
                 log_host_number(pl_module, f"mp/{name}", value, prog_bar=name == "mfu")
 
@@ -375,14 +382,11 @@ def _is_compiled(module: pl.LightningModule) -> bool:
     return private_api.is_compiled(module) or any(private_api.holds_compiled_code(part) for part in module.modules())
 
 
-def _readable(rates: Rates) -> str:
-    parts = [f"{rates.tokens_per_second:,.0f} tokens/s, {rates.nonpad_tokens_per_second:,.0f} of them no padding"]
-    parts += [
-        f"{label} {value:.1%}"
-        for label, value in (("MFU", rates.mfu), ("HFU", rates.hfu), ("goodput", rates.goodput))
-        if value is not None
-    ]
-    return ", ".join(parts)
+def _of_tokens(convention: object) -> str:
+    return (
+        f"MFUMonitor(flops_per_token={convention!r}): the convention is one of tokens, and samples are counted. Use"
+        " 'exact', or a number of FLOPs per sample."
+    )
 
 
 def _refuse_unless_positive(name: str, value: object) -> None:

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from lightning_mp.cli.text import print_json, print_table, run_with_one_line_errors
 from lightning_mp.core.quantities import format_quantity, parse_quantity
-from lightning_mp.planning.parallelism.communication import Precision
+from lightning_mp.planning.parallelism.communication import Precision, TensorReduceDtype
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
@@ -22,8 +22,15 @@ M: micro-batches per data rank and step. Operations: collectives and sends of on
 step, to its node and to other nodes, by two-level rings: (n - 1) / n of the whole for an all-gather or reduce-scatter,
 twice that for an all-reduce. Bubble: idle share of the step, (s - 1) / (M + s - 1) under GPipe and 1F1B. Compute:
 "palm" FLOPs at the chip's dense peak. Wire/compute: time on the slower link over time of computing, both at their
-peaks; above 1 it cannot be hidden. Step: not shorter than this; "waiting" is for activations and in the bubble.
-TP with PP is calculated only: no strategy of this package runs it."""
+peaks; above 1 it cannot be hidden. Step: GPipe and 1F1B are not shorter than this; "waiting" is for activations and in
+the bubble. TP reduces gradients of the residual stream in {dtype}:
+{whose}. TP with PP is calculated
+only: no strategy of this package runs it."""
+
+_WHOSE = {
+    "fp32": "as this package does; Megatron-LM does it in 16 bit (--tensor-reduce 16bit)",
+    "16bit": "as Megatron-LM does; this package does it in fp32 (--tensor-reduce fp32)",
+}
 
 _OPTIONS = {
     "parameters": "--params",
@@ -36,6 +43,7 @@ _OPTIONS = {
     "context_tokens": "--context",
     "sequences_per_gpu": "--sequences",
     "precision": "--precision",
+    "tensor_reduce_dtype": "--tensor-reduce",
 }
 
 
@@ -55,6 +63,13 @@ def add_layouts_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "--sequences", default="1", metavar="S", dest="sequences_per_gpu", help="per GPU in a micro-batch (default 1)"
     )
     step.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed", help="default bf16-mixed")
+    step.add_argument(
+        "--tensor-reduce",
+        choices=get_args(TensorReduceDtype),
+        default="fp32",
+        dest="tensor_reduce_dtype",
+        help="gradients of the residual stream under TP: fp32 as this package, 16bit as Megatron-LM (default fp32)",
+    )
     machine = parser.add_argument_group("machine")
     names = ", ".join(machine.name for machine in known_machines())
     machine.add_argument("--gpus", default="8,64,256,1024", metavar="N,N", help="default 8,64,256,1024")
@@ -73,20 +88,21 @@ def _run(arguments: argparse.Namespace) -> int:
         step["sequences_per_gpu"] = _count(arguments.sequences_per_gpu, "sequences_per_gpu")
         size = DecoderSize.of(numbers.pop("parameters"), **numbers, tied_head=arguments.tied_head)
         machine = find_machine(arguments.machine)
-        plans, left_out = [], []
-        for gpus in (_count(text, "gpus") for text in arguments.gpus.split(",")):
-            for layout in usual_layouts(gpus, machine.gpus_per_node, layers=size.layers):
-                try:
-                    plans.append(plan_parallelism(size, layout, machine, precision=arguments.precision, **step))
-                except ValueError as error:
-                    left_out.append(f"{gpus} GPUs, {layout.name}: {error}")
+        plans, left_out = _plans(size, machine, arguments, step)
         if not plans:
             raise ValueError(f"No layout fits. {left_out[0] if left_out else ''}")
         return size, machine, plans, left_out
 
     (size, machine, plans, left_out), _ = run_with_one_line_errors(arguments.parser, _OPTIONS, work)
     if arguments.json:
-        print_json({"machine": machine.name, "source": machine.source, "layouts": [_as_json(plan) for plan in plans]})
+        print_json(
+            {
+                "machine": machine.name,
+                "source": machine.source,
+                "tensor_reduce_dtype": arguments.tensor_reduce_dtype,
+                "layouts": [_as_json(plan) for plan in plans],
+            }
+        )
         return 0
     print(
         f"One optimizer step of {arguments.tokens_per_step} tokens, a decoder of {format_quantity(size.parameters)}"
@@ -97,8 +113,31 @@ def _run(arguments: argparse.Namespace) -> int:
     print_layouts(plans)
     for text in left_out:
         print(f"\nleft out: {text}")
-    print(f"\n{_CONVENTIONS}")
+    dtype = arguments.tensor_reduce_dtype
+    print(f"\n{_CONVENTIONS.format(dtype=dtype, whose=_WHOSE[dtype])}")
     return 0
+
+
+def _plans(
+    size: DecoderSize, machine: Machine, arguments: argparse.Namespace, step: dict[str, int]
+) -> tuple[list[ParallelPlan], list[str]]:
+    """Of every usual layout, and why some are left out."""
+    plans, left_out = [], []
+    for gpus in (_count(text, "gpus") for text in arguments.gpus.split(",")):
+        for layout in usual_layouts(gpus, machine.gpus_per_node, layers=size.layers):
+            try:
+                plan = plan_parallelism(
+                    size,
+                    layout,
+                    machine,
+                    precision=arguments.precision,
+                    tensor_reduce_dtype=arguments.tensor_reduce_dtype,
+                    **step,
+                )
+                plans.append(plan)
+            except ValueError as error:
+                left_out.append(f"{gpus} GPUs, {layout.name}: {error}")
+    return plans, left_out
 
 
 def print_layouts(plans: list[ParallelPlan]) -> None:
@@ -146,6 +185,7 @@ def _as_json(plan: ParallelPlan) -> dict[str, Any]:
         "inside_seconds",
         "between_seconds",
         "awaited_seconds",
+        "fill_and_drain_seconds",
         "compute_seconds",
         "bubble",
         "wire_to_compute_ratio",

@@ -4,7 +4,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+
+from lightning_mp.demo.settings import BLOCK_TOKENS, Settings
 
 __all__ = [
     "Corpus",
@@ -22,7 +24,6 @@ __all__ = [
     "from_bytes",
     "load_file",
     "load_standard_library",
-    "require_blocks",
 ]
 
 #: Of 20 files (or of 20 equal parts of one file) one is held out.
@@ -30,6 +31,8 @@ VALIDATION_SHARE = 20
 
 #: Read at most this much of the standard library, so that the start takes well under two seconds.
 MAX_BYTES = 16 * 2**20
+
+_MAX_VALIDATION_BATCHES = 32  # per rank
 
 # Tests, vendored or generated tables, and what is not part of the library.
 _SKIPPED_FOLDERS = frozenset(
@@ -104,40 +107,10 @@ def load_file(path: Path) -> Corpus:
 
 
 def from_bytes(content: bytes, source: str) -> Corpus:
-    """Splits a text: the last twentieth is held out.
-
-    Example:
-        >>> corpus = from_bytes(bytes(range(100)), "a hundred bytes")
-        >>> len(corpus.train), corpus.validation
-        (95, tensor([95, 96, 97, 98, 99], dtype=torch.uint8))
-    """
+    """Splits a text: the last twentieth is held out."""
     tokens = _as_tokens(content)
     cut = len(tokens) - max(1, len(tokens) // VALIDATION_SHARE)
     return Corpus(tokens[:cut], tokens[cut:], source)
-
-
-def require_blocks(corpus: Corpus, *, block_tokens: int, train_blocks: int, validation_blocks: int) -> None:
-    """Refuses a text that does not fill one training batch and one validation batch.
-
-    Args:
-        corpus: The text.
-        block_tokens: Length of a sequence.
-        train_blocks: Sequences of one training batch over all ranks.
-        validation_blocks: Sequences of one validation batch over all ranks.
-
-    Raises:
-        ValueError: If the text is too small.
-    """
-    train_bytes, validation_bytes = train_blocks * block_tokens + 1, validation_blocks * block_tokens + 1
-    if len(corpus.train) >= train_bytes and len(corpus.validation) >= validation_bytes:
-        return
-    total = len(corpus.train) + len(corpus.validation)
-    needed = max(VALIDATION_SHARE * validation_bytes, train_bytes + (train_bytes - 1) // (VALIDATION_SHARE - 1))
-    raise ValueError(
-        f"the text ({corpus.source}) has {total:,} bytes, too few for one batch of {train_blocks} x {block_tokens} "
-        f"tokens and {validation_blocks} held-out sequences: give a text of at least {needed:,} bytes with --text FILE "
-        "or a smaller --batch-size."
-    )
 
 
 def _source_files(root: Path) -> Iterator[str]:
@@ -146,20 +119,18 @@ def _source_files(root: Path) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))
 
 
-def _distinct_contents(paths: Sequence[str], max_bytes: int) -> Iterator[bytes]:
-    seen: set[bytes] = set()
-    read_bytes = 0
+def _distinct_contents(paths: Iterable[str], max_bytes: int) -> Iterator[bytes]:
+    seen = {b""}
     for path in paths:
         try:
             content = Path(path).read_bytes()
         except OSError:
             continue
-        key = hashlib.sha256(content).digest()
-        if not content or key in seen:
+        if content in seen:
             continue
-        seen.add(key)
-        read_bytes += len(content)
-        if read_bytes > max_bytes:
+        seen.add(content)
+        max_bytes -= len(content)
+        if max_bytes < 0:
             return
         yield content
 
@@ -170,15 +141,9 @@ def _as_tokens(content: bytes) -> Tensor:
 
 
 def cut_blocks(text: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
-    """Cuts a text into inputs and the tokens that follow them.
+    """Cuts a text ``[num_tokens]`` into inputs and the tokens that follow them, both ``[num_blocks, block_tokens]``.
 
-    Args:
-        text: Tokens, ``[num_tokens]``.
-        block_tokens: Length of a block.
-
-    Returns:
-        Inputs and labels, both ``[num_blocks, block_tokens]``, views of ``text``; the tail that fills no block is left
-        out.
+    They are views; the tail that fills no block is left out.
 
     Example:
         >>> inputs, labels = cut_blocks(torch.arange(8), 3)
@@ -191,14 +156,12 @@ def cut_blocks(text: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 class TextBatches:
-    """Training batches ``[inputs, labels]``, int64 ``[batch_size, block_tokens]`` each.
+    """Training batches ``[inputs, labels]``, int64 ``[batch_size, block_tokens]`` each; stops and resumes anywhere.
 
     Every pass over the text takes its blocks in an order drawn from ``(seed, pass)``; a global batch is the next
-    ``batch_size * world_size`` of them, and each rank takes its own part. The order does not depend on anything else,
-    so the only state is the number of batches served. Lightning keeps it in the checkpoint through ``state_dict``.
-
-    It is a sized iterable and no ``DataLoader``: Lightning adds no sampler to it. One iteration serves ``num_batches``,
-    over as many passes as that takes; the iteration after it goes on where it ended.
+    ``batch_size * world_size`` of them, and each rank takes its own part. So the only state is the number of batches
+    served, which Lightning keeps in the checkpoint through ``state_dict``. One iteration serves ``num_batches``, over
+    as many passes as that takes; the next one goes on where it ended.
 
     Args:
         text: uint8 ``[num_tokens]``.
@@ -206,8 +169,8 @@ class TextBatches:
         block_tokens: Tokens per sequence.
         num_batches: Length of one iteration; None for one pass over the text.
         seed: Chooses the order.
-        rank: This process.
-        world_size: Number of processes.
+        rank: This rank, of those that take different data.
+        world_size: Number of these ranks.
 
     Raises:
         ValueError: If the text does not fill one global batch.
@@ -233,12 +196,12 @@ class TextBatches:
         self._batch_size = batch_size
         self._seed = seed
         self._rank = rank
-        self._world_size = world_size
-        self.batches_per_pass = len(self._inputs) // (batch_size * world_size)
+        self._global_batch_size = batch_size * world_size
+        self.batches_per_pass = len(self._inputs) // self._global_batch_size
         if self.batches_per_pass == 0:
             raise ValueError(
                 f"the text has {len(self._inputs)} blocks of {block_tokens} tokens, and one batch over all ranks needs "
-                f"{batch_size * world_size}: give more text or a smaller batch size."
+                f"{self._global_batch_size}: give more text with --text FILE, or lower --batch-size."
             )
         self._num_batches = self.batches_per_pass if num_batches is None else num_batches
         self._served = 0
@@ -250,34 +213,12 @@ class TextBatches:
     def __iter__(self) -> Iterator[list[Tensor]]:
         end = (self._served // self._num_batches + 1) * self._num_batches
         while self._served < end:
-            batch = self._batch(self._served)
+            pass_index, position = divmod(self._served, self.batches_per_pass)
+            first = position * self._global_batch_size + self._rank * self._batch_size
+            blocks = self._order_of(pass_index)[first : first + self._batch_size]
             # Counted before it is handed out: a checkpoint written after training on it must not serve it again.
             self._served += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of batches served, and how large a global batch is."""
-        return {"served": self._served, "global_batch_size": self._batch_size * self._world_size}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after the last batch served.
-
-        Raises:
-            ValueError: If the batches were of another size over all ranks.
-        """
-        global_batch_size = self._batch_size * self._world_size
-        if state_dict["global_batch_size"] != global_batch_size:
-            raise ValueError(
-                f"the checkpoint was written with batches of {state_dict['global_batch_size']} sequences over all "
-                f"ranks, and this run has {global_batch_size}: resume with the same --batch-size and --devices."
-            )
-        self._served = state_dict["served"]
-
-    def _batch(self, index: int) -> list[Tensor]:
-        pass_index, position = divmod(index, self.batches_per_pass)
-        first = (position * self._world_size + self._rank) * self._batch_size
-        blocks = self._order_of(pass_index)[first : first + self._batch_size]
-        return [self._inputs[blocks].long(), self._labels[blocks].long()]
+            yield [self._inputs[blocks].long(), self._labels[blocks].long()]
 
     def _order_of(self, pass_index: int) -> Tensor:
         if self._order is None or self._order[0] != pass_index:
@@ -286,103 +227,89 @@ class TextBatches:
             self._order = pass_index, torch.randperm(len(self._inputs), generator=generator)
         return self._order[1]
 
+    def state_dict(self) -> dict[str, Any]:
+        """The number of batches served, and how large a global batch is."""
+        return {"served": self._served, "global_batch_size": self._global_batch_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after the last batch served.
+
+        Raises:
+            ValueError: If the batches were of another size over all ranks.
+        """
+        if state_dict["global_batch_size"] != self._global_batch_size:
+            raise ValueError(
+                f"the checkpoint was written with batches of {state_dict['global_batch_size']} sequences over all "
+                f"ranks, and this run has {self._global_batch_size}: resume with the same --batch-size and --devices."
+            )
+        self._served = state_dict["served"]
+
 
 class HeldOutBatches:
-    """The same validation batches every time, spread evenly over the held-out text.
+    """The same validation batches ``[inputs, labels]`` every time, spread evenly over the held-out text.
 
     Args:
-        text: uint8 ``[num_tokens]``.
-        batch_size: Sequences per batch and rank, fewer if the text is short.
-        block_tokens: Tokens per sequence.
+        text: See :class:`TextBatches`.
+        batch_size: See there; a short text has smaller batches.
+        block_tokens: See there.
         max_batches: At most this many batches per rank.
-        rank: This process.
-        world_size: Number of processes.
+        rank: See there.
+        world_size: See there.
 
     Raises:
         ValueError: If there is not one sequence for every rank.
     """
 
     def __init__(
-        self,
-        text: Tensor,
-        *,
-        batch_size: int,
-        block_tokens: int,
-        max_batches: int,
-        rank: int = 0,
-        world_size: int = 1,
+        self, text: Tensor, *, batch_size: int, block_tokens: int, max_batches: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        self._inputs, self._labels = cut_blocks(text, block_tokens)
-        num_blocks = len(self._inputs)
+        inputs, labels = cut_blocks(text, block_tokens)
+        num_blocks = len(inputs)
         if num_blocks < world_size:
             raise ValueError(
                 f"the held-out text has {num_blocks} blocks of {block_tokens} tokens, and {world_size} are needed, one "
-                "for every rank: give more text."
+                "for every rank: give more text with --text FILE."
             )
         batch_size = min(batch_size, num_blocks // world_size)
         num_batches = min(max_batches, num_blocks // (batch_size * world_size))
         chosen = torch.linspace(0, num_blocks - 1, num_batches * batch_size * world_size).long()
-        self._batches = chosen.view(world_size, num_batches, batch_size)[rank]
+        chosen = chosen.view(world_size, num_batches, batch_size)[rank]
+        self._batches = [[inputs[blocks].long(), labels[blocks].long()] for blocks in chosen]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        for blocks in self._batches:
-            yield [self._inputs[blocks].long(), self._labels[blocks].long()]
+        return iter(self._batches)
 
 
 class TextData(pl.LightningDataModule):
     """Training and validation batches of a corpus.
 
+    The whole run is one epoch, over as many passes of the text as it takes, so that no accumulation window is cut at
+    the end of a pass.
+
     Args:
         corpus: The text.
-        batch_size: Sequences per micro-batch and rank.
-        block_tokens: Tokens per sequence.
-        num_batches: Micro-batches of the whole run per rank. They are served as one epoch, over as many passes of the
-            text as it takes, so that no accumulation window is cut at the end of a pass.
-        max_validation_batches: At most this many validation batches per rank.
-        seed: Chooses the order of the text.
+        settings: The size and number of batches, and the seed.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        batch_size: int,
-        block_tokens: int,
-        num_batches: int,
-        max_validation_batches: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, corpus: Corpus, settings: Settings) -> None:
         super().__init__()
         self._corpus = corpus
-        self._batch_size = batch_size
-        self._block_tokens = block_tokens
-        self._num_batches = num_batches
-        self._max_validation_batches = max_validation_batches
-        self._seed = seed
+        self._settings = settings
+        self._shape = {"batch_size": settings.batch_size, "block_tokens": BLOCK_TOKENS}
 
     def train_dataloader(self) -> TextBatches:
         """This rank's part of the training batches."""
-        return TextBatches(
-            self._corpus.train,
-            batch_size=self._batch_size,
-            block_tokens=self._block_tokens,
-            num_batches=self._num_batches,
-            seed=self._seed,
-            **self._part(),
-        )
+        settings = self._settings
+        part = self._shape | self._part()
+        return TextBatches(self._corpus.train, num_batches=settings.micro_batches, seed=settings.seed, **part)
 
     def val_dataloader(self) -> HeldOutBatches:
         """This rank's part of the validation batches."""
-        return HeldOutBatches(
-            self._corpus.validation,
-            batch_size=self._batch_size,
-            block_tokens=self._block_tokens,
-            max_batches=self._max_validation_batches,
-            **self._part(),
-        )
+        part = self._shape | self._part()
+        return HeldOutBatches(self._corpus.validation, max_batches=_MAX_VALIDATION_BATCHES, **part)
 
     def _part(self) -> dict[str, int]:
         """Which part of every batch this rank takes: ranks that hold parts of one copy of the model take the same."""

@@ -1,15 +1,14 @@
 """A small GPT (pre-norm blocks, causal attention, tied head, no biases), and text written by it."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["generate"]
+__all__ = ["GPT", "GPTConfig", "config_for_parameters", "generate"]
 
 _WIDTH_STEP = 16  # matmul dimensions in multiples of 16 suit every 16-bit and fp8 kernel
 _SIZE_TOLERANCE = 0.05
@@ -63,15 +62,10 @@ class GPTConfig:
 
 
 def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: int = 256) -> GPTConfig:
-    """Picks a shape with about ``parameters`` parameters.
+    """Picks a shape with about so many trainable parameters, the tied head counted once.
 
     Minimises ``|log(width / depth / 64)| + 20 * max(0, |log(size / parameters)| - 0.05)``: within 5% of the wished size
     any shape will do, and of those the one in GPT-2 small's proportion (768 wide, 12 deep) wins.
-
-    Args:
-        parameters: The wished number of trainable parameters, tied head counted once.
-        block_tokens: Longest sequence, in tokens.
-        vocab: Number of token ids.
 
     Raises:
         ValueError: If ``parameters`` is smaller than the smallest shape that can be built.
@@ -79,10 +73,8 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
     Example:
         >>> config_for_parameters(124_000_000, block_tokens=1024, vocab=50257)
         GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257)
-        >>> config_for_parameters(100_000).parameters
-        101712
     """
-    smallest = GPTConfig(1, _heads_for_width(_WIDTH_STEP), _WIDTH_STEP, block_tokens, vocab)
+    smallest = GPTConfig(1, 1, _WIDTH_STEP, block_tokens, vocab)
     if parameters < smallest.parameters:
         raise ValueError(
             f"a model of {parameters} parameters cannot be built: the smallest has {smallest.parameters} "
@@ -94,26 +86,15 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
         return abs(math.log(config.width / config.layers / 64)) + 20 * excess
 
     shapes = []
-    for width in _widths():
-        one_layer = GPTConfig(1, _heads_for_width(width), width, block_tokens, vocab)
-        per_block = 12 * width**2 + 2 * width
-        layers = 1 + max(0, round((parameters - one_layer.parameters) / per_block))
+    # Coarser from 64 on, and whole heads of 64 from 256 on.
+    for width in chain(range(_WIDTH_STEP, 64, _WIDTH_STEP), range(64, 256, 32), count(256, 64)):
+        heads = width // 64 if width >= 256 else min(4, max(1, width // 24))
+        one_layer = GPTConfig(1, heads, width, block_tokens, vocab)
+        layers = 1 + max(0, round((parameters - one_layer.parameters) / (12 * width**2 + 2 * width)))
         shapes.append(replace(one_layer, layers=layers))
         if one_layer.parameters > parameters:
             break
     return min(shapes, key=cost)
-
-
-def _widths() -> Iterator[int]:
-    """Multiples of 16, coarser from 64 on and whole heads of 64 from 256 on."""
-    yield from range(_WIDTH_STEP, 64, _WIDTH_STEP)
-    yield from range(64, 256, 32)
-    yield from count(256, 64)
-
-
-def _heads_for_width(width: int) -> int:
-    """Heads of 64 where there are four or more of them, else up to four narrower ones of 16 or more."""
-    return width // 64 if width >= 256 else min(4, max(1, width // 24))
 
 
 class CausalSelfAttention(nn.Module):
@@ -197,13 +178,7 @@ class GPT(nn.Module):
                 nn.init.normal_(projection.weight, std=_INIT_STD / math.sqrt(2 * config.layers))
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Next-token logits.
-
-        Args:
-            idx: Token ids, int64 ``[batch, tokens]``, at most ``block_tokens`` long.
-
-        Returns:
-            Logits ``[batch, tokens, vocab]``; position ``t`` depends on ``idx[:, : t + 1]`` only.
+        """Token ids ``[batch, tokens]`` to next-token logits ``[batch, tokens, vocab]``.
 
         Raises:
             ValueError: If the sequence is longer than ``block_tokens``.
@@ -235,34 +210,26 @@ def _initialise(module: nn.Module) -> None:
 def generate(
     model: GPT, prompt: bytes, num_tokens: int, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
 ) -> bytes:
-    """Continues a text byte by byte, on the CPU or wherever the model is.
+    """Continues a text byte by byte.
 
     Args:
-        model: A model over bytes.
+        model: A model over bytes, on the CPU.
         prompt: What to continue, at least one byte.
         num_tokens: How much to write.
         temperature: Below 1 favours what is likely.
         top_k: Only this many most likely bytes are drawn from.
         seed: For the draws.
 
-    Returns:
-        Prompt and continuation.
-
     Raises:
         ValueError: If the prompt is empty.
     """
     if not prompt:
         raise ValueError("generate() got an empty prompt: give at least one byte to continue.")
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor(list(prompt), device=device)
+    tokens = list(prompt)
     for _ in range(num_tokens):
-        logits = model(tokens[None, -model.config.block_tokens :])[0, -1]
-        tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator).to(device)])
-    return bytes(tokens.tolist())
-
-
-def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    values, indices = logits.float().cpu().topk(min(top_k, logits.numel()))
-    chosen = torch.multinomial((values / temperature).softmax(dim=-1), 1, generator=generator)
-    return indices[chosen]
+        logits = model(torch.tensor([tokens[-model.config.block_tokens :]]))[0, -1].float()
+        values, indices = logits.topk(min(top_k, logits.numel()))
+        drawn = torch.multinomial((values / temperature).softmax(dim=-1), 1, generator=generator)
+        tokens.append(int(indices[drawn]))
+    return bytes(tokens)

@@ -1,7 +1,6 @@
 """The LightningModule around :class:`~lightning_mp.demo.model.GPT`."""
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +14,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mp.demo.model import GPT, GPTConfig
-from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupCosine
+from lightning_mp.lr_schedule.schedules import WarmupCosine
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.pipelining.api import pipelined_loss
 from lightning_mp.pipelining.layers import PipelineLayer
@@ -33,16 +32,17 @@ class LanguageModel(pl.LightningModule):
     AdamW with weight decay on matrices only. Logs ``train/loss`` and ``val/loss`` in nats per token.
 
     Args:
-        layers: See :class:`~lightning_mp.demo.model.GPTConfig`.
-        heads: See there.
-        width: See there.
-        block_tokens: See there.
-        vocab: See there.
+        layers: See :class:`~lightning_mp.demo.model.GPTConfig`, also for the next four.
+        heads: Attention heads per block.
+        width: Size of the residual stream.
+        block_tokens: Longest sequence.
+        vocab: Number of token ids.
         learning_rate: Peak learning rate.
         total_steps: Optimizer steps over which the rate warms up and falls along a cosine; None leaves it to
             ``TokenLearningRate``.
         warmup_steps: Of these, until the peak.
         weight_decay: Decoupled weight decay of the matrices.
+        fused: Fused AdamW, where torch has it. Lightning's own plugins refuse it together with gradient clipping.
 
     Example:
         >>> LanguageModel(layers=1, heads=1, width=16).model.config.parameters
@@ -61,6 +61,7 @@ class LanguageModel(pl.LightningModule):
         total_steps: int | None = 1000,
         warmup_steps: int = 50,
         weight_decay: float = 0.1,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -68,6 +69,7 @@ class LanguageModel(pl.LightningModule):
         self.weight_decay = weight_decay
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
+        self.fused = fused
         self._is_pipelined = False
         self.model = GPT(GPTConfig(layers, heads, width, block_tokens, vocab))
 
@@ -122,16 +124,14 @@ class LanguageModel(pl.LightningModule):
         # by name, since under FSDP1 every parameter is a flat shard
         matrices = [p for name, p in self.named_parameters() if "norm" not in name]
         norms = [p for name, p in self.named_parameters() if "norm" in name]
-        groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": norms, "weight_decay": 0.0},
-        ]
-        fused = self.device.type in ("cpu", "cuda")
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+        fused = self.fused and self.device.type in ("cpu", "cuda")
         optimizer = AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95), fused=fused)
         if self.total_steps is None:
             return {"optimizer": optimizer}
-        factor = partial(_factor, WarmupCosine(self.warmup_steps / self.total_steps), self.total_steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        schedule, total_steps = WarmupCosine(self.warmup_steps / self.total_steps), self.total_steps
+        scheduler = LambdaLR(optimizer, lambda step: schedule((step + 1) / total_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _attention_kernel(self) -> AbstractContextManager[None]:
         in_16_bit = torch.is_autocast_enabled("cpu") or next(self.parameters()).dtype != torch.float32
@@ -139,8 +139,3 @@ class LanguageModel(pl.LightningModule):
         if on_cpu_in_16_bit and self.model.config.block_tokens <= _PLAIN_ATTENTION_MAX_TOKENS:
             return sdpa_kernel(SDPBackend.MATH)
         return nullcontext()
-
-
-def _factor(schedule: TokenSchedule, total_steps: int, step: int) -> float:
-    """On the learning rate of the step after so many."""
-    return schedule((step + 1) / total_steps)

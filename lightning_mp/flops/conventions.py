@@ -39,6 +39,8 @@ class FlopsConvention:
     """Where the convention is defined."""
     attention: Callable[[DecoderShape], int] | None
     """Operations per token of the attention matmuls, None where the convention leaves them out."""
+    halves_causal: bool = False
+    """Whether what a causal mask hides is left out: a token sees half of the others on average."""
 
 
 def _full_attention(shape: DecoderShape) -> int:
@@ -81,6 +83,7 @@ CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
                 source="num_floating_point_operations in Megatron-LM, which halves the attention of "
                 "Korthikanti et al. 2022, arXiv:2205.05198, for the causal mask",
                 attention=_causal_attention,
+                halves_causal=True,
             ),
         )
     }

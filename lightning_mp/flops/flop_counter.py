@@ -11,7 +11,10 @@ per multiply-add. Norms, activations, softmax and the optimizer are not counted.
   the model's own operations do not depend on the attention kernel;
 * DTensor operations count as this rank's share of them.
 
-Causal masks are not subtracted: attention counts over the full square.
+Attention counts what a kernel computes, with one convention: a causal mask is not subtracted, the full square counts
+(PaLM's convention; "megatron" of :mod:`~lightning_mp.flops.conventions` halves it). Of packed sequences each counts its
+own square (``torch.nn.attention.varlen``), of a sliding window as many keys as it is wide. A mask given as a tensor
+hides numbers from the result, not from the kernel, so it counts in full.
 """
 
 from collections import Counter
@@ -28,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_api, private_sharding_api
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.flops.operation_flops import operation_flops, score_flops
 
 __all__ = ["FlopCount", "FlopTally", "count_flops"]
@@ -162,7 +166,8 @@ def count_flops(
             and of its result the attribute ``loss`` if there is one.
         backward: whether the backward is counted, too.
         meta: False runs the module where it is, on the numbers of the batch. It must be so where shapes depend on
-            numbers, as in a mixture of experts that counts its tokens. Gradients, buffers and the random state are put
+            numbers, as in a mixture of experts that counts its tokens. Models of Hugging Face whose masks alone depend
+            on numbers need no False. Gradients, buffers and the random state are put
             back.
 
     Raises:
@@ -187,6 +192,7 @@ def count_flops(
             module = _on_meta(module)
             batch = _batch_on_meta(batch)
             stack.enter_context(torch.device("meta"))
+            stack.enter_context(MasksWithoutNumbers())
         else:
             stack.enter_context(torch.random.fork_rng(enabled=True))
             stack.callback(_restore, module, _remember(module))

@@ -129,6 +129,45 @@ def matmul_format(precision: str, *, tf32: bool = False) -> str | None:
     return "fp8" if str(precision).startswith("transformer-engine") else known.get(bits)
 
 
+def device_peak(
+    device: torch.device, precision: str, counted_format: str | None, *, given: float | None = None
+) -> tuple[float | None, str]:
+    """Dense peak of the device of a run, and what it is of; without one None, and why.
+
+    Args:
+        device: that the run is on.
+        precision: ``trainer.precision``, which tells the format where it was not counted.
+        counted_format: the format in which most products ran, if they were counted; TF32 counts as "fp32".
+        given: a peak that the user knows.
+
+    Example:
+        >>> device_peak(torch.device("cpu"), "bf16-mixed", None)
+        (None, "no peak is known for the device 'cpu'. Give it: MFUMonitor(peak_flops=...).")
+        >>> device_peak(torch.device("cpu"), "32-true", "bf16", given=1e12)
+        (1000000000000.0, 'cpu, products in bf16, peak as given')
+    """
+    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    dtype = counted_format
+    if dtype is None:
+        dtype = matmul_format(precision, tf32=tf32)
+    elif dtype == "fp32" and tf32:
+        dtype = "tf32"
+    if given is not None:
+        return float(given), f"{name}, products in {dtype}, peak as given"
+    if dtype is None:
+        return None, (
+            f"Trainer(precision={precision!r}) does not tell in which format products run. Give the peak:"
+            " MFUMonitor(peak_flops=...)."
+        )
+    if device.type != "cuda":
+        return None, f"no peak is known for the device {name!r}. Give it: MFUMonitor(peak_flops=...)."
+    try:
+        return peak_flops(name, dtype), f"{name}, products in {dtype}"
+    except ValueError as error:
+        return None, str(error)
+
+
 def _rate_column(dtype: str | torch.dtype) -> str:
     if isinstance(dtype, str) and dtype in _RATE_COLUMNS:
         return dtype

@@ -1,13 +1,18 @@
 """What the named FLOPs conventions ask about a module: its weights of matrix products, and the shape of a decoder."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from lightning_mp.flops.conventions import CONVENTIONS, flops_per_token
-from lightning_mp.modules.whole_parameters import whole_parameters
+from lightning_mp.flops.conventions import CONVENTIONS, DecoderShape, flops_per_token
+from lightning_mp.modules.stage_placeholder import full_model
+from lightning_mp.modules.whole_parameters import WholeParameter, whole_parameters
 
-__all__ = ["MatmulParameters", "matmul_parameters", "module_flops_per_token"]
+__all__ = ["MatmulParameters", "far_above_count", "matmul_parameters", "module_flops_per_token"]
+
+_LARGEST_DISAGREEMENT = 1.25  # conventions differ by less among themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +20,8 @@ class MatmulParameters:
     """How many weights take part in matrix products."""
 
     total: int
-    """All of them: everything with two dimensions or more but embedding tables; a tied head counts."""
+    """Those that a token meets: all with two dimensions or more but embedding tables; a tied head counts, and of a
+    mixture of experts the experts that a token is sent to."""
     frozen: int
     """Those of them that do not learn."""
 
@@ -23,12 +29,15 @@ class MatmulParameters:
 def matmul_parameters(module: nn.Module) -> MatmulParameters:
     """Counts the weights of matrix products, each once.
 
-    Tables that are only looked up (``nn.Embedding``) are left out; one that is shared with a head counts. Of a mixture
-    of experts all experts count: for those that one token meets, count with
-    :func:`~lightning_mp.flops.flop_counter.count_flops`.
+    Tables that are only looked up (``nn.Embedding``) are left out; one that is shared with a head counts. Modules named
+    ``experts`` are a mixture of experts, of which a token meets ``num_experts_per_tok`` as the Hugging Face
+    configuration says.
 
     Args:
         module: may be sharded, see :func:`~lightning_mp.modules.whole_parameters.whole_parameters`.
+
+    Raises:
+        ValueError: there are experts, and no configuration says how many a token meets.
 
     Example:
         >>> matmul_parameters(nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4), nn.Linear(4, 10)))
@@ -40,9 +49,41 @@ def matmul_parameters(module: nn.Module) -> MatmulParameters:
         if len(parameter.shape) >= 2
         and not all(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in parameter.owners)
     ]
+    with full_model(module):
+        experts = {
+            id(part)
+            for name, of_experts in module.named_modules()
+            if name.rpartition(".")[2] == "experts"
+            for part in of_experts.modules()
+        }
+    share = _share_of_experts(module) if any(_is_expert(weight, experts) for weight in weights) else (1, 1)
+
+    def met(weight: WholeParameter) -> int:
+        numerator, denominator = share if _is_expert(weight, experts) else (1, 1)
+        return weight.elements * numerator // denominator
+
     return MatmulParameters(
-        total=sum(weight.elements for weight in weights),
-        frozen=sum(weight.elements for weight in weights if not weight.learns),
+        total=sum(met(weight) for weight in weights),
+        frozen=sum(met(weight) for weight in weights if not weight.learns),
+    )
+
+
+def _is_expert(weight: WholeParameter, experts: set[int]) -> bool:
+    return any(id(owner) in experts for owner in weight.owners)
+
+
+def _share_of_experts(module: nn.Module) -> tuple[int, int]:
+    """How many experts a token meets, of how many."""
+    for config in _configurations(module):
+        met = getattr(config, "num_experts_per_tok", None)
+        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+            experts = getattr(config, name, None)
+            if met and experts:
+                return int(met), int(experts)
+    raise ValueError(
+        "This module is a mixture of experts, of which a token meets a part, and no Hugging Face configuration of it"
+        " has num_experts_per_tok and num_local_experts, num_experts or n_routed_experts. A convention that counts all"
+        " parameters would be too high: use 'exact', or give the number itself."
     )
 
 
@@ -50,7 +91,8 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
     """FLOPs per token of a module under a named convention.
 
     Layers and width come from a Hugging Face configuration, ``num_hidden_layers``, ``num_attention_heads`` and
-    ``head_dim`` or ``hidden_size``, of the module or of one inside of it.
+    ``head_dim`` or ``hidden_size``, of the module or of one inside of it. A sliding window (``sliding_window``, in the
+    layers that ``layer_types`` names) takes the place of the sequence length where it is shorter.
 
     Args:
         module: may be sharded, see :func:`~lightning_mp.modules.whole_parameters.whole_parameters`.
@@ -58,35 +100,74 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
         context_tokens: sequence length.
 
     Raises:
-        ValueError: the convention is unknown, or asks for a shape that the module does not tell.
+        ValueError: the convention is unknown, asks for a shape that the module does not tell, or has no formula for
+            the module's attention or mixture of experts.
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"Unknown FLOPs convention {convention!r}. Use one of {', '.join(CONVENTIONS)}, or 'exact'.")
     weights = matmul_parameters(module)
-    if CONVENTIONS[convention].attention is None:
-        return flops_per_token(weights.total, convention=convention, frozen_parameters=weights.frozen)
-    layers, width = _layers_and_width(module, convention)
-    return flops_per_token(
-        weights.total,
-        layers=layers,
-        width=width,
-        context_tokens=context_tokens,
-        convention=convention,
-        frozen_parameters=weights.frozen,
+    products = flops_per_token(weights.total, convention="6N", frozen_parameters=weights.frozen)
+    attention = CONVENTIONS[convention].attention
+    if attention is None:
+        return products
+    config, width = _configuration_and_width(module, convention)
+    pairs = _attended_pairs(config, context_tokens, is_halved=CONVENTIONS[convention].halves_causal)
+    return products + sum(attention(DecoderShape(1, width, each)) for each in pairs) // context_tokens
+
+
+def far_above_count(convention: str, flops_per_token: float, counted_flops_per_token: float) -> str | None:
+    """Why not to believe a convention, where it is more than a quarter above what was counted; None where it is not.
+
+    Example:
+        >>> far_above_count("6N", 110.0, 100.0) is None
+        True
+    """
+    ratio = flops_per_token / counted_flops_per_token
+    if ratio <= _LARGEST_DISAGREEMENT:
+        return None
+    return (
+        f"the convention {convention!r} takes {flops_per_token:.4g} FLOPs per token, {ratio:.2f} times what was counted"
+        f" ({counted_flops_per_token:.4g}): a token does not meet all parameters, as in a mixture of experts. Use"
+        " 'exact'."
     )
 
 
-def _layers_and_width(module: nn.Module, convention: str) -> tuple[int, int]:
-    for part in module.modules():
-        config = getattr(part, "config", None)
+def _attended_pairs(config: Any, context_tokens: int, *, is_halved: bool) -> Iterator[int]:
+    """Of each layer: pairs of query and key in a sequence; twice as many for a convention that takes their half."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    every_layer = ["sliding_attention" if window else "full_attention"] * int(config.num_hidden_layers)
+    for kind in getattr(config, "layer_types", None) or every_layer:
+        if kind == "full_attention" or (kind == "sliding_attention" and not window):
+            yield context_tokens**2
+        elif kind == "sliding_attention":
+            assert window
+            width = min(int(window), context_tokens)
+            # The first tokens of a window see less: width T - width^2 / 2 pairs under a causal mask.
+            yield 2 * width * context_tokens - width**2 if is_halved else width * context_tokens
+        else:
+            raise ValueError(
+                f"A layer of this module has {kind!r}, which no convention has a formula for. Use 'exact', or give the"
+                " number itself."
+            )
+
+
+def _configuration_and_width(module: nn.Module, convention: str) -> tuple[Any, int]:
+    for config in _configurations(module):
         layers = getattr(config, "num_hidden_layers", None)
         heads = getattr(config, "num_attention_heads", None)
         hidden = getattr(config, "hidden_size", None)
         if layers and heads and hidden:
             head_size = getattr(config, "head_dim", None) or hidden // heads
-            return int(layers), int(heads * head_size)
+            return config, int(heads * head_size)
     raise ValueError(
         f"The {convention!r} convention needs the number of layers and the attention width, and this module has no"
         " Hugging Face configuration that tells them. Give the number itself, flops_per_token(N, layers=..., width=...,"
         f" context_tokens=..., convention={convention!r}), or 'exact'."
     )
+
+
+def _configurations(module: nn.Module) -> Iterator[Any]:
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if config is not None:
+            yield config

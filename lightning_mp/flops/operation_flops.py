@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lightning_mp.flops.packed_attention import PACKED_FORMULAS, packed_score_flops
+
 __all__ = ["operation_flops", "score_flops"]
 
 
@@ -14,8 +16,8 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     """What an operation cost, from the shapes it saw; None where nothing is known of it.
 
     By torch's own formulas (``torch.utils.flop_counter``, and what was added to it by ``register_flop_formula``), and
-    by ours for what it lacks (attention on the CPU, grouped products, and a matrix times a vector) or multiplies by
-    the number of groups, the gradient of a grouped convolution's weight.
+    by ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector)
+    or multiplies by the number of groups, the gradient of a grouped convolution's weight.
 
     Args:
         packet: the operation, all overloads alike: ``torch.ops.aten.mm``.
@@ -29,12 +31,19 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         >>> operation_flops(torch.ops.aten.mm, (x, w), {}, x @ w), operation_flops(torch.ops.aten.relu, (x,), {}, x)
         (120, None)
     """
-    formula = _CORRECTED_FORMULAS.get(packet) or flop_registry.get(packet) or _MISSING_FORMULAS.get(packet)
+    formula = (
+        _CORRECTED_FORMULAS.get(packet)
+        or PACKED_FORMULAS.get(str(packet))
+        or flop_registry.get(packet)
+        or _MISSING_FORMULAS.get(packet)
+    )
     return None if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def score_flops(packet: Any, args: Sequence[Any]) -> int:
     """Queries times keys once more, in the backward of a fused attention kernel; 0 for all else."""
+    if str(packet) in PACKED_FORMULAS:
+        return packed_score_flops(str(packet), args)
     if packet not in _FUSED_ATTENTION_BACKWARD:
         return 0
     query, key = args[1], args[2]

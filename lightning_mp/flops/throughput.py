@@ -101,6 +101,36 @@ class Rates:
     hfu: float | None = None
     goodput: float | None = None
 
+    def by_name(self, unit: str = "token") -> dict[str, float | None]:
+        """Every rate by its name: samples have no padding.
+
+        Example:
+            >>> list(Rates(tokens_per_second=8.0).by_name("sample"))
+            ['samples_per_second', 'mfu', 'hfu', 'goodput']
+        """
+        named = asdict(self)
+        if unit == "sample":
+            del named["nonpad_tokens_per_second"]
+            named = {"samples_per_second": named.pop("tokens_per_second"), **named}
+        return named
+
+    def summary(self, unit: str = "token") -> str:
+        """One line of all that is known.
+
+        Example:
+            >>> Rates(tokens_per_second=1200.0, nonpad_tokens_per_second=1000.0, mfu=0.4).summary()
+            '1,200 tokens/s, 1,000 of them no padding, MFU 40.0%'
+        """
+        parts = [f"{self.tokens_per_second:,.0f} {unit}s/s"] if self.tokens_per_second is not None else []
+        if unit == "token" and self.nonpad_tokens_per_second is not None:
+            parts.append(f"{self.nonpad_tokens_per_second:,.0f} of them no padding")
+        parts += [
+            f"{label} {value:.1%}"
+            for label, value in (("MFU", self.mfu), ("HFU", self.hfu), ("goodput", self.goodput))
+            if value is not None
+        ]
+        return ", ".join(parts)
+
 
 @dataclass
 class Throughput:

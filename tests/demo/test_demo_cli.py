@@ -1,19 +1,21 @@
 """``lightning-mp demo``: one line and exit code 2 for every wrong input, and nothing written."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_mp.__main__ import main
+from lightning_mp.demo.prepare import latest_run
 
 TINY_RUN = ["--params", "9264", "--tokens-per-parameter", "0.3", "--batch-size", "4", "--precision", "32-true"]
 
 
-@pytest.fixture
-def text(tmp_path):
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
     """A text of 60,000 bytes, read in a moment."""
-    path = tmp_path / "text.txt"
+    path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_bytes(b"".join(b"line %d of a text\n" % number for number in range(3000)))
     return str(path)
 
@@ -36,11 +38,11 @@ def _refusal(capsys, *arguments):
     [
         (
             ["--precision", "int4"],
-            "--precision int4 is unknown: choose 32-true, tf32, bf16-mixed, 16-mixed, bf16-true, 16-true or fp8",
+            "argument --precision: invalid choice: 'int4' (choose from ",
         ),
-        (["--precision", "fp8", "--recipe", "soup"], "--recipe soup is unknown: choose rowwise, tensorwise or"),
-        (["--recipe", "rowwise"], "--recipe is about fp8, and --precision is bf16-mixed: add --precision fp8"),
-        (["--precision", "bf16-true", "--storage", "tape"], "--storage tape is unknown: choose fp32 or remainder"),
+        (["--precision", "fp8", "--recipe", "soup"], "argument --recipe: invalid choice: 'soup' (choose from "),
+        (["--recipe", "tensorwise"], "--recipe is about fp8, and --precision is bf16-mixed: add --precision fp8"),
+        (["--precision", "bf16-true", "--storage", "tape"], "argument --storage: invalid choice: 'tape' (choose from "),
         (["--precision", "16-true", "--storage", "remainder"], "has no bf16 weights: add --precision bf16-true"),
         (["--precision", "tf32", "--accelerator", "cpu"], "TF32Precision cannot run on this device: TF32 is a mode of"),
         (
@@ -53,7 +55,7 @@ def _refusal(capsys, *arguments):
         ),
         (
             ["--tensor-parallel", "2", "--devices", "2", "--params", "9264"],
-            "--tensor-parallel 2 does not divide the 1 heads of attention in a model of 9,264 parameters",
+            "--tensor-parallel 2 does not divide the 1 attention heads of a model of 9,264 parameters",
         ),
         (["--stages", "2", "--devices", "2"], "--stages is about --strategy mp_pipeline, and that is auto"),
         (
@@ -62,7 +64,7 @@ def _refusal(capsys, *arguments):
         ),
         (
             ["--strategy", "mp_pipeline", "--devices", "5", "--params", "9264"],
-            "cannot cut the 4 layers of a model of 9,264 parameters into 5 stages: give --stages 4 or less",
+            "cannot split the 4 layers of a model of 9,264 parameters into 5 stages: give --stages 4 or less",
         ),
         (["--params", "many"], "argument --params: invalid int value: 'many'"),
         (["--params", "0"], "--params 0 is not allowed: give a positive number"),
@@ -80,13 +82,15 @@ def _refusal(capsys, *arguments):
             "the budget of 926 tokens (0.1 for each of 9,264 parameters) is smaller than one batch of 1,024 tokens: "
             "raise --tokens-per-parameter or --params, or lower --batch-size or --devices",
         ),
+        (["--compare", "--precision", "fp8"], "--compare runs Lightning's own plugin, and it has none for fp8: choose"),
+        (["--compare", "--devices", "2"], "--compare runs on one device: leave --devices and --strategy out"),
         (["--inject-overflow", "3"], "bf16-mixed has none: add --precision 16-mixed or 16-true"),
-        (["--precision", "16-mixed", "--inject-overflow", "-1"], "give an optimizer step, counted from 0"),
+        (["--precision", "16-mixed", "--inject-overflow", "-1"], "so give a number from 0 to 1093"),
         (
             ["--precision", "16-mixed", "--inject-overflow", "9999"],
-            "lies past the end: this run has 1094 optimizer steps, so give a number from 0 to 1093",
+            "is not allowed: this run has 1094 optimizer steps, so give a number from 0 to 1093",
         ),
-        (["--accelerator", "abacus"], "--accelerator abacus is unknown: choose auto, cpu, cuda or mps"),
+        (["--accelerator", "abacus"], "argument --accelerator: invalid choice: 'abacus' (choose from "),
         (["--resume"], "--resume finds no checkpoint under runs/demo: start a run without --resume"),
         (["--text", "missing.txt"], "cannot be read (No such file or directory): give a readable file with --text"),
         (["--text", "."], "cannot be read (Is a directory): give a readable file with --text"),
@@ -109,8 +113,9 @@ def test_an_unknown_command_is_refused_in_one_line(capsys):
 def test_a_tiny_text_is_refused(capsys, tmp_path):
     (tmp_path / "tiny.txt").write_text("too short")
     message = _refusal(capsys, "--text", "tiny.txt")
-    assert "the text (tiny.txt) has 9 bytes, too few for one batch of 8 x 128 tokens" in message
-    assert "give a text of at least 2,580 bytes with --text FILE or a smaller --batch-size" in message
+    assert "the text has 0 blocks of 128 tokens, and one batch over all ranks needs 8: give more text with --text" in (
+        message
+    )
 
 
 def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
@@ -122,7 +127,7 @@ def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
 def test_a_precision_that_the_device_lacks_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device: False)
     message = _refusal(capsys, "--precision", "16-mixed", "--accelerator", "cpu")
-    assert "--precision 16-mixed does not work on cpu, for which torch has no such autocast: choose 32-true" in message
+    assert "torch has no torch.float16 autocast there. Use one of" in message
 
 
 def test_a_run_that_lightning_refuses_leaves_nothing_behind(capsys, text):
@@ -150,56 +155,71 @@ def test_resuming_a_run_with_other_settings_is_refused(capsys, finished_run, opt
 
 
 def test_resuming_a_checkpoint_of_another_model_size_is_refused(capsys, finished_run):
-    path = finished_run / "version_0" / "checkpoints" / "last.ckpt"
+    path = latest_run(finished_run)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["hyper_parameters"]["width"] = 32
     torch.save(checkpoint, path)
     message = _refusal(capsys, "--resume", "--out", str(finished_run))
-    assert "holds a model of another size (1 layer, 1 head, width 32) than this run's (1 layer, 1 head, width 16)" in (
-        message
-    )
+    assert "a model of another size (layers: 1, heads: 1, width: 32) than this run's (layers: 1, heads: 1" in message
     assert "leave --params out, or start a new run without --resume" in message
 
 
 def test_resuming_with_a_changed_text_is_refused(capsys, finished_run, text):
-    with Path(text).open("ab") as file:
-        file.write(b"one more line\n")
+    content = Path(text).read_bytes()
+    Path(text).write_bytes(content + b"one more line\n")
     message = _refusal(capsys, "--resume", "--out", str(finished_run))
-    assert "is not the one that the run in" in message
+    Path(text).write_bytes(content)
+    assert "is not the one that the run of" in message
     assert "bring that back, or start a new run without --resume" in message
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "cannot be read"),
-        (lambda path: torch.save({"state_dict": {}}, path), "was not written by this demo"),
-    ],
-    ids=["cut short", "foreign"],
-)
-def test_resuming_from_an_unusable_checkpoint_is_refused(capsys, finished_run, damage, message):
-    damage(finished_run / "version_0" / "checkpoints" / "last.ckpt")
+def test_resuming_from_an_unusable_checkpoint_is_refused(capsys, finished_run):
+    checkpoint = latest_run(finished_run)
+    torch.save({"state_dict": {}}, checkpoint)
     refusal = _refusal(capsys, "--resume", "--out", str(finished_run))
-    assert message in refusal
+    assert "was not written by this demo" in refusal
     assert "start a new run without --resume" in refusal
+    checkpoint.write_bytes(bytes(100) + checkpoint.read_bytes()[100:])
+    assert "cannot be read" in _refusal(capsys, "--resume", "--out", str(finished_run))
 
 
-@pytest.fixture
-def finished_run(tmp_path, text, capsys):
+def test_a_checkpoint_that_ends_too_early_is_passed_over(capsys, finished_run):
+    whole, cut = latest_run(finished_run), finished_run / "version_0" / "checkpoints" / "cut.ckpt"
+    cut.write_bytes(whole.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match=r"passes over .*cut.ckpt: the file ends too early"):
+        assert main(["demo", "--resume", "--out", str(finished_run)]) == 0
+    assert "has spent its whole budget already" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory, text):
     """The folder of a run that has spent its budget."""
-    out = tmp_path / "out"
-    assert main(["demo", *TINY_RUN, "--text", text, "--out", str(out)]) == 0
-    capsys.readouterr()
+    out = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _short_report(monkeypatch)
+        assert main(["demo", *TINY_RUN, "--text", text, "--out", str(out)]) == 0
     return out
 
 
+@pytest.fixture
+def finished_run(tmp_path, first_run, monkeypatch):
+    """A copy of it; reports are short from now on."""
+    _short_report(monkeypatch)
+    return shutil.copytree(first_run, tmp_path / "out")
+
+
+def _short_report(monkeypatch):
+    monkeypatch.setattr("lightning_mp.demo.run._SAMPLE_TOKENS", 3)
+    monkeypatch.setattr("lightning_mp.demo.run.draw_report", lambda history, path: None)
+
+
 def test_resuming_a_finished_run_says_so_and_shows_its_summary(capsys, finished_run):
-    weights = torch.load(finished_run / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    weights = torch.load(latest_run(finished_run), weights_only=True)["state_dict"]
     assert main(["demo", "--resume", "--out", str(finished_run)]) == 0
     output = capsys.readouterr().out
     assert "has spent its whole budget already" in output
     assert "2,779 (spent exactly)" in output
-    after = torch.load(finished_run / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    after = torch.load(latest_run(finished_run), weights_only=True)["state_dict"]
     assert all(torch.equal(weights[name], after[name]) for name in weights)
 
 

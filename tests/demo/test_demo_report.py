@@ -5,10 +5,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_mp.demo.prepare import RunFolder
-from lightning_mp.demo.report import Summary, build_figure, draw_report, format_table, smooth
-from lightning_mp.demo.run import printable
+from lightning_mp.demo.prepare import latest_run, new_run
+from lightning_mp.demo.report import build_figure, draw_report, format_table, smooth, summarise
+from lightning_mp.demo.run import _printable
 
 NUM_STEPS = 40
 
@@ -144,7 +145,7 @@ def test_smoothing_leaves_out_what_is_not_finite():
 
 
 def test_the_table_has_every_figure_in_both_units(tmp_path):
-    text = format_table(Summary.of(_history(), tmp_path), RunFolder(tmp_path))
+    text = format_table(summarise(_history(), tmp_path), tmp_path)
     lines = dict(line.split("  ", 1) for line in text.splitlines() if not line.startswith(" "))
     values = {name: value.strip() for name, value in lines.items()}
     assert values["tokens"] == "6,000"
@@ -153,7 +154,8 @@ def test_the_table_has_every_figure_in_both_units(tmp_path):
     assert values["skipped"] == "0"
     # 5% of 40 steps: the last two
     expected = 2.0 + 3.5 * (0.9**38 + 0.9**39) / 2
-    assert values["train loss"] == f"{expected:.3f} nats, {expected / math.log(2):.3f} bits per byte"
+    bits = expected / math.log(2)
+    assert values["train loss"] == f"{expected:.3f} nats, {bits:.3f} bits per byte, mean of the last 5% of the steps"
     assert values["validation loss"] == "2.100 nats, 3.030 bits per byte"
     assert values["tokens per second"] == "3,000 on cpu"
     assert values["peak memory"] == "300 MiB resident"
@@ -161,7 +163,7 @@ def test_the_table_has_every_figure_in_both_units(tmp_path):
 
 
 def test_the_table_shows_mfu_where_it_is_known(tmp_path):
-    text = format_table(Summary.of(_history(mfu=0.412), tmp_path), RunFolder(tmp_path))
+    text = format_table(summarise(_history(mfu=0.412), tmp_path), tmp_path)
     assert "MFU                41.2%" in text
 
 
@@ -169,7 +171,7 @@ def test_the_table_explains_a_skipped_step(tmp_path):
     (tmp_path / "overflow_step_3.json").write_text(json.dumps({"parameters": ["a.weight", "b.weight", "c.weight"]}))
     history = _history(skipped=(3,))
     history["steps"]["learning_rate"][4] = history["steps"]["learning_rate"][3]
-    text = format_table(Summary.of(history, tmp_path), RunFolder(tmp_path))
+    text = format_table(summarise(history, tmp_path), tmp_path)
     assert (
         "3: loss scale 65536 -> 32768, learning rate held at 3.700e-02, not finite: a.weight, b.weight and 1 more"
         in text
@@ -177,38 +179,38 @@ def test_the_table_explains_a_skipped_step(tmp_path):
 
 
 def test_a_learning_rate_that_moved_on_a_skip_is_not_called_held(tmp_path):
-    text = format_table(Summary.of(_history(skipped=(3,)), tmp_path), RunFolder(tmp_path))
+    text = format_table(summarise(_history(skipped=(3,)), tmp_path), tmp_path)
     assert "learning rate 3.700e-02 -> 3.600e-02, not finite: unknown" in text
 
 
 def test_many_skips_are_cut_short_with_a_pointer(tmp_path):
-    text = format_table(Summary.of(_history(skipped=range(8)), tmp_path), RunFolder(tmp_path))
+    text = format_table(summarise(_history(skipped=range(8)), tmp_path), tmp_path)
     assert text.count("skipped step") == 5
     assert "and 3 more, see summary.json" in text
 
 
 def test_a_skip_in_the_last_step_has_nothing_after_it(tmp_path):
-    text = format_table(Summary.of(_history(skipped=(39,)), tmp_path), RunFolder(tmp_path))
+    text = format_table(summarise(_history(skipped=(39,)), tmp_path), tmp_path)
     assert "39: loss scale 65536, not finite: unknown" in text
 
 
 def test_the_summary_of_a_stopped_run_without_validation(tmp_path):
-    summary = Summary.of(_history(num_steps=5), tmp_path)
-    assert "6,000 (8.3% spent)" in format_table(summary, RunFolder(tmp_path))
-    assert "validation loss    none" in format_table(summary, RunFolder(tmp_path))
-    assert summary.as_dict()["validation_bits_per_byte"] is None
+    summary = summarise(_history(num_steps=5), tmp_path)
+    assert "6,000 (8.3% spent)" in format_table(summary, tmp_path)
+    assert "validation loss    none" in format_table(summary, tmp_path)
+    assert summary["validation_bits_per_byte"] is None
 
 
 def test_a_sample_cannot_command_the_terminal():
-    assert printable(b"def f():\n\treturn \x1b[2J\xc3\xa9\xff\x00") == "def f():\n\treturn \u00b7[2J\u00e9\ufffd\u00b7"
+    assert _printable(b"def f():\n\treturn \x1b[2J\xc3\xa9\xff\x00") == "def f():\n\treturn \u00b7[2J\u00e9\ufffd\u00b7"
 
 
 def test_the_newest_run_with_a_checkpoint_is_the_latest():
     for version in (0, 2, 10, 11):
-        folder = RunFolder(Path("out") / f"version_{version}")
-        folder.checkpoints.mkdir(parents=True)
+        folder = Path("out") / f"version_{version}" / "checkpoints"
+        folder.mkdir(parents=True)
         if version != 11:
-            folder.checkpoint.write_text("")
-    assert RunFolder.latest(Path("out")).path.name == "version_10"
-    assert RunFolder.latest(Path("out/version_2")).path.name == "version_2"
-    assert RunFolder.new(Path("out")).path.name == "version_12"
+            torch.save({}, folder / "step-1.ckpt")
+    assert latest_run(Path("out")) == Path("out/version_10/checkpoints/step-1.ckpt")
+    assert latest_run(Path("out/version_2")) == Path("out/version_2/checkpoints/step-1.ckpt")
+    assert new_run(Path("out")) == Path("out/version_12")

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -19,10 +18,11 @@ import lightning_mp.demo.settings
 from lightning_mp import OverflowMonitor, WarmupCosine
 from lightning_mp.__main__ import main
 from lightning_mp.demo.data import HeldOutBatches, TextBatches, TextData, load_file
-from lightning_mp.demo.prepare import Options, prepare
+from lightning_mp.demo.prepare import latest_run, prepare
 from lightning_mp.demo.run import assemble, fit, run_job
+from lightning_mp.demo.settings import Settings, peak_learning_rate
 
-TINY = {"parameters": 9264, "tokens_per_parameter": 2.4, "batch_size": 4, "precision": "16-mixed"}
+TINY = {"params": 9264, "tokens_per_parameter": 2.4, "batch_size": 4, "precision": "16-mixed"}
 BUDGET_TOKENS = 22_234
 NOT_FUSED = {"fused": False}
 MICRO_BATCHES = 44  # of 512 tokens; 218 of the last one count
@@ -38,8 +38,10 @@ def _as_in_a_terminal() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _short_windows(monkeypatch):
-    """Accumulation starts where such short runs get to."""
+    """Accumulation starts where such short runs get to; samples are short and pictures empty."""
     monkeypatch.setattr(lightning_mp.demo.settings, "ACCUMULATION", {0: 1, 6: 3})
+    monkeypatch.setattr("lightning_mp.demo.run._SAMPLE_TOKENS", 3)
+    monkeypatch.setattr("lightning_mp.demo.run.draw_report", lambda history, path: None)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def text(tmp_path_factory):
 @pytest.fixture
 def _no_report(monkeypatch):
     """Leaves out sample, picture and summary, which take as long as the training."""
-    monkeypatch.setattr("lightning_mp.demo.run.finish", lambda folder: None)
+    monkeypatch.setattr("lightning_mp.demo.run._show", lambda *_, **__: None)
 
 
 class _At(Callback):
@@ -70,11 +72,11 @@ class _At(Callback):
 
 def _run(out, text, *callbacks, resume=False, max_minutes=None, **changes):
     given = {} if resume else TINY | {"text": text} | changes
-    return run_job(prepare(Options(given, Path(out), resume=resume, max_minutes=max_minutes)), callbacks)
+    return run_job(prepare(given, Path(out), resume=resume, max_minutes=max_minutes), callbacks)
 
 
 def _checkpoint(out):
-    return torch.load(Path(out) / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+    return torch.load(latest_run(Path(out)), weights_only=True)
 
 
 def _history(out):
@@ -117,18 +119,40 @@ def test_the_plan_foretells_the_steps_and_the_learning_rate_ends_with_the_budget
     assert len(tokens) == history["plan"]["optimizer_steps"]
     schedule = WarmupCosine(warmup=0.05, final=0.1, start=0.02)
     expected = [schedule(before / BUDGET_TOKENS) for before in (0, *tokens[:-1])]
-    assert [rate / history["plan"]["learning_rate"] for rate in rates] == pytest.approx(expected)
+    assert [rate / peak_learning_rate(9264) for rate in rates] == pytest.approx(expected)
 
 
 def test_learning_rate_speed_and_the_last_values_are_logged(uninterrupted):
     with (uninterrupted / "version_0" / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    last = next(row for row in reversed(rows) if row["train/loss"])
-    steps = _history(uninterrupted)["steps"]
-    assert int(last["step"]) == len(steps["tokens"]) - 1
-    assert float(last["train/learning_rate"]) == pytest.approx(steps["learning_rate"][-1])
+    last, history = rows[-1], _history(uninterrupted)
+    summary = json.loads((uninterrupted / "version_0" / "summary.json").read_text())
+    assert int(last["step"]) == summary["optimizer_steps"] - 1
+    assert float(last["val/loss"]) == summary["validation_loss"]
+    assert float(last["mp/tokens"]) == summary["tokens"]
+    assert float(last["mp/skipped_steps"]) == summary["skipped_steps"]
     assert float(last["mp/budget_fraction"]) == 1.0
+    assert float(last["train/loss"]) == pytest.approx(history["steps"]["train_loss"][-1])
+    assert float(last["train/learning_rate"]) == pytest.approx(history["steps"]["learning_rate"][-1])
     assert float(last["mp/tokens_per_second"]) > 0
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
+def test_the_comparison_shows_what_lightning_does_with_the_same_run(text, capsys):
+    assert _run("out", text, inject_overflow=4, compare=True) == 0
+    table = Path("out/version_0/comparison.txt").read_text()
+    assert table in capsys.readouterr().out
+    rows = {line[:26].strip(): line[26:].split() for line in table.splitlines()}
+    assert rows["tokens"] == [f"{MICRO_BATCHES * 512:,}", f"{BUDGET_TOKENS:,}"]
+    assert rows["over the budget"] == ["+294", "+0"]
+    assert rows["optimizer steps"] == ["15", "15"]
+    assert rows["of these skipped"] == ["1", "1"]
+    assert rows["scheduler steps on skips"] == ["1", "0"]
+    assert rows["fused AdamW with clipping"] == ["refused", "yes"]
+    stock, ours = map(float, rows["validation loss"])
+    assert stock == pytest.approx(ours, abs=0.1)
+    assert stock != ours
 
 
 @pytest.mark.full
@@ -176,7 +200,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_regular_checkpoint(uninterr
 
     with pytest.raises(Killed):
         _run("out", text, _At(30, kill))
-    tokens_saved = _checkpoint("out")["callbacks"]["lightning_mp_demo"]["tokens"][-1]
+    tokens_saved = _checkpoint("out")["callbacks"]["lightning_mp_demo"]["steps"]["tokens"][-1]
     assert 0 < tokens_saved < 31 * 512
     assert _run("out", text, resume=True) == 0
     _assert_same_run("out", uninterrupted)
@@ -209,7 +233,7 @@ def test_the_second_ctrl_c_stops_at_once_and_says_what_is_left(text, capsys):
 
     with pytest.raises(KeyboardInterrupt, match="No checkpoint had been written yet"):
         _run("early", text, _At(0, interrupt_twice))
-    with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is late.version_0.*last.ckpt. Go on with: "):
+    with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is late.version_0.*.ckpt. Go on with: "):
         _run("late", text, _At(40, interrupt_twice))
 
 
@@ -226,11 +250,11 @@ def test_ctrl_c_before_the_first_batch_ends_the_run_at_once(text):
 
 @pytest.mark.full
 def test_ctrl_c_after_training_says_how_to_see_the_results(text, monkeypatch):
-    def interrupted(folder):
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_mp.demo.run.finish", interrupted)
-    with pytest.raises(KeyboardInterrupt, match=r"The checkpoint is out.version_0.*Go on with: lightning-mp demo"):
+    monkeypatch.setattr("lightning_mp.demo.run._show", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is out.version_0.*Go on with: lightning-mp demo"):
         _run("out", text)
 
 
@@ -241,7 +265,7 @@ def test_ctrl_c_in_the_last_step_does_not_spoil_a_finished_run(text, capsys):
 
 
 def test_ctrl_c_before_training_ends_without_a_traceback(text, capsys, monkeypatch):
-    def interrupted(options):
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_mp.demo.prepare.prepare", interrupted)
@@ -253,7 +277,8 @@ def test_the_time_limit_is_told_with_the_way_to_go_on(text, capsys):
     assert _run("out", text, max_minutes=1e-9) == 0
     output = capsys.readouterr().out
     assert "22,234 (2.3% spent)" in output
-    assert "The time of --max-minutes is over. Go on with: lightning-mp demo --resume --out out/version_0" in output
+    assert "The time of --max-minutes is over. The last checkpoint is out/version_0/checkpoints/stopped" in output
+    assert "Go on with: lightning-mp demo --resume --out out/version_0" in output
 
 
 @pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
@@ -282,12 +307,12 @@ def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the
 
 @pytest.mark.usefixtures("_no_report")
 def test_a_checkpoint_knows_the_last_outcome_without_help_of_other_callbacks(text):
-    job = prepare(Options(TINY | {"text": text}, Path("out")))
+    job = prepare(TINY | {"text": text}, Path("out"))
     trainer = assemble(job, [_At(5, lambda: trainer.save_checkpoint("middle.ckpt"))])
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, OverflowMonitor)]
     fit(trainer, job)
     saved = torch.load("middle.ckpt", weights_only=True)["callbacks"]["lightning_mp_demo"]
-    assert list(saved["outcomes"]) == list(range(6)) == list(range(len(saved["tokens"])))
+    assert {name: len(column) for name, column in saved["steps"].items()} == dict.fromkeys(saved["steps"], 6)
 
 
 def test_a_run_that_is_refused_at_the_start_leaves_nothing_behind(text):
@@ -302,26 +327,17 @@ def test_a_run_that_is_refused_at_the_start_leaves_nothing_behind(text):
 
 def test_seed_rank_and_world_size_reach_the_batches(text):
     corpus = load_file(Path(text))
-    data = TextData(corpus, batch_size=2, block_tokens=16, num_batches=3, max_validation_batches=2, seed=9)
+    settings = Settings(params=9264, batch_size=2, tokens_per_parameter=0.1, seed=9)
+    data = TextData(corpus, settings)
     data.trainer = SimpleNamespace(distributed_sampler_kwargs={"rank": 1, "num_replicas": 2})
-    expected = TextBatches(corpus.train, batch_size=2, block_tokens=16, num_batches=3, seed=9, rank=1, world_size=2)
+    shape = {"batch_size": 2, "block_tokens": 128, "rank": 1, "world_size": 2}
+    expected = TextBatches(corpus.train, num_batches=settings.micro_batches, seed=9, **shape)
     assert _equal(list(data.train_dataloader()), list(expected))
-    held_out = HeldOutBatches(corpus.validation, batch_size=2, block_tokens=16, max_batches=2, rank=1, world_size=2)
+    held_out = HeldOutBatches(corpus.validation, max_batches=32, **shape)
     assert _equal(list(data.val_dataloader()), list(held_out))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_every_precision_lands_exactly(text, precision, capsys):
-    assert _run("out", text, precision=precision) == 0
+def test_the_default_precision_lands_exactly(text, capsys):
+    assert _run("out", text, precision="bf16-mixed") == 0
     assert _history("out")["tokens"] == BUDGET_TOKENS
     assert "22,234 (spent exactly)" in capsys.readouterr().out
-
-
-@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
-def test_two_processes_land_exactly_and_skip_together(text):
-    given = TINY | {"text": text, "devices": 2, "batch_size": 2, "strategy": "ddp", "inject_overflow": 4}
-    job = prepare(Options(given, Path("out")))
-    assert run_ranks(lambda rank: run_job(job), 2) == [0, 0]
-    history = _history("out")
-    assert history["tokens"] == BUDGET_TOKENS
-    assert [index for index, skipped in enumerate(history["steps"]["skipped"]) if skipped] == [4]

@@ -79,13 +79,13 @@ def text(tmp_path_factory):
 
 def _demo(*arguments: str) -> tuple[int, str]:
     """Exit code and what was printed to stderr; short windows, few validations, a short sample and no picture."""
-    import lightning_mp.demo.report
+    import lightning_mp.demo.data
     import lightning_mp.demo.run
     import lightning_mp.demo.settings
 
     lightning_mp.demo.settings.ACCUMULATION = {0: 1, 3: 2}
     lightning_mp.demo.settings._VALIDATIONS = 2
-    lightning_mp.demo.run._MAX_VALIDATION_BATCHES = 4
+    lightning_mp.demo.data._MAX_VALIDATION_BATCHES = 4
     lightning_mp.demo.run._SAMPLE_TOKENS = 10
     lightning_mp.demo.run.draw_report = lambda history, path: path.write_bytes(b"")
     errors = io.StringIO()
@@ -244,6 +244,7 @@ def test_an_overflow_is_skipped_and_named_on_every_strategy(strategy, text, tmp_
 
     code, said = run_ranks(run, 2, PATIENCE_SECONDS)[0]
     assert code == 0, said
+    assert _history(tmp_path)["tokens"] == BUDGET_TOKENS
     skipped = _history(tmp_path)["steps"]["skipped"]
     assert [step for step, was_skipped in enumerate(skipped) if was_skipped] == [2]
     summary = json.loads((tmp_path / "version_0" / "summary.json").read_text())

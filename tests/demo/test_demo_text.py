@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lightning_mp.demo.data import Corpus, from_bytes, load_file, load_standard_library, require_blocks
+from lightning_mp.demo.data import Corpus, from_bytes, load_file, load_standard_library
 
 
 def _write_library(root, num_files):
@@ -88,19 +88,3 @@ def test_an_unreadable_file_is_refused(tmp_path, make, message):
     make(path)
     with pytest.raises(ValueError, match=message):
         load_file(path)
-
-
-def test_a_tiny_text_is_refused_with_the_size_that_would_do():
-    needs = {"block_tokens": 8, "train_blocks": 4, "validation_blocks": 1}
-    with pytest.raises(ValueError, match=r"has 40 bytes, too few .* at least 180 bytes .* smaller --batch-size"):
-        require_blocks(from_bytes(b"x" * 40, "x.txt"), **needs)
-    with pytest.raises(ValueError, match="too few"):
-        require_blocks(from_bytes(b"x" * 179, "x.txt"), **needs)
-    require_blocks(from_bytes(b"x" * 180, "x.txt"), **needs)
-
-
-def test_the_size_that_would_do_is_right_when_the_training_part_decides():
-    needs = {"block_tokens": 8, "train_blocks": 100, "validation_blocks": 1}
-    with pytest.raises(ValueError, match="at least 843 bytes"):
-        require_blocks(from_bytes(b"x" * 842, "x.txt"), **needs)
-    require_blocks(from_bytes(b"x" * 843, "x.txt"), **needs)

@@ -21,8 +21,10 @@ from lightning_mp import (
     OverflowMonitor,
 )
 from lightning_mp.callbacks.mfu_monitor import MFUMonitor
+from lightning_mp.flops import hardware
 from lightning_mp.flops.flop_counter import count_flops
 from lightning_mp.precision.tf32 import tf32_matmuls_and_convolutions
+from lightning_mp.tokens.count_unit import counted_unit
 
 FLOPS_PER_TOKEN = 6 * 8 * 11  # the head alone multiplies
 PEAK = 1e6
@@ -241,25 +243,17 @@ def test_the_format_is_that_of_the_products_under_any_plugin(name: str) -> None:
 
 
 def test_the_peak_of_a_known_device_in_the_format_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_mp.callbacks import mfu_monitor
-
     asked = []
-    monkeypatch.setattr(mfu_monitor, "peak_flops", lambda *question: asked.append(question) or 1e9)
+    monkeypatch.setattr(hardware, "peak_flops", lambda *question: asked.append(question) or 1e9)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A40")
-
-    class Trainer:
-        precision = "bf16-mixed"
-
-        class strategy:
-            root_device = torch.device("cuda")
-
-    made = MFUMonitor()
-    assert made._peak(Trainer())[0] == 1e9
-    Trainer.precision = "32-true"
-    made._peak(Trainer())
+    device = torch.device("cuda")
+    assert hardware.device_peak(device, "bf16-mixed", None)[0] == 1e9
+    hardware.device_peak(device, "32-true", None)
     with tf32_matmuls_and_convolutions():
-        made._peak(Trainer())
-    assert asked == [("NVIDIA A40", "bf16"), ("NVIDIA A40", "fp32"), ("NVIDIA A40", "tf32")]
+        hardware.device_peak(device, "32-true", None)
+        hardware.device_peak(device, "bf16-mixed", "fp32")
+    formats = ["bf16", "fp32", "tf32", "tf32"]
+    assert asked == [("NVIDIA A40", number_format) for number_format in formats]
 
 
 def test_without_a_peak_it_is_said_once_and_the_rest_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +265,7 @@ def test_without_a_peak_it_is_said_once_and_the_rest_is_logged(monkeypatch: pyte
     said = [message for message in messages if "neither MFU nor HFU" in message]
     assert len(said) == 1
     assert "no peak is known for the device 'cpu'. Give it: MFUMonitor(peak_flops=...)." in said[0]
-    assert "MFUMonitor: 528 FLOPs per token (exact), and 0 run again." in messages
+    assert "MFUMonitor: 528 FLOPs per token (exact; causal attention as a full square), and 0 run again." in messages
     assert messages[-1] == "MFUMonitor, whole run: 10 tokens/s, 10 of them no padding, goodput 100.0%."
 
 
@@ -403,6 +397,11 @@ def test_a_micro_batch_without_a_loss_is_not_the_one_that_counts() -> None:
         ({"peak_flops": float("nan")}, "must be a positive number"),
         ({"window": 0}, r"MFUMonitor\(window=0\): it must be a whole number of optimizer steps"),
         ({"count": 3}, "must be a function from a batch"),
+        ({"unit": "image"}, r"unit='image'\): it must be one of \('auto', 'token', 'sample'\)"),
+        (
+            {"unit": "sample", "flops_per_token": "6N"},
+            "is one of tokens, and samples are counted. Use 'exact'",
+        ),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
@@ -421,26 +420,73 @@ def test_compiled_code_cannot_be_counted_and_is_refused() -> None:
         quiet_trainer(callbacks=[MFUMonitor()]).fit(Compiled(), loader(batches([1])))
 
 
+class Pictures(pl.LightningModule):
+    """Batches of x, or of [x, y]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.layer(batch[0] if isinstance(batch, list) else batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+PICTURES = [[torch.ones(3, 4), torch.ones(3)]] * 3
+
+
 def test_a_batch_without_tokens_is_refused_and_samples_can_be_counted() -> None:
-    class Pictures(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="to its number of tokens, or unit"):
+        quiet_trainer(callbacks=[MFUMonitor()]).fit(Pictures(), loader(PICTURES))
+    for arguments in ({"unit": "sample"}, {"count": lambda batch: len(batch[0])}):
+        logged = Logged()
+        made = MFUMonitor(peak_flops=PEAK, **arguments)
+        quiet_trainer(callbacks=[made, logged]).fit(Pictures(), loader(PICTURES))
+        assert made.throughput.work.model_flops_per_token == 2 * 4 * 2  # the input needs no gradient
+        assert made.throughput.totals.presented_tokens == 9
+        assert "samples_per_second" in logged.rows[-1], "what counts samples is called samples"
+        assert not any("tokens_per_second" in name for name in logged.rows[-1])
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss: Tensor = self.layer(batch).mean()
-            return loss
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"count": len},
+            r"gives 2 for the first batch, of type 'list' with 3 samples, or 3 to 12 tokens. len\(\)",
+        ),
+        ({"count": lambda batch: 13}, "gives 13 for the first batch"),
+        (
+            {"count": lambda batch: 3, "flops_per_token": "6N"},
+            "'6N'.: the convention is one of tokens",
+        ),
+        (
+            {"count": lambda batch: 12, "unit": "sample"},
+            "gives 12 for the first batch, of type 'list' with 3 samples",
+        ),
+    ],
+)
+def test_a_count_that_can_be_neither_tokens_nor_samples_is_refused(arguments: Any, message: str) -> None:
+    """Seen: ``count=len`` on ``[x, y]`` counted 2 whatever the batch, and gave 15 tokens a second."""
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=message):
+        quiet_trainer(callbacks=[MFUMonitor(**arguments)]).fit(Pictures(), loader(PICTURES))
 
-    pictures = [torch.ones(3, 4)] * 3
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="Pass count=, a function from a batch"):
-        quiet_trainer(callbacks=[MFUMonitor()]).fit(Pictures(), loader(pictures))
-    made = MFUMonitor(peak_flops=PEAK, count=len)
-    quiet_trainer(callbacks=[made]).fit(Pictures(), loader(pictures))
-    assert made.throughput.work.model_flops_per_token == 2 * 4 * 2  # the input needs no gradient
-    assert made.throughput.totals.presented_tokens == 9
+
+def test_what_is_counted() -> None:
+    """A batch of one dimension can be one of tokens, some of them padding; labels are tokens."""
+    stream = torch.zeros(50, dtype=torch.long)
+    assert counted_unit("token", 40, stream, is_counted=True) == "token"
+    assert counted_unit("token", 50, stream, is_counted=True) == "token"
+    assert counted_unit("auto", 50, stream, is_counted=True) == "sample"
+    labels = {"labels": torch.zeros(2, 5, dtype=torch.long)}
+    assert counted_unit("auto", 10, labels, is_counted=True) == "token"
+    assert counted_unit("auto", 10, labels, is_counted=False) == "token"
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="the batch has token labels"):
+        counted_unit("sample", 10, labels, is_counted=True)
+    assert counted_unit("auto", 7, "no tensor", is_counted=True) == "token"
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ DEVICE_NAMES = {
     "NVIDIA TITAN RTX": "TITAN RTX",
     "Quadro RTX 6000": "Quadro RTX 6000",
     "Quadro RTX 8000": "Quadro RTX 6000",
+    "NVIDIA GeForce RTX 3060": "RTX 3060",
     "NVIDIA GeForce RTX 3070": "RTX 3070",
     "NVIDIA GeForce RTX 3080": "RTX 3080",
     "NVIDIA GeForce RTX 3090": "RTX 3090",
@@ -55,15 +56,24 @@ DEVICE_NAMES = {
     "NVIDIA RTX A4000": "RTX A4000",
     "NVIDIA RTX A5000": "RTX A5000",
     "NVIDIA RTX A6000": "RTX A6000",
+    "NVIDIA GeForce RTX 4070": "RTX 4070",
     "NVIDIA GeForce RTX 4080": "RTX 4080",
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
     "NVIDIA GeForce RTX 5080": "RTX 5080",
     "NVIDIA GeForce RTX 5090": "RTX 5090",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX PRO 6000",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "RTX PRO 6000 Max-Q",
     "AMD Instinct MI210": "MI210",
     "AMD Instinct MI250X": "MI250X",
     "AMD Instinct MI300X": "MI300X",
+    "AMD Instinct MI300X VF": "MI300X",
     "AMD Instinct MI325X": "MI325X",
+    "AMD Instinct MI325X VF": "MI325X",
+    "AMD Instinct MI350X": "MI350X",
+    "AMD Instinct MI350X VF": "MI350X",
+    "AMD Instinct MI355X": "MI355X",
+    "AMD Instinct MI355X VF": "MI355X",
 }
 # Relatives with another peak, and chips of which no datasheet figure was taken over.
 UNKNOWN_NAMES = [
@@ -75,13 +85,21 @@ UNKNOWN_NAMES = [
     "NVIDIA L40G",
     "NVIDIA H800 PCIe",
     "NVIDIA A40-48Q",
+    "AMD Instinct MI300X HF",
+    "NVIDIA GeForce RTX 3060 Ti",
+    "NVIDIA GeForce RTX 4070 SUPER",
+    # No figure that two sources agree on: 96 GB boards with other clocks, a GB10 with 62 to 209 in print, and a server
+    # edition with a clock of its own.
+    "NVIDIA H100",
+    "NVIDIA GB10",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition",
     "cpu",
     "",
 ]
 BF16_TO_FP8 = 2.0
 # Chips whose figures were entered from their document and not found again elsewhere. A row that is added without
 # a second look belongs here, by name.
-UNCHECKED: set[str] = set()
+UNCHECKED = {"MI350X", "MI355X", "RTX 3060", "RTX 4070", "RTX PRO 6000", "RTX PRO 6000 Max-Q"}
 
 
 def by_name(chip: Chip) -> str:
@@ -133,13 +151,18 @@ def test_an_unknown_chip_says_so_and_names_the_known_ones(device_name: str) -> N
         ("NVIDIA GeForce RTX 4090", "fp16", 165.2),  # with fp32 accumulation
         ("NVIDIA GeForce RTX 4090", "fp8", 330.3),  # 660.6 is with fp16 accumulation
         ("NVIDIA TITAN RTX", "fp16", 130.5),  # the full rate with fp32 accumulation, other than the 2080 Ti
+        ("AMD Instinct MI355X", "bf16", 256 * 4096 * 2.4e-3),  # 5033 is with sparsity; CUs, operations per clock, GHz
+        ("AMD Instinct MI350X VF", "fp8", 256 * 8192 * 2.2e-3),
+        ("NVIDIA GeForce RTX 3060", "bf16", 28 * 512 * 1.777e-3),  # 51 is with fp16 accumulation
+        ("NVIDIA GeForce RTX 4070", "fp8", 46 * 1024 * 2.475e-3),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "bf16", 503.8),  # 1008 is with sparsity
         ("AMD Instinct MI210", "fp32", 45.3),  # 22.6 is without the matrix cores
         ("AMD Instinct MI250X", "bf16", 191.5),  # 383 is of two dies, which torch sees as two devices
     ],
 )
 def test_published_dense_peaks(device_name: str, dtype: str | torch.dtype, tflops: float) -> None:
     """D39: dense, and of the very chip."""
-    assert peak_flops(device_name, dtype) == pytest.approx(tflops * 1e12, rel=1e-12)
+    assert peak_flops(device_name, dtype) == pytest.approx(tflops * 1e12, rel=2e-3)
 
 
 @pytest.mark.parametrize("chip", known_chips(), ids=by_name)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.planning.scaling_laws.forecast import LossForecast, _resampled, forecast_loss, forecast_seconds
+from lightning_mp.planning.scaling_laws.correlated_noise import CorrelatedNoise
+from lightning_mp.planning.scaling_laws.forecast import LossForecast, forecast_loss, forecast_seconds
 
 BUDGET = 1e8
 
@@ -22,10 +23,17 @@ def run(
     """A synthetic history: tokens and noisy losses."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.linspace(BUDGET / points, BUDGET, points, dtype=torch.float64)
-    errors = torch.randn(points, generator=generator, dtype=torch.float64)
-    for index in range(1, points):
-        errors[index] = correlation * errors[index - 1] + math.sqrt(1 - correlation**2) * errors[index]
+    errors = noise_with_memory(points, correlation, generator)
     return tokens, curve(tokens, e, b, beta) + noise * errors
+
+
+def noise_with_memory(points: int, correlation: float, generator: torch.Generator) -> Tensor:
+    """AR(1) of variance 1, from its stationary state."""
+    fresh = torch.randn(points, generator=generator, dtype=torch.float64).tolist()
+    errors = fresh[:1]
+    for value in fresh[1:]:
+        errors.append(correlation * errors[-1] + math.sqrt(1 - correlation**2) * value)
+    return torch.tensor(errors, dtype=torch.float64)
 
 
 def forecast(tokens: Tensor, losses: Tensor, reach: float, **arguments: Any) -> LossForecast:
@@ -44,34 +52,26 @@ def test_a_curve_without_noise_is_continued(constants: tuple[float, float, float
 
 
 @pytest.mark.parametrize(
-    ("constants", "points", "noise", "reach", "correlation"),
-    [((2.0, 300.0, 0.35), 80, 0.02, 2.0, 0.0), ((1.5, 30.0, 0.2), 80, 0.03, 3.0, 0.5)],
+    ("correlation", "confidence", "reach", "points"),
+    [(0.0, 0.9, 3.0, 300), (0.8, 0.9, 2.0, 300), (0.8, 0.95, 5.0, 300), (0.95, 0.95, 2.0, 300)],
 )
 @pytest.mark.full
 def test_the_band_holds_the_truth_as_often_as_it_says(
-    constants: tuple[float, float, float], points: int, noise: float, reach: float, correlation: float
+    correlation: float, confidence: float, reach: float, points: int
 ) -> None:
-    """40 runs at 80%: of a fair band 32 on average, and fewer than 26 or more than 38 in one of 100 such tests."""
+    """120 runs; of a fair band all but one in 400 such tests stay inside three standard deviations.
+
+    Seen: 0.79 in place of 0.90 where noise remembers 0.8 from point to point.
+    """
+    constants, runs = (2.0, 300.0, 0.35), 120
     truth = float(curve(torch.tensor(reach * BUDGET, dtype=torch.float64), *constants))
     held = 0
-    for seed in range(40):
-        tokens, losses = run(*constants, points=points, noise=noise, seed=seed, correlation=correlation)
-        found = forecast(tokens, losses, reach, confidence=0.8, samples=60, seed=seed)
+    for seed in range(runs):
+        tokens, losses = run(*constants, points=points, noise=0.03, seed=seed, correlation=correlation)
+        found = forecast(tokens, losses, reach, confidence=confidence, samples=400, seed=seed)
         held += found.low <= truth <= found.high
-    assert 26 <= held <= 38
-
-
-@pytest.mark.full
-def test_the_band_holds_the_truth_as_often_as_it_says_at_length() -> None:
-    """200 runs at 90%, with 400 bootstrap samples."""
-    constants = (2.0, 300.0, 0.35)
-    truth = float(curve(torch.tensor(3 * BUDGET, dtype=torch.float64), *constants))
-    held = 0
-    for seed in range(200):
-        tokens, losses = run(*constants, points=100, noise=0.02, seed=seed)
-        found = forecast(tokens, losses, 3.0, seed=seed)
-        held += found.low <= truth <= found.high
-    assert 0.83 <= held / 200 <= 0.95
+    deviation = math.sqrt(confidence * (1 - confidence) / runs)
+    assert abs(held / runs - confidence) <= 3 * deviation
 
 
 def test_spikes_do_not_pull_and_losses_that_are_not_finite_are_left_out() -> None:
@@ -97,8 +97,8 @@ def test_the_band_widens_with_noise_and_with_reach() -> None:
 
 def test_many_points_are_averaged_and_noise_is_that_of_the_means() -> None:
     found = forecast(*run(2.0, 300.0, 0.35, points=5000, noise=0.2, seed=0), 2.0)
-    assert found.points == 200
-    assert found.noise == pytest.approx(0.2 / math.sqrt(4750 / 200), rel=0.25)
+    assert found.points == 4751 // 24, "all of one size"
+    assert found.noise == pytest.approx(0.2 / math.sqrt(24), rel=0.25)
     truth = float(curve(torch.tensor(2 * BUDGET, dtype=torch.float64), 2.0, 300.0, 0.35))
     assert found.loss == pytest.approx(truth, rel=0.01)
 
@@ -172,8 +172,44 @@ def test_a_curve_that_stands_still_goes_on_so() -> None:
     assert found.warnings == ("the loss does not fall",)
 
 
-def test_residuals_are_as_large_as_before_three_constants_were_fitted_to_them() -> None:
-    residuals = torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    again = _resampled(residuals, 4000, seed=1)
-    centred = residuals - residuals.mean()
-    assert float(again.square().mean()) == pytest.approx(float(centred.square().sum()) / 27, rel=0.02)
+@pytest.mark.parametrize(("correlation", "estimate"), [(0.0, (0.0, 0.1)), (0.8, (0.75, 0.9))])
+def test_noise_remembers_as_long_as_before_three_constants_were_fitted(
+    correlation: float, estimate: tuple[float, float]
+) -> None:
+    """The residuals of a fit to 150 points with a memory of 0.8 have less of it, and less variance."""
+    x = torch.linspace(0.01, 1, 150, dtype=torch.float64)
+    design = torch.stack([torch.ones_like(x), x**-0.35, x**-0.35 * x.log()], 1)
+    basis, _ = torch.linalg.qr(design)
+    shown, memories, variances = [], [], []
+    for seed in range(12):
+        noise = noise_with_memory(150, correlation, torch.Generator().manual_seed(seed))
+        residuals = noise - basis @ (basis.T @ noise)
+        found = CorrelatedNoise.of(residuals, design)
+        again = found.draw(100, 150, torch.Generator().manual_seed(seed))
+        shown.append(float(residuals.square().mean()))
+        memories.append(float((found.memory * (1 - found.white_share) * found.probability).sum()))
+        variances.append(float(again.square().mean(1).median()))
+    low, high = estimate
+    assert low <= sum(memories) / 12 <= high
+    assert sum(shown) / 12 < sum(variances) / 12
+    assert sum(variances) / 12 == pytest.approx(1.0, abs=0.35)
+
+
+def test_restricted_likelihood_is_that_of_dense_matrices() -> None:
+    """Patterson and Thompson 1971, by Cholesky factors of the whole covariance."""
+    generator = torch.Generator().manual_seed(0)
+    design = torch.randn(12, 3, generator=generator, dtype=torch.float64)
+    residuals = torch.randn(12, generator=generator, dtype=torch.float64)
+    found = CorrelatedNoise.of(residuals, design)
+    lag = (torch.arange(12)[:, None] - torch.arange(12)).abs()
+    basis, _ = torch.linalg.qr(design)
+    logs = []
+    for rho, white in zip(found.memory.tolist(), found.white_share.tolist(), strict=True):
+        inverse = torch.linalg.inv((1 - white) * rho**lag + white * torch.eye(12, dtype=torch.float64))
+        information = basis.T @ inverse @ basis
+        projector = inverse - inverse @ basis @ torch.linalg.inv(information) @ basis.T @ inverse
+        squares = residuals @ projector @ residuals
+        logs.append(0.5 * (torch.logdet(inverse) - torch.logdet(information)) - 9 / 2 * squares.log())
+    # Noise without a memory has the weight of eight pairs beforehand.
+    expected = (torch.stack(logs) + torch.where(found.memory > 0, 1.0, 8.0).log()).softmax(0)
+    torch.testing.assert_close(found.probability, expected)

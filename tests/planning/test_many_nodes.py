@@ -26,10 +26,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-def plan(**layout: int) -> ParallelPlan:
-    return plan_parallelism(
-        LLAMA_2_7B, ParallelLayout(**layout), "DGX H100", tokens_per_step=2**22, context_tokens=4096
-    )
+def plan(reduce: str = "fp32", **layout: int) -> ParallelPlan:
+    arguments = {"tokens_per_step": 2**22, "context_tokens": 4096, "tensor_reduce_dtype": reduce}
+    return plan_parallelism(LLAMA_2_7B, ParallelLayout(**layout), "DGX H100", **arguments)
 
 
 def test_the_table_is_what_the_command_prints(capsys):
@@ -42,6 +41,7 @@ def test_the_rules_are_what_the_formulas_say():
     one_node, across = plan(shards=8), plan(shards=64)
     hybrid, largest = plan(copies=8, shards=8), plan(shards=1024)
     tensor = [plan(shards=gpus // 8, tensor=8) for gpus in (8, 64, 256, 1024)]
+    megatron = plan("16bit", shards=8, tensor=8)
     short, middle, long = plan(copies=128, stages=8), plan(copies=8, stages=8), plan(stages=8)
     text = " ".join(PAGE.split())
     for sentence in (
@@ -50,6 +50,7 @@ def test_the_rules_are_what_the_formulas_say():
         f" {hybrid.between_bytes / 1e9:.1f} GB",
         f"both send the same, {largest.between_bytes / 1e9:.1f} GB, for {largest.wire_to_compute_ratio:.0%} of",
         *(f"waits for {each.awaited_seconds / each.compute_seconds:.0%} of the computing time here" for each in tensor),
+        f"(`--tensor-reduce 16bit`), it is {megatron.awaited_seconds / megatron.compute_seconds:.0%}",
         f"Pipelines send least ({short.between_bytes / 1e9:.1f} GB at 1,024 GPUs)",
         f"the bubble is {long.bubble:.1%} with {long.micro_batches}, {middle.bubble:.1%} with {middle.micro_batches}"
         f" and {short.bubble:.1%} with {short.micro_batches}",

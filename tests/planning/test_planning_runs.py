@@ -70,3 +70,23 @@ def test_wrong_records_are_refused_with_the_place():
         read_runs([good, {"D": 2e9, "loss": 3.2}])
     with pytest.raises(ValueError, match="`loss` of a run must be a positive finite number, got 0"):
         Run(parameters=1.0, tokens=1.0, loss=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("params,tokens,loss\n1.3e9,26,2.6\n", "line 2: 26 tokens are too few .* for billions write 26B or 26e9"),
+        ("params,tokens,loss\n1e8,1e9,3\n5e11,15000,1.9\n", "line 3: 15000 tokens are too few"),
+        ("params,tokens,loss\n125,2.5e9,3.3\n", "line 2: 125 parameters are too few .* for billions write 125B"),
+        ("params,flops,loss\n1e9,6.8,2.6\n", "tokens are too few .* 1 PF-day is 8.64e19"),
+        ("params,tokens,loss\n70000,1.4T,2\n", r"1.4T tokens for 70K parameters are 2e\+07 per parameter"),
+    ],
+)
+def test_units_that_cannot_be_are_refused(text, message):
+    """A fit takes tokens in billions without a word, and its optimum is off by their ninth power."""
+    with pytest.raises(ValueError, match=message):
+        read_runs(csv_file(text))
+    header, *rows = text.split()
+    records = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
+    with pytest.raises(ValueError, match=message.replace("line 2", "run 1").replace("line 3", "run 2")):
+        read_runs(records)

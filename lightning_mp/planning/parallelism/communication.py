@@ -15,9 +15,10 @@ optimizer step. Counted are operations per rank and optimizer step; what one sen
 Weights are gathered as :class:`~lightning_mp.strategies.FSDP2Strategy` does: in "*-mixed" those of matrix products in
 16 bit, the others in fp32; gradients are reduced in fp32. Lightning's ``FSDPStrategy`` gathers all of them in 16 bit,
 as is counted here for "*-true". Tensor parallelism is that of the plan "auto": outputs of matrix products are reduced
-in 16 bit, gradients of what norms and the token table give in fp32. Not counted are a few bytes per step: the precision
-plugin's all-reduce of the norm, what the window of accumulation agrees on, and under FSDP the comparison of the units
-that ranks have run.
+in 16 bit, gradients of what norms and the token table give in fp32 (``tensor_reduce_dtype="fp32"``). Megatron-LM keeps
+the residual stream in 16 bit and reduces both in it (``"16bit"``), two thirds of the bytes. Not counted are a few bytes
+per step: the precision plugin's all-reduce of the norm, what the window of accumulation agrees on, and under FSDP the
+comparison of the units that ranks have run.
 """
 
 from typing import Literal, get_args
@@ -26,8 +27,9 @@ from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
-__all__ = ["Precision", "communication_per_step"]
+__all__ = ["Precision", "TensorReduceDtype", "communication_per_step"]
 
+TensorReduceDtype = Literal["fp32", "16bit"]
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 _BYTES_OF_LOSS = (4, 8)  # per token: the largest logit, then the sum of exponentials and the logit of the target
 
@@ -43,6 +45,7 @@ def communication_per_step(
     reshard_after_forward: bool = True,
     reduced_gradients: bool = False,
     sequence_parallel: bool = False,
+    tensor_reduce_dtype: TensorReduceDtype = "fp32",
 ) -> list[Transfer]:
     """Everything that the busiest rank sends in one optimizer step, in the order of the table above.
 
@@ -59,6 +62,8 @@ def communication_per_step(
         sequence_parallel: norms on parts of the sequence, as by ``tensor_parallel_plan="auto_sequence"``: an all-gather
             and a reduce-scatter where there was an all-reduce, the same bytes together (Korthikanti et al. 2022,
             arXiv:2205.05198, section 4.2.2) up to the formats.
+        tensor_reduce_dtype: under tensor parallelism in "*-mixed", in which format gradients of the residual stream
+            are reduced: "fp32" as this package does, or "16bit" as Megatron-LM does.
 
     Raises:
         ValueError: an argument is unknown or no count, or sizes do not divide each other.
@@ -72,7 +77,7 @@ def communication_per_step(
         weights: matrix products of blocks, 2 all_gather of 1.0 GB
         gradients: matrix products of blocks, 1 reduce_scatter of 2.0 GB
     """
-    _check(size, layout, precision, gradient_sync, tokens_per_micro_batch, micro_batches)
+    _check(size, layout, precision, gradient_sync, tensor_reduce_dtype, tokens_per_micro_batch, micro_batches)
     low = 4 if precision.startswith("32") else 2
     wide = 2 if precision.endswith("-true") and low == 2 else 4
     found: list[Transfer] = []
@@ -84,7 +89,8 @@ def communication_per_step(
         gradient_bytes = 2 if reduced_gradients else wide
         found.append(_copied_gradients(size, layout, gradient_bytes))
     if layout.tensor > 1:
-        found += _activations(size, layout, low, wide, tokens_per_micro_batch, micro_batches, sequence_parallel)
+        stream = low if tensor_reduce_dtype == "16bit" else wide
+        found += _activations(size, layout, low, stream, tokens_per_micro_batch, micro_batches, sequence_parallel)
         if sequence_parallel:
             payload, count = size.block_norm_weights // 2 * wide, syncs * 2 * size.layers // layout.stages
             found.append(Transfer("gradients of norms", "all_reduce", payload, layout.tensor, count))
@@ -170,11 +176,12 @@ def _activations(
 
 
 def _check(
-    size: DecoderSize, layout: ParallelLayout, precision: str, sync: str, tokens: int, micro_batches: int
+    size: DecoderSize, layout: ParallelLayout, precision: str, sync: str, reduce: str, tokens: int, micro_batches: int
 ) -> None:
     for name, value, allowed in (
         ("precision", precision, get_args(Precision)),
         ("gradient_sync", sync, ("window", "micro_batch")),
+        ("tensor_reduce_dtype", reduce, get_args(TensorReduceDtype)),
     ):
         if value not in allowed:
             raise ValueError(f"Unknown `{name}` {value!r}. Use one of {', '.join(allowed)}.")

@@ -5,18 +5,28 @@ Conventions:
 - bytes: sent by one GPU in one optimizer step, see :mod:`~lightning_mp.planning.parallelism.collectives`;
 - compute: the model's FLOPs per token under the "palm" convention, at the dense peak of the chip;
 - bubble: :func:`~lightning_mp.planning.parallelism.pipeline_bubble.bubble_fraction`, of the step's time;
-- seconds at least: the larger of computing, with the transfers that computing waits for and the bubble, and of each
-  link's bytes at its printed bandwidth. Nothing is measured: no kernel reaches the peak, no network its printed rate,
-  latency is left out, and memory is not looked at.
+- seconds at least: the larger of the time of the last stage and of each link's bytes at its printed bandwidth. With s
+  stages, m micro-batches, c the computing of one of them on a stage with the reductions of tensor parallelism that it
+  waits for, and x one send::
+
+      (m + s - 1) c + 2 (s - 1) x
+
+  since the last stage starts after s - 1 forwards and sends, works m c, and s - 1 backwards and sends follow. GPipe
+  whose sends run beside the computing takes exactly this; GPipe or 1F1B that waits for them takes longer. It is no
+  bound for schedules that divide stages or backwards further (interleaved, zero bubble), nor where the reductions of
+  tensor parallelism run beside other products.
+
+Nothing is measured: no kernel reaches the peak, no network its printed rate, latency is left out, and memory is not
+looked at.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import matmul_format, peak_flops
 from lightning_mp.planning.parallelism.collectives import Transfer
-from lightning_mp.planning.parallelism.communication import Precision, communication_per_step
+from lightning_mp.planning.parallelism.communication import Precision, TensorReduceDtype, communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
@@ -46,11 +56,13 @@ class ParallelPlan:
     between_seconds: float
     """The same between nodes."""
     awaited_seconds: float
-    """Of both, of the transfers that computing waits for."""
+    """Of both, of the transfers inside of a stage that computing waits for: the reductions of tensor parallelism."""
     compute_seconds: float
     """At the chip's peak."""
     bubble: float
     """Share of the step's time that a stage is idle."""
+    fill_and_drain_seconds: float = 0.0
+    """Of the sends that the first micro-batch needs to reach the last stage, and the last gradient to come back."""
 
     @property
     def operations(self) -> int:
@@ -59,12 +71,12 @@ class ParallelPlan:
 
     @property
     def stage_seconds(self) -> float:
-        """Computing, what it waits for, and the bubble."""
-        return (self.compute_seconds + self.awaited_seconds) / (1 - self.bubble)
+        """Of the last stage: computing, what it waits for, and the bubble with its sends."""
+        return (self.compute_seconds + self.awaited_seconds) / (1 - self.bubble) + self.fill_and_drain_seconds
 
     @property
     def seconds_at_least(self) -> float:
-        """The step is not shorter than this."""
+        """A step of GPipe or 1F1B, or without stages, is not shorter than this; see the conventions of this module."""
         return max(self.stage_seconds, self.inside_seconds, self.between_seconds)
 
     @property
@@ -89,6 +101,7 @@ def plan_parallelism(
     context_tokens: int,
     sequences_per_gpu: int = 1,
     precision: Precision = "bf16-mixed",
+    tensor_reduce_dtype: TensorReduceDtype = "fp32",
 ) -> ParallelPlan:
     """What one optimizer step of a decoder sends and takes at least, under one layout.
 
@@ -101,6 +114,7 @@ def plan_parallelism(
         sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is cut over, so that layouts compare
             at equal activations.
         precision: as in the Trainer.
+        tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`.
 
     Raises:
         ValueError: sizes do not divide each other, or something is not known.
@@ -127,13 +141,15 @@ def plan_parallelism(
         tokens_per_micro_batch=of_a_micro_batch,
         micro_batches=micro_batches,
         precision=precision,
+        tensor_reduce_dtype=tensor_reduce_dtype,
     )
     flops = flops_per_token(
         size.matmul_weights, layers=size.layers, width=size.width, context_tokens=context_tokens, convention="palm"
     )
     peak = peak_flops(machine.chip, matmul_format(precision) or "bf16")
     inside, between = _bytes(transfers, machine)
-    awaited_inside, awaited_between = _bytes([part for part in transfers if part.awaited], machine)
+    awaited = _seconds([part for part in transfers if part.awaited and part.collective != "send"], machine)
+    sends = [replace(part, count=2 * (layout.stages - 1)) for part in transfers if part.collective == "send"]
     return ParallelPlan(
         layout=layout,
         micro_batches=micro_batches,
@@ -142,8 +158,8 @@ def plan_parallelism(
         between_bytes=between,
         inside_seconds=inside / machine.inside_bytes_per_second,
         between_seconds=between / machine.between_bytes_per_second,
-        awaited_seconds=awaited_inside / machine.inside_bytes_per_second
-        + awaited_between / machine.between_bytes_per_second,
+        awaited_seconds=awaited,
+        fill_and_drain_seconds=_seconds(sends, machine),
         compute_seconds=flops * tokens_per_step / (layout.gpus * peak),
         bubble=bubble_fraction(layout.stages, micro_batches),
     )
@@ -176,3 +192,9 @@ def usual_layouts(gpus: int, gpus_per_node: int, *, layers: int) -> list[Paralle
 def _bytes(transfers: Sequence[Transfer], machine: Machine) -> tuple[float, float]:
     pairs = [transfer.bytes_by_link(machine.gpus_per_node) for transfer in transfers]
     return sum(inside for inside, _ in pairs), sum(between for _, between in pairs)
+
+
+def _seconds(transfers: Sequence[Transfer], machine: Machine) -> float:
+    """One after another, on the link of each."""
+    inside, between = _bytes(transfers, machine)
+    return inside / machine.inside_bytes_per_second + between / machine.between_bytes_per_second

@@ -7,8 +7,8 @@ arXiv:1712.00409; Kaplan et al. 2020, arXiv:2001.08361, section 5)::
 
 For a fixed beta the law is linear in E and B, so every beta of a grid is fitted in closed form and the best is taken
 (variable projection). Spikes are cut off at five robust standard deviations from a running median, and errors are
-weighed by Huber's loss. The band comes from a bootstrap of the residuals in blocks, which keeps their correlation along
-the run.
+weighed by Huber's loss. The band comes from refits to the law plus more noise of the kind that the residuals show, with
+its memory along the run: see :mod:`~lightning_mp.planning.scaling_laws.correlated_noise`.
 """
 
 import math
@@ -18,6 +18,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from lightning_mp.planning.scaling_laws.correlated_noise import CorrelatedNoise
 
 __all__ = ["LossForecast", "SecondsForecast", "forecast_loss", "forecast_seconds"]
 
@@ -31,14 +33,11 @@ FAR_REACH = 5.0
 _WARMUP_SHARE = 0.05
 _RUNNING_MEDIAN = 11
 _CUT = 5.0
-# Bootstrap percentiles of a law with three constants come out short. With this the bands of simulated runs hold the
-# truth as often as they say, within 3 points in 100.
-_WIDENING = 1.13
 _MAX_BINS = 200
 _HUBER = 1.345  # 95% of the efficiency of least squares on Gaussian errors: Huber 1981
 _NORMAL_MAD = 1.4826
 _REWEIGHTINGS = 8
-_BETA_LOW, _BETA_HIGH, _BETAS = 0.05, 1.5, 59
+_BETA_LOW, _BETA_HIGH, _BETAS = 0.05, 1.5, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def forecast_loss(
     at_tokens: float,
     *,
     confidence: float = 0.9,
-    samples: int = 400,
+    samples: int = 1000,
     seed: int = 0,
 ) -> LossForecast:
     """Forecasts the loss at ``at_tokens`` from the points of a run so far.
@@ -112,12 +111,17 @@ def forecast_loss(
     about equal length. The law knows nothing of a learning rate that still falls: with a decay ahead the run
     ends below the forecast, by a few percent.
 
+    In simulations the bands of 90 and 95% held the truth as often as they say, within 3 points in 100, for noise
+    without memory and with one of 0.8 and 0.95 from point to point. With few points, or noise that is a moving average,
+    they hold it more often. Give losses as they were logged: a smoothed loss lags behind its tokens, most at the start
+    of a run, and the law does not know that.
+
     Args:
         tokens: tokens trained on at each point, growing.
         losses: the loss there, of one batch or averaged; points with a loss that is not finite are left out.
         at_tokens: where to forecast; not before the last point.
         confidence: of the band, over 0 and below 1.
-        samples: of the bootstrap.
+        samples: refits for the band.
         seed: of its random numbers; the random state of the caller is not touched.
 
     Raises:
@@ -136,27 +140,27 @@ def forecast_loss(
     last_tokens = float(max(tokens))
     d, loss = _in_groups(d, _without_spikes(loss))
     scale = float(d[-1])
-    fit = _fit(d / scale, loss[None, :])
-    at = torch.tensor(at_tokens / scale, dtype=torch.float64)
-    fitted = fit.at(d / scale)[0]
-    residuals = loss - fitted
-    noise = _spread(residuals)
-    again = _fit(d / scale, fitted + _resampled(residuals, samples, seed))
-    expected = float(fit.at(at[None])[0, 0])
-    errors = _WIDENING * (again.at(at[None])[:, 0] - expected)
+    x, at = d / scale, torch.tensor([at_tokens / scale], dtype=torch.float64)
+    fit = _fit_robustly(x, loss)
+    expected, fitted = float(fit.at(at)), fit.at(x)[0]
+    noise = CorrelatedNoise.of(loss - fitted, _derivatives(x, fit.beta[0]))
+    again = fitted + noise.draw(samples, len(x), torch.Generator().manual_seed(seed))
+    # Of the law without noise too: what the grid of exponents leaves is in both.
+    refitted = _fit(x, torch.cat([fitted[None], again])).at(at)[:, 0]
     tail = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    below, above = errors.quantile(tail).tolist()
+    below, above = (refitted[1:] - refitted[0]).quantile(tail).tolist()
     reach = at_tokens / last_tokens
     return LossForecast(
         tokens=float(at_tokens),
         loss=expected,
-        low=expected + min(below, 0.0),
-        high=expected + max(above, 0.0),
+        # A fit that comes out this much too high or low was that much above or below the truth.
+        low=max(expected - max(above, 0.0), 0.0),
+        high=expected - min(below, 0.0),
         confidence=confidence,
         e=float(fit.e[0]),
         b=float(fit.b[0] * scale ** fit.beta[0]),
         beta=float(fit.beta[0]),
-        noise=noise,
+        noise=_spread(loss - fitted),
         points=len(d),
         reach=reach,
         warnings=_warnings(reach, fit),
@@ -247,9 +251,10 @@ def _in_groups(d: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
     """Means of neighbours, so that the work does not grow with the run."""
     if len(d) <= _MAX_BINS:
         return d, loss
-    groups = torch.arange(len(d)) * _MAX_BINS // len(d)
-    size = groups.bincount(minlength=_MAX_BINS).double()
-    return groups.bincount(d, _MAX_BINS) / size, groups.bincount(loss, _MAX_BINS) / size
+    size = -(-len(d) // _MAX_BINS)
+    # All of one size, or their noise would differ; the few that are left over are the first ones.
+    first = len(d) % size
+    return d[first:].view(-1, size).mean(1), loss[first:].view(-1, size).mean(1)
 
 
 def _spread(residuals: Tensor) -> float:
@@ -271,65 +276,55 @@ class _Fit:
         """Losses at ``d``, shape ``[laws, len(d)]``."""
         return self.e[:, None] + self.b[:, None] * d[None, :] ** -self.beta[:, None]
 
-    def take(self, better: Tensor, other: "_Fit") -> "_Fit":
-        return _Fit(
-            torch.where(better, other.e, self.e),
-            torch.where(better, other.b, self.b),
-            torch.where(better, other.beta, self.beta),
-        )
 
-
-def _fit(d: Tensor, losses: Tensor) -> _Fit:
-    """Fits every row of ``losses``, shape ``[rows, points]``: all betas of a grid, then two finer grids."""
-    betas = torch.logspace(math.log10(_BETA_LOW), math.log10(_BETA_HIGH), _BETAS, dtype=torch.float64)
-    weights = torch.ones_like(losses)
-    best = _best_of(d, losses, weights, betas.expand(len(losses), -1))
+def _fit_robustly(d: Tensor, loss: Tensor) -> _Fit:
+    """One law for one run: weights of Huber's loss, and ever finer grids of beta around the best one so far."""
+    fit = _fit(d, loss[None])
     step = math.log(_BETA_HIGH / _BETA_LOW) / (_BETAS - 1)
     for _ in range(_REWEIGHTINGS):
-        residuals = losses - best.at(d)
-        scale = _NORMAL_MAD * residuals.abs().median(dim=1, keepdim=True).values
-        weights = (_HUBER * scale / residuals.abs().clamp_min(1e-300)).clamp_max(1.0)
-        weights = torch.where(scale > 0, weights, torch.ones_like(weights))
+        residuals = loss - fit.at(d)[0]
+        scale = _NORMAL_MAD * residuals.abs().median()
+        weights = (_HUBER * scale / residuals.abs().clamp_min(1e-300)).clamp_max(1.0) if scale > 0 else None
         near = torch.linspace(-1.5 * step, 1.5 * step, 11, dtype=torch.float64).exp()
-        candidates = (best.beta[:, None] * near).clamp(_BETA_LOW, _BETA_HIGH)
-        best = _best_of(d, losses, weights, candidates)
+        fit = _fit(d, loss[None], (fit.beta * near).clamp(_BETA_LOW, _BETA_HIGH), weights)
         step *= 0.6
-    return best
+    return fit
 
 
-def _best_of(d: Tensor, losses: Tensor, weights: Tensor, betas: Tensor) -> _Fit:
-    """The best beta of each row's candidates ``[rows, candidates]``, by weighted least squares in E and B."""
-    best: _Fit | None = None
-    lowest = torch.full((len(losses),), math.inf, dtype=torch.float64)
-    sum_w = weights.sum(1)
-    mean_y = (weights * losses).sum(1) / sum_w
-    for beta in betas.T:
-        x = d[None, :] ** -beta[:, None]
-        mean_x = (weights * x).sum(1) / sum_w
-        dx, dy = x - mean_x[:, None], losses - mean_y[:, None]
-        b = ((weights * dx * dy).sum(1) / (weights * dx * dx).sum(1)).clamp_min(0.0)
-        e = mean_y - b * mean_x
-        # On the bound E = 0 the best B is that of a line through the origin.
-        b = torch.where(e < 0, (weights * x * losses).sum(1) / (weights * x * x).sum(1), b)
-        e = e.clamp_min(0.0)
-        error = (weights * (losses - e[:, None] - b[:, None] * x) ** 2).sum(1)
-        law = _Fit(e, b, beta)
-        better = error < lowest
-        best = law if best is None else best.take(better, law)
-        lowest = torch.where(better, error, lowest)
-    assert best is not None
-    return best
+def _fit(d: Tensor, losses: Tensor, betas: Tensor | None = None, weights: Tensor | None = None) -> _Fit:
+    """For every row of ``losses`` the best beta of a grid, by least squares in E and B.
+
+    Args:
+        d: tokens, shape ``[points]``.
+        losses: shape ``[rows, points]``.
+        betas: the grid; all that are allowed without one.
+        weights: of the points.
+    """
+    if betas is None:
+        betas = torch.logspace(math.log10(_BETA_LOW), math.log10(_BETA_HIGH), _BETAS, dtype=torch.float64)
+    share = torch.ones_like(d) / len(d) if weights is None else weights / weights.sum()
+    x = d[:, None] ** -betas
+    mean_x, mean_y = share @ x, (losses @ share)[:, None]
+    dx, dy = x - mean_x, losses - mean_y
+    variance_x = share @ dx.square()
+    b = ((dy * share) @ dx / variance_x).clamp_min(0.0)
+    e = mean_y - b * mean_x
+    error = (dy.square() @ share)[:, None] - b.square() * variance_x
+    # On the bound E = 0 the best B is that of a line through the origin.
+    origin_b = ((losses * share) @ x / (share @ x.square())).clamp_min(0.0)
+    origin_error = (losses.square() @ share)[:, None] - origin_b.square() * (share @ x.square())
+    best = torch.where(e < 0, origin_error, error).argmin(dim=1, keepdim=True)
+    return _Fit(
+        torch.where(e < 0, 0.0, e).gather(1, best)[:, 0],
+        torch.where(e < 0, origin_b, b).gather(1, best)[:, 0],
+        betas[best[:, 0]],
+    )
 
 
-def _resampled(residuals: Tensor, samples: int, seed: int) -> Tensor:
-    """Residuals put together anew from blocks, shape ``[samples, points]``; three constants were fitted to them."""
-    count = len(residuals)
-    block = max(1, round(count ** (1 / 3)))
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(count, (samples, -(-count // block)), generator=generator)
-    index = (starts[:, :, None] + torch.arange(block)).flatten(1)[:, :count] % count
-    centred = (residuals - residuals.mean()) * math.sqrt(count / (count - 3))
-    return centred[index]
+def _derivatives(d: Tensor, beta: Tensor) -> Tensor:
+    """Of the law by its constants, up to factors, shape ``[points, 3]``."""
+    power = d**-beta
+    return torch.stack([torch.ones_like(d), power, power * d.log()], dim=1)
 
 
 def _warnings(reach: float, fit: _Fit) -> tuple[str, ...]:

@@ -17,6 +17,9 @@ _COLUMNS = {
     "loss": ("loss", "l", "final_loss"),
 }
 _LARGEST_DISAGREEMENT = 2.0
+# Wide of every published run, and yet 15T tokens in billions (15,000) or 500B parameters in millions stand outside.
+_FEWEST_PARAMETERS, _FEWEST_TOKENS = 1e3, 1e5
+_TOKENS_PER_PARAMETER = (1e-3, 1e7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ def read_runs(runs: str | Path | Iterable[Run | Mapping[str, Any]]) -> tuple[Run
     not matter.
 
     Raises:
-        ValueError: A column is missing, or a value is not a positive finite number; the message names the place.
+        ValueError: A column is missing, a value is not a positive finite number, or parameters and tokens cannot be
+            single ones, as where tokens are given in billions; the message names the place.
         FileNotFoundError: There is no such file.
 
     Example:
@@ -68,10 +72,12 @@ def read_runs(runs: str | Path | Iterable[Run | Mapping[str, Any]]) -> tuple[Run
     """
     if isinstance(runs, str | Path):
         return tuple(_read_csv(Path(runs)))
-    return tuple(
-        run if isinstance(run, Run) else _run(_named(run, f"run {number}"), f"run {number}")
-        for number, run in enumerate(runs, start=1)
-    )
+    found = []
+    for number, run in enumerate(runs, start=1):
+        place = f"run {number}"
+        found.append(run if isinstance(run, Run) else _run(_named(run, place), place))
+        _check_units(found[-1], place)
+    return tuple(found)
 
 
 def _read_csv(path: Path) -> Iterator[Run]:
@@ -85,7 +91,9 @@ def _read_csv(path: Path) -> Iterator[Run]:
                 place = f"{path}, line {reader.line_num}"
                 if None in row or None in row.values():
                     raise ValueError(f"{place} does not have as many values as the header: {len(reader.fieldnames)}.")
-                yield _run(_named(row, place), place)
+                run = _run(_named(row, place), place)
+                _check_units(run, place)
+                yield run
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a CSV file: {error}.") from error
 
@@ -128,3 +136,24 @@ def _run(record: Mapping[str, Any], place: str) -> Run:
             "Correct one of the columns, or leave flops out."
         )
     return run
+
+
+def _check_units(run: Run, place: str) -> None:
+    """Parameters and tokens are single ones, not millions or billions: a fit would take any unit without a word."""
+    for name, value, fewest in (
+        ("parameters", run.parameters, _FEWEST_PARAMETERS),
+        ("tokens", run.tokens, _FEWEST_TOKENS),
+    ):
+        if value < fewest:
+            raise ValueError(
+                f"{place}: {value:g} {name} are too few for a run of a scaling law, which has at least {fewest:g}. Give"
+                f" single {name}: for billions write {value:g}B or {value:g}e9, for millions {value:g}M. With flops,"
+                " give single operations: 1 PF-day is 8.64e19."
+            )
+    fewest, most = _TOKENS_PER_PARAMETER
+    if not fewest <= run.tokens / run.parameters <= most:
+        raise ValueError(
+            f"{place}: {format_quantity(run.tokens)} tokens for {format_quantity(run.parameters)} parameters are"
+            f" {run.tokens / run.parameters:.3g} per parameter, and {fewest:g} to {most:g} are expected. Give both as"
+            " single ones, not one of them in millions or billions."
+        )

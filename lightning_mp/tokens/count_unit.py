@@ -1,0 +1,59 @@
+"""Whether a user's function counts the tokens of a batch or its samples; a number that can be neither is refused."""
+
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.tokens import batch_tokens
+
+__all__ = ["CountUnit", "counted_unit"]
+
+CountUnit = Literal["auto", "token", "sample"]
+
+
+def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool) -> Literal["token", "sample"]:
+    """What the number of a batch is one of.
+
+    Every sample has a token at least, and no batch has more tokens than numbers; so fewer tokens than samples, or more
+    than numbers, are none. ``len`` of a list ``[x, y]`` is 2 whatever the batch holds, which this finds.
+
+    Args:
+        unit: "auto", or what the user says that is counted.
+        counted: the number, on this rank.
+        batch: it is of.
+        is_counted: by a function of the user; the labels of a batch are tokens.
+
+    Raises:
+        MisconfigurationException: the number cannot be one of ``unit``.
+
+    Example:
+        >>> import torch
+        >>> images = [torch.zeros(8, 3, 4, 4), torch.zeros(8)]
+        >>> counted_unit("auto", 8, images, is_counted=True), counted_unit("auto", 8 * 16, images, is_counted=True)
+        ('sample', 'token')
+    """
+    has_labels = batch_tokens.find_labels(batch) is not None
+    if unit == "sample" and has_labels:
+        raise MisconfigurationException(
+            "unit='sample' was given, and the batch has token labels at batch['labels'] or batch[1], whose tokens are"
+            " counted. Leave `unit` out: all figures are then per token."
+        )
+    if not is_counted or has_labels:
+        return "token"
+    sizes = [tensor.shape for tensor in tensors_in(batch) if tensor.ndim]
+    if not sizes:
+        return "sample" if unit == "sample" else "token"
+    samples, numbers = sizes[0][0], max(shape.numel() for shape in sizes)
+    if counted == samples and unit != "token":
+        return "sample"
+    # A batch of one dimension can be one of tokens, some of them padding.
+    fewest = 1 if len(sizes[0]) == 1 and unit != "sample" else samples
+    if unit == "sample" or not fewest <= counted <= numbers:
+        allowed = f"{samples} samples" + ("" if unit == "sample" else f", or {fewest} to {numbers} tokens")
+        raise MisconfigurationException(
+            f"`count` gives {counted} for the first batch, of type {type(batch).__name__!r} with {allowed}. len() of"
+            " a list or mapping is its number of entries, not of samples. Count samples by"
+            " count=lambda batch: len(batch[0]) or unit='sample', or tokens by their tensor's numel()."
+        )
+    return "token"
