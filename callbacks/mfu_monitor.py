@@ -225,7 +225,7 @@ class MFUMonitor(Callback):
                 self.unit,
                 self._controller.measure.presented_tokens,
                 batch,
-                is_counted=self._controller.requests.weighting.count is not None,
+                is_counted=self._controller.weighting.count is not None,
             )
             if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
                 raise MisconfigurationException(_of_tokens(self.flops_per_token))

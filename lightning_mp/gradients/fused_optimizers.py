@@ -67,8 +67,7 @@ def fused_step(optimizer: Optimizer, found_inf: Tensor, factor: Tensor | None) -
     if factor is not None:
         optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]  # the kernel divides
     try:
-        with one_mesh_per_group(optimizer):
-            yield
+        yield
     finally:
         for name in ("found_inf", "grad_scale"):
             if hasattr(optimizer, name):

@@ -1,7 +1,7 @@
 """One optimizer step from top to bottom: from "backward is done" to "stepped or skipped"."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -209,11 +209,8 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
         try:
             if not in_kernel:
                 epilogue.apply()
-            with (
-                fused_step(optimizer, epilogue.found_inf, epilogue.multiplier)
-                if in_kernel
-                else one_mesh_per_group(optimizer)
-            ):
+            told = fused_step(optimizer, epilogue.found_inf, epilogue.multiplier) if in_kernel else nullcontext()
+            with told, one_mesh_per_group(optimizer):
                 output = optimizer.step(**kwargs) if step.closure is None else step.closure.step(**kwargs)
         except _LaterOverflow:
             epilogue = step.epilogue
