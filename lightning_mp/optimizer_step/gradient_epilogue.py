@@ -209,8 +209,8 @@ class GradientEpilogue:
 
     def wait_for_decision(self) -> bool:
         """Whether the step is to be skipped; waits for the device once."""
-        waits_for_factor = self._value_limit is not None and self._factor is not None
-        factor = HostCopy(self._factor.reshape(1)) if waits_for_factor else None
+        limited = self._factor if self._value_limit is not None else None
+        factor = HostCopy(limited.reshape(1)) if limited is not None else None
         found_inf = bool(self.found_inf.item())
         if factor is not None:
             self._host_factor = factor.read()[0]
