@@ -13,8 +13,8 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # any Python with torch and lightning will do for the benchmark: make bench-gpu PYTHON_BENCH=python3
 PYTHON_BENCH ?= $(RUN)
-# tests of one file stay in one process; WORKERS= runs all of them in this one
-WORKERS ?= -n 2 --dist loadfile
+# tests of one file stay in one process, in the order of tests/conftest.py; WORKERS= runs all of them in this one
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # for `make demo` and `make bench-gpu`: make demo ARGS="--precision 16-mixed"
 ARGS ?=
 

@@ -9,7 +9,7 @@ from lightning_mp.callbacks.gradient_noise_scale import GradientNoiseScale
 from lightning_mp.callbacks.mfu_monitor import MFUMonitor
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 from lightning_mp.callbacks.overflow_monitor import OverflowMonitor
-from lightning_mp.callbacks.overflow_post_mortem import OverflowPostMortem, OverflowReport
+from lightning_mp.callbacks.overflow_post_mortem import OverflowPostMortem
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from lightning_mp.callbacks.rank_watchdog import RankWatchdog
 from lightning_mp.callbacks.stop_at_boundary import StopAtBoundary
@@ -27,7 +27,6 @@ __all__ = [
     "MicroBatchOnOOM",
     "OverflowMonitor",
     "OverflowPostMortem",
-    "OverflowReport",
     "PrecisionAudit",
     "RankWatchdog",
     "StopAtBoundary",

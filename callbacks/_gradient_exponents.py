@@ -13,11 +13,10 @@ from lightning_mp.diagnostics.underflow.table import ExponentTable
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import gradient_replication
+from lightning_mp.modules.names import unwrapped_name
 from lightning_mp.precision.base import GradientStepPrecision
 
 __all__ = ["count_gradients", "gradients_are_scaled", "loss_scale_of"]
-
-_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def loss_scale_of(trainer: "pl.Trainer") -> Tensor | None:
@@ -47,7 +46,7 @@ def count_gradients(
         return _of_all_stages(whole_optimizer(optimizer), pl_module.device, factor)
     name_of = {id(p): name for name, p in pl_module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    names = [_clean(name_of.get(id(p), f"parameter {index}")) for index, p in enumerate(parameters)]
+    names = [unwrapped_name(name_of.get(id(p), f"parameter {index}")) for index, p in enumerate(parameters)]
     table = ExponentTable(names, pl_module.device)
     gradient_ops.reduce_partial_gradients_(parameters)
     for name, parameter in zip(names, parameters, strict=True):
@@ -65,15 +64,9 @@ def _of_all_stages(
     rows: Sequence[tuple[str, Tensor | None, int]], device: torch.device, factor: Tensor | float | None
 ) -> ExponentTable:
     """The same of a pipeline, whose ranks hold other parameters."""
-    table = ExponentTable([_clean(name) for name, _, _ in rows], device)
+    table = ExponentTable([unwrapped_name(name) for name, _, _ in rows], device)
     for name, parameter, _ in rows:
         if parameter is not None and parameter.grad is not None:
-            table.add(_clean(name), parameter.grad, factor)
+            table.add(unwrapped_name(name), parameter.grad, factor)
     table.sum_over_ranks_([copies for _, _, copies in rows], None)
     return table
-
-
-def _clean(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

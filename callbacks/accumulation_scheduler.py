@@ -14,6 +14,7 @@ from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thre
 from lightning_mp.accumulation.step_estimate import estimate_steps
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
 from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.data_ranks import num_data_ranks
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
@@ -22,6 +23,8 @@ __all__ = ["AccumulationScheduler", "parse_schedule"]
 
 #: A number of micro-batches, or of samples or tokens, by threshold. YAML and Hydra write both as strings.
 Table = Mapping[int, int] | Mapping[str, int] | Mapping[int, str] | Mapping[str, str] | Mapping[int | str, int | str]
+#: Samples or tokens in a step: a number, such a number as text ("1M"), or a table of them.
+BatchTarget = int | str | Table
 
 
 def parse_schedule(schedule: Table, name: str = "schedule") -> dict[int, int]:
@@ -77,7 +80,7 @@ def _read(text: str) -> int | None:
     return int(number) if number == int(number) else None
 
 
-class AccumulationScheduler(Callback):
+class AccumulationScheduler(SettingsRepr, Callback):
     """Micro-batches per optimizer step, by schedule or for a target batch; always the exact mean.
 
     A drop-in for Lightning's ``GradientAccumulationScheduler``, with its names, too. A change takes effect where the
@@ -100,7 +103,7 @@ class AccumulationScheduler(Callback):
             see different data; a resume on other ranks, or with another batch size of the loader, measures again.
         target_tokens: the same in tokens, padding included.
         ramp: between the targets: "stepped" or "linear".
-        weight_by: what a micro-batch weighs in the mean of its window: "token" for its loss-bearing tokens, "sample"
+        weight_by: what a micro-batch weighs in the mean of its window: "token" for its target tokens, "sample"
             for its batch size, "batch" for all alike. "auto" takes tokens if batches have token labels, else samples.
             The loss must be a mean over these items; or, if the batch is a mapping with ``"num_items_in_batch"``, a sum
             divided by that, as Hugging Face models make it.
@@ -133,8 +136,8 @@ class AccumulationScheduler(Callback):
         *,
         scheduling: Table | None = None,
         unit: Unit = "epoch",
-        target_samples: int | str | Table | None = None,
-        target_tokens: int | str | Table | None = None,
+        target_samples: BatchTarget | None = None,
+        target_tokens: BatchTarget | None = None,
         ramp: Ramp = "stepped",
         weight_by: WeightBy = "auto",
         count: CountFunction | None = None,
@@ -161,6 +164,9 @@ class AccumulationScheduler(Callback):
             self.windows = Thresholds(self.schedule, unit)
         else:
             self.windows = _target_batch(target_samples, target_tokens, unit, ramp)
+        self.target_samples = target_samples
+        self.target_tokens = target_tokens
+        self.ramp: Ramp = ramp
         self.weight_by: WeightBy = weight_by
         self.count = count
         self.sync: Sync = sync
@@ -289,9 +295,7 @@ def _refuse_ramp(ramp: Ramp) -> None:
         )
 
 
-def _target_batch(
-    samples: int | str | Table | None, tokens: int | str | Table | None, unit: Unit, ramp: Ramp
-) -> TargetBatch:
+def _target_batch(samples: BatchTarget | None, tokens: BatchTarget | None, unit: Unit, ramp: Ramp) -> TargetBatch:
     counted: Literal["sample", "token"] = "sample" if samples is not None else "token"
     target = samples if samples is not None else tokens
     assert target is not None

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from lightning_mp.activation_checkpointing.cost import RecomputeReport, StepCost
 from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
 from lightning_mp.core.private_api import is_compiled
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
 __all__ = ["ActivationCheckpointing"]
 
-_NAMES_IN_LOG = 4
 
-
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(SettingsRepr, Callback):
     r"""Modules that keep their inputs only and run again in backward: less memory for about a third more FLOPs.
 
     .. code-block:: python
@@ -85,13 +85,13 @@ class ActivationCheckpointing(Callback):
     """
 
     def __init__(self, modules: ModulePattern | Sequence[ModulePattern], *, every: int = 1) -> None:
-        self.patterns = as_patterns(modules, type(self).__name__)
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"ActivationCheckpointing(every={every!r}): it must be a whole number of 1 or more; 1 checkpoints every"
-                " module that was found, 2 every second one."
-            )
-        self.every = every
+        self.modules = as_patterns(modules, type(self).__name__)
+        self.every = whole_number(
+            every,
+            "every",
+            "ActivationCheckpointing",
+            hint="1 checkpoints every module that was found, 2 every second one.",
+        )
         self.module_names: tuple[str, ...] = ()
         self.report: RecomputeReport | None = None
         self._checkpointed: CheckpointedModules | None = None
@@ -117,7 +117,7 @@ class ActivationCheckpointing(Callback):
             MisconfigurationException: if something else checkpoints already.
         """
         with full_model(pl_module):  # a stage of a pipeline may have none of them
-            found = select_modules(pl_module, self.patterns, type(self).__name__, every=self.every)
+            found = select_modules(pl_module, self.modules, type(self).__name__, every=self.every)
         _refuse_other_checkpoints(pl_module)
         self.module_names = tuple(found)
         self.report = None
@@ -126,7 +126,7 @@ class ActivationCheckpointing(Callback):
         classes = ", ".join(sorted({type(module).__name__ for module in found.values()}))
         rank_zero_info(
             f"ActivationCheckpointing: {len(found)} modules of class {classes} run again in backward:"
-            f" {listed(self.module_names, _NAMES_IN_LOG)}."
+            f" {listed(self.module_names)}."
         )
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -30,17 +30,19 @@ from lightning_mp.checkpoints.sharded import (
 )
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.core.settings_repr import SettingsRepr
 
 __all__ = ["AtomicCheckpoints"]
 
 
-class AtomicCheckpoints(Callback):
+class AtomicCheckpoints(SettingsRepr, Callback):
     """Makes each checkpoint of ``fit`` appear in one step: ``kill -9`` at any moment leaves the last one usable.
 
     For any strategy and any kind of checkpoint: a single file, or the directory that FSDP and ModelParallelStrategy
     write with all ranks. It is written under a hidden name beside its place, synced to the disk, marked as complete if
-    it is a directory, and renamed by rank 0 when all ranks are done. :func:`lightning_mp.latest_checkpoint` finds it
-    again. All ranks must see the same folder. Paths with a protocol, as ``s3://``, are left to Lightning.
+    it is a directory, and renamed by rank 0 when all ranks are done.
+    :func:`lightning_mp.checkpoints.latest_checkpoint` finds it again. All ranks must see the same folder. Paths with
+    a protocol, as ``s3://``, are left to Lightning.
 
     Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no state of the optimizer yet,
     because all steps so far were skipped or it took no part in them, and writing before the first step makes Adam count

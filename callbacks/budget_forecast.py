@@ -12,9 +12,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_COUNT, checked_state, listed_of
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.planning.scaling_laws.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
 
 __all__ = ["BudgetForecast"]
@@ -23,7 +25,7 @@ _MOST_POINTS = 2_000
 _RECENT_POINTS = 200
 
 
-class BudgetForecast(Callback):
+class BudgetForecast(SettingsRepr, Callback):
     """Forecasts the loss at the end of the budget, with a band, and the time until then.
 
     Beside a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is
@@ -51,12 +53,10 @@ class BudgetForecast(Callback):
     """
 
     def __init__(self, metric: str, *, every_n_steps: int = 100, confidence: float = 0.9) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"BudgetForecast(every_n_steps={every_n_steps!r}): it must be a whole number from 1.")
         if not 0 < confidence < 1:
             raise ValueError(f"BudgetForecast(confidence={confidence!r}): it must be over 0 and below 1.")
         self.metric = metric
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = whole_number(every_n_steps, "every_n_steps", "BudgetForecast", unit="optimizer steps")
         self.confidence = confidence
         self.loss: LossForecast | None = None
         self.time: SecondsForecast | None = None

@@ -11,8 +11,10 @@ from torch import nn
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers, report_folder
+from lightning_mp.core.arguments import positive_number, whole_tokens
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.saved_state import AMOUNT, checked_state
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
@@ -28,10 +30,10 @@ Counted = Literal["all", "trainable", "non_embedding"]
 OnWaste = Literal["report", "extend"]
 
 
-class ChinchillaBudget(Callback):
+class ChinchillaBudget(SettingsRepr, Callback):
     """Ends the run when it has spent its budget, by default 20 tokens per parameter.
 
-    Loss-bearing tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, also
+    Target tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, also
     on another number of ranks. The run always ends at the end of an accumulation window, after a last validation. Use
     it with ``Trainer(max_epochs=-1)``. Of several targets the one that is reached first ends the run.
 
@@ -85,20 +87,22 @@ class ChinchillaBudget(Callback):
     ) -> None:
         if all(target is None for target in (tokens_per_parameter, tokens, flops, device_hours)):
             tokens_per_parameter = TOKENS_PER_PARAMETER
-        self.tokens_per_parameter = _positive("tokens_per_parameter", tokens_per_parameter, ", for instance 20")
+        for name, target, unit in (
+            ("tokens_per_parameter", tokens_per_parameter, ""),
+            ("device_hours", device_hours, "hours times devices"),
+        ):
+            if target is not None:
+                positive_number(target, name, "ChinchillaBudget", unit=unit)
+        self.tokens_per_parameter = tokens_per_parameter
         self.flops = None if flops is None else parse_quantity(flops, "flops")
-        self.device_hours = _positive("device_hours", device_hours, " of hours times devices")
-        self._tokens = None if tokens is None else _whole_tokens(tokens)
+        self.device_hours = device_hours
+        self._tokens = None if tokens is None else whole_tokens(tokens, "tokens", "ChinchillaBudget")
         for name, value, allowed in (("parameters", parameters, Counted), ("on_waste", on_waste, OnWaste)):
             if value not in get_args(allowed):
                 raise ValueError(
                     f"ChinchillaBudget({name}={value!r}) is unknown; it must be one of {get_args(allowed)}."
                 )
-        if trim is not None and landing != "exact":
-            raise ValueError(
-                f"ChinchillaBudget(trim=..., landing={landing!r}): only landing='exact' trims. Leave trim out, or end"
-                " exactly."
-            )
+        _refuse_trim_unless_exact(trim, landing)
         # These raise on a wrong argument now, not at set-up.
         TokenBudget(1 if self._tokens is None else self._tokens, landing)
         Weighting("auto", count)
@@ -131,7 +135,7 @@ class ChinchillaBudget(Callback):
 
     @property
     def tokens_seen(self) -> int:
-        """Loss-bearing tokens so far over all ranks; during training those of the last window may still be missing."""
+        """Target tokens so far over all ranks; during training those of the last window may still be missing."""
         return self._controller.counter.tokens if self._controller is not None else 0
 
     @property
@@ -292,8 +296,8 @@ class ChinchillaBudget(Callback):
         counter = self._controller.counter
         counter.settle()
         rank_zero_info(
-            f"Tokens over all ranks: {counter.presented_tokens:,} presented, {counter.nonpad_tokens:,} without padding,"
-            f" {counter.tokens:,} in the loss, of those {counter.skipped_tokens:,} in skipped steps and"
+            f"Tokens over all ranks: {counter.presented_tokens:,} in the inputs, {counter.nonpad_tokens:,} without"
+            f" padding, {counter.tokens:,} in the loss, of those {counter.skipped_tokens:,} in skipped steps and"
             f" {counter.repeated_tokens:,} after the first epoch. {self.device_seconds / 3600:.3g} device hours."
         )
         if not self.reached:
@@ -356,16 +360,9 @@ def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", wh
     return number, said
 
 
-def _positive(name: str, value: float | None, hint: str) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < float("inf")):
-        raise ValueError(f"ChinchillaBudget({name}={value!r}) must be a positive number{hint}.")
-    return value
-
-
-def _whole_tokens(tokens: object) -> int:
-    if isinstance(tokens, str):
-        tokens = parse_quantity(tokens, "tokens")
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 != 0 or tokens < 1:
-        raise ValueError(f"ChinchillaBudget(tokens={tokens!r}): it must be a whole number of tokens, 1 or more.")
-    return int(tokens)
+def _refuse_trim_unless_exact(trim: TrimFunction | None, landing: LandingMode) -> None:
+    if trim is not None and landing != "exact":
+        raise ValueError(
+            f"ChinchillaBudget(trim=..., landing={landing!r}): only landing='exact' trims. Leave trim out, or end"
+            " exactly."
+        )

@@ -16,8 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
 from lightning_mp.core import private_api
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.saved_state import NUMBER, checked_state, listed_of, or_none
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.noise_scale.estimate import NoiseScale, NoiseScaleAverage
 from lightning_mp.diagnostics.noise_scale.measurement import (
     NUM_NUMBERS,
@@ -39,7 +41,7 @@ __all__ = ["GradientNoiseScale"]
 _OPEN_WINDOW = "lightning_mp_noise_window"
 
 
-class GradientNoiseScale(Callback):
+class GradientNoiseScale(SettingsRepr, Callback):
     r"""Estimates while training how large a batch would be worth its price: the gradient noise scale.
 
     :math:`B_{simple} = \operatorname{tr}(\Sigma) / |G|^2` (McCandlish et al. 2018, "An Empirical Model of Large-Batch
@@ -54,7 +56,7 @@ class GradientNoiseScale(Callback):
     :class:`~lightning_mp.AccumulationScheduler`. Steps that are skipped are left out. A unit of noise is a *sample*
     (a sequence): tokens of a sequence are not independent. With micro-batches weighted by tokens, the gradient is a
     mean over tokens, and a batch still counts by its samples. ``mp/noise_scale`` is in samples, and
-    ``mp/noise_scale_tokens`` is that times the mean loss-bearing tokens of a sample.
+    ``mp/noise_scale_tokens`` is that times the mean target tokens of a sample.
 
     It is a monitor and changes nothing. What it recommends rests on a model of training, and the batch sizes that
     measurements find best can differ by a factor of two and more, above all early in a run (Merrill et al. 2025,
@@ -77,11 +79,14 @@ class GradientNoiseScale(Callback):
     """
 
     def __init__(self, average_steps: int = 500) -> None:
-        if isinstance(average_steps, bool) or not isinstance(average_steps, int) or average_steps < 2:
-            raise ValueError(
-                f"GradientNoiseScale(average_steps={average_steps!r}): it must be a whole number of optimizer steps, 2"
-                " or more; some hundreds are needed for a steady value."
-            )
+        self.average_steps = whole_number(
+            average_steps,
+            "average_steps",
+            "GradientNoiseScale",
+            minimum=2,
+            unit="optimizer steps",
+            hint="A steady value needs some hundreds.",
+        )
         self.average = NoiseScaleAverage(average_steps)
         self._window: NoiseWindow | None = None
         self._closed: dict[int, ClosedNoiseWindow] = {}

@@ -13,6 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers
 from lightning_mp.core import private_api
+from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
 from lightning_mp.flops.hardware import device_peak
@@ -22,6 +24,7 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.count_unit import CountUnit, counted_unit
 from lightning_mp.tokens.counter import TokenCounterDeltas
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
@@ -29,7 +32,7 @@ from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 __all__ = ["MFUMonitor"]
 
 
-class MFUMonitor(Callback):
+class MFUMonitor(SettingsRepr, Callback):
     """Logs how fast a run goes and how much of the machine it uses.
 
     Logged at every batch, over the last ``window`` optimizer steps and all devices together:
@@ -109,11 +112,10 @@ class MFUMonitor(Callback):
                     f"MFUMonitor(flops_per_token={flops_per_token!r}): it must be a number or one of {names}."
                 )
         else:
-            _refuse_unless_positive("flops_per_token", flops_per_token)
+            positive_number(flops_per_token, "flops_per_token", "MFUMonitor")
         if peak_flops is not None:
-            _refuse_unless_positive("peak_flops", peak_flops)
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"MFUMonitor(window={window!r}): it must be a whole number of optimizer steps, 1 or more.")
+            positive_number(peak_flops, "peak_flops", "MFUMonitor")
+        whole_number(window, "window", "MFUMonitor", unit="optimizer steps")
         Weighting("auto", count)
         if unit not in get_args(CountUnit):
             raise ValueError(f"MFUMonitor(unit={unit!r}): it must be one of {get_args(CountUnit)}.")
@@ -122,6 +124,7 @@ class MFUMonitor(Callback):
         self.unit: CountUnit = unit
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
+        self._window = window
         self.count = count if count is not None or unit != "sample" else batch_tokens.count_samples
         self._counted: Literal["token", "sample"] = "sample" if unit == "sample" else "token"
         self._is_count_checked = False
@@ -214,11 +217,7 @@ class MFUMonitor(Callback):
         assert self._controller is not None
         assert self._controller.weighting is not None
         if not self._controller.weighting.counts_tokens:
-            raise MisconfigurationException(
-                f"MFUMonitor cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer"
-                " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
-                " batch to its number of tokens, or unit='sample' to have all figures per sample."
-            )
+            raise no_tokens_in(batch, "MFUMonitor", ", or unit='sample' to have all figures per sample")
         if not self._is_count_checked and self._controller.measure is not None:
             self._is_count_checked = True
             self._counted = counted_unit(
@@ -387,8 +386,3 @@ def _of_tokens(convention: object) -> str:
         f"MFUMonitor(flops_per_token={convention!r}): the convention is one of tokens, and samples are counted. Use"
         " 'exact', or a number of FLOPs per sample."
     )
-
-
-def _refuse_unless_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError(f"MFUMonitor({name}={value!r}) must be a positive number.")

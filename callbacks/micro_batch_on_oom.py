@@ -1,7 +1,6 @@
 """Micro-batches that are halved when memory runs out, with the same gradient."""
 
 import functools
-import operator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,15 +15,18 @@ from torch import nn
 from torch.optim import LBFGS
 
 from lightning_mp.accumulation import oom_retry as oom_retry
-from lightning_mp.accumulation.batch_split import Chunk, SplitFunction, num_samples, split_batch, split_by
-from lightning_mp.accumulation.chunk_logs import ChunkLogs
-from lightning_mp.accumulation.chunked_step import ChunkedStep, chunk_shares, weighting_of
+from lightning_mp.accumulation.batch_split import Microbatch, SplitFunction, num_samples, split_batch, split_by
+from lightning_mp.accumulation.microbatch_logs import MicrobatchLogs
+from lightning_mp.accumulation.microbatched_step import MicrobatchedStep, microbatch_shares, weighting_of
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_api
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.messages import listed
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.saved_state import POSITIVE_COUNT, checked_state, or_none
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.modules.state import keep_module
@@ -34,11 +36,11 @@ from lightning_mp.tokens.loss_weighting import Weighting
 __all__ = ["MicroBatchOnOOM"]
 
 
-class MicroBatchOnOOM(Callback):
+class MicroBatchOnOOM(SettingsRepr, Callback):
     """Halves the micro-batch when memory runs out in forward or backward, and goes on with the same gradient.
 
-    The micro-batch is then run as chunks, one forward and backward after the other, each weighed by its share of the
-    loss-bearing tokens (of the samples, where there are no token labels), so that their sum is the gradient of the
+    The micro-batch is then run as microbatches, one forward and backward after the other, each weighed by its share of
+    the target tokens (of the samples, where there are no token labels), so that their sum is the gradient of the
     whole, up to rounding. An attempt that failed leaves nothing behind: gradients that the window has gathered before,
     buffers, plain attributes and metrics of the module, logged values and random numbers are as they were. The size
     that fitted is kept for all following micro-batches, on all ranks, and in the checkpoint. It never grows again by
@@ -52,12 +54,13 @@ class MicroBatchOnOOM(Callback):
       gradients per micro-batch, and inside an open window room for one more set of gradients towards the end of a
       backward. A micro-batch that fits is bit-equal to stock.
     - Under DDP gradients are reduced once per window, as always, but after the last backward and not during it. Ranks
-      need not agree on chunks; the smallest size is shared by one 8-byte reduction per optimizer step.
-    - Values given to ``self.log`` in the training step are logged once, as the mean over chunks by their shares (sums,
-      maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are joined, numbers averaged.
-    - A split micro-batch whose labels lie on a device waits for it once: a chunk without any token is left out.
-    - Layers that mix samples (BatchNorm) see chunks; you are warned. Dropout draws other masks for chunks than for the
-      whole. ``torch.compile`` compiles again for a new size.
+      need not agree on microbatches; the smallest size is shared by one 8-byte reduction per optimizer step.
+    - Values given to ``self.log`` in the training step are logged once, as the mean over microbatches by their shares
+      (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are joined, numbers
+      averaged.
+    - A split micro-batch whose labels lie on a device waits for it once: a microbatch without any token is left out.
+    - Layers that mix samples (BatchNorm) see microbatches; you are warned. Dropout draws other masks for microbatches
+      than for the whole. ``torch.compile`` compiles again for a new size.
 
     Not covered are the optimizer's step itself, validation, and collectives inside the training step
     (``self.all_gather`` is refused).
@@ -90,9 +93,9 @@ class MicroBatchOnOOM(Callback):
         self.split = split
         self.min_size = _positive_integer(min_size)
         self.size: int | None = None
-        self._step: ChunkedStep | None = None
-        self._logs: ChunkLogs | None = None
-        self._methods: list[InstancePatch | ChunkLogs] = []
+        self._step: MicrobatchedStep | None = None
+        self._logs: MicrobatchLogs | None = None
+        self._methods: list[InstancePatch | MicrobatchLogs] = []
         self._weighting: Weighting | None = None
         self._pending_size: HostCopy | None = None
         self._is_running = False
@@ -110,7 +113,7 @@ class MicroBatchOnOOM(Callback):
         _refuse_module(trainer, pl_module)
         _warn_of_mixing_layers(pl_module)
         original = pl_module.training_step
-        self._step = ChunkedStep(trainer, pl_module, original)
+        self._step = MicrobatchedStep(trainer, pl_module, original)
         self._weighting = self._pending_size = None
 
         @functools.wraps(original)
@@ -120,7 +123,7 @@ class MicroBatchOnOOM(Callback):
                 return original(*args, **kwargs)
             return self._run(pl_module, *args, **kwargs)
 
-        self._logs = ChunkLogs(pl_module)
+        self._logs = MicrobatchLogs(pl_module)
         self._methods = [self._logs, InstancePatch(pl_module, "training_step", training_step)]
         if trainer.world_size > 1:
             self._methods.append(self._guarded_all_gather(pl_module))
@@ -167,7 +170,7 @@ class MicroBatchOnOOM(Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """With the first batch: finds out how chunks are weighed, and whether batches can be split at all."""
+        """With the first batch: finds out how microbatches are weighed, and whether batches can be split at all."""
         if self._weighting is not None:
             return
         if self.split is None:
@@ -214,7 +217,7 @@ class MicroBatchOnOOM(Callback):
         return output
 
     def _attempt_until_it_fits(
-        self, logs: ChunkLogs, pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any
+        self, logs: MicrobatchLogs, pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, list[float]]:
         assert self._step is not None
         restore_module = keep_module(pl_module)
@@ -222,31 +225,33 @@ class MicroBatchOnOOM(Callback):
         sizes_tried: list[int] = []
         while True:
             logs.clear()
-            chunks = self._split(batch, self.size)
-            shares = self._shares(chunks)
+            microbatches = self._split(batch, self.size)
+            shares = self._shares(microbatches)
             try:
-                return self._step.run(chunks, shares, logs, *args, **kwargs), shares
+                return self._step.run(microbatches, shares, logs, *args, **kwargs), shares
             except Exception as error:
                 if not oom_retry.is_out_of_memory(error):
                     raise
-                self._make_smaller(chunks, batch, sizes_tried, error)
+                self._make_smaller(microbatches, batch, sizes_tried, error)
                 oom_retry.forget_attempt(error)
             restore_module()
             oom_retry.free_cached_memory(pl_module.device)
             random_state.restore()
 
-    def _split(self, batch: Any, size: int | None) -> list[Chunk]:
+    def _split(self, batch: Any, size: int | None) -> list[Microbatch]:
         if size is None:
-            return [Chunk(batch, 0)]
+            return [Microbatch(batch, 0)]
         return split_batch(batch, size) if self.split is None else split_by(self.split, batch, size)
 
-    def _shares(self, chunks: list[Chunk]) -> list[float]:
+    def _shares(self, microbatches: list[Microbatch]) -> list[float]:
         assert self._weighting is not None
-        return [1.0] if len(chunks) == 1 else chunk_shares(chunks, self._weighting)
+        return [1.0] if len(microbatches) == 1 else microbatch_shares(microbatches, self._weighting)
 
-    def _make_smaller(self, chunks: list[Chunk], batch: Any, sizes_tried: list[int], error: Exception) -> None:
+    def _make_smaller(
+        self, microbatches: list[Microbatch], batch: Any, sizes_tried: list[int], error: Exception
+    ) -> None:
         """Halves the size, or raises the error with advice."""
-        samples = max(chunk.samples for chunk in chunks)
+        samples = max(microbatch.samples for microbatch in microbatches)
         if samples == 0:
             samples = num_samples(batch) if self.split is None else len(self.split(batch, 1))
         sizes_tried.append(samples)
@@ -261,15 +266,8 @@ class MicroBatchOnOOM(Callback):
 
 
 def _positive_integer(value: Any) -> int:
-    number: int | None = None
-    if not isinstance(value, bool):
-        try:
-            number = int(value) if isinstance(value, str) else operator.index(value)
-        except (TypeError, ValueError):
-            number = None
-    if number is None or number < 1:
-        raise ValueError(f"MicroBatchOnOOM(min_size={value!r}): it must be a whole number of samples, 1 or more.")
-    return number
+    is_text = isinstance(value, str) and value.isdecimal()  # as the command line has it
+    return whole_number(int(value) if is_text else value, "min_size", "MicroBatchOnOOM", unit="samples")
 
 
 def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -279,8 +277,8 @@ def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         raise MisconfigurationException(
             f"MicroBatchOnOOM works on a single device and with DDP, not with {type(strategy).__name__}: where weights"
             " or layers are spread over ranks, every forward and backward gathers or sends them, and a rank that"
-            " repeats one alone waits for the others forever. Find a size that fits on one device first, or recompute"
-            " activations; then remove the callback."
+            " repeats one alone waits for the other ranks forever. Find a size that fits on one device first, or"
+            " recompute activations; then remove the callback."
         )
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
@@ -310,17 +308,17 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
     hooked = [name for name, p in pl_module.named_parameters() if private_api.has_gradient_hooks(p)]
     if hooked:
         raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({', '.join(hooked[:3])}"
-            f"{', ...' if len(hooked) > 3 else ''}): they would run on every chunk and once more on the sum. Change"
+            f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({listed(hooked)}):"
+            " they would run on every microbatch and once more on the sum. Change"
             " gradients in on_after_backward or on_before_optimizer_step instead of Tensor.register_hook or"
             " register_post_accumulate_grad_hook."
         )
     synced = [name for name, module in pl_module.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if synced and trainer.world_size > 1:
         raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot be used with SyncBatchNorm ({', '.join(synced[:3])}) on several ranks: it reduces"
-            " in every forward, and a rank that repeats one alone waits for the others forever. Use a normalisation of"
-            " single samples (GroupNorm, LayerNorm), or remove the callback."
+            f"MicroBatchOnOOM cannot be used with SyncBatchNorm ({listed(synced)}) on several ranks: it reduces"
+            " in every forward, and a rank that repeats one alone waits for the other ranks forever. Use a"
+            " normalisation of single samples (GroupNorm, LayerNorm), or remove the callback."
         )
 
 
@@ -328,7 +326,7 @@ def _warn_of_mixing_layers(pl_module: "pl.LightningModule") -> None:
     mixing = [name for name, module in pl_module.named_modules() if "BatchNorm" in type(module).__name__]
     if mixing:
         rank_zero_warn(
-            f"MicroBatchOnOOM: {len(mixing)} layers ({', '.join(mixing[:3])}{', ...' if len(mixing) > 3 else ''})"
-            " normalise over the samples of a batch. If a micro-batch has to be split they see its chunks, so that the"
-            " gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
+            f"MicroBatchOnOOM: {len(mixing)} layers ({listed(mixing)})"
+            " normalise over the samples of a batch. If a micro-batch has to be split they see its microbatches, and"
+            " the gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
         )

@@ -9,18 +9,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, report_folder
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
 from lightning_mp.core.saved_state import COUNT, checked_state
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.optimizer_step.step_limit import RealStepLimit
 from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
 
 __all__ = ["OverflowMonitor"]
 
-_NAMES_IN_REASON = 5
 
-
-class OverflowMonitor(Callback):
+class OverflowMonitor(SettingsRepr, Callback):
     """Logs what every optimizer step came to, without waiting for the device.
 
     Logged at every batch once the first outcome is known: ``mp/loss_scale`` and ``mp/skipped_steps`` (also on the
@@ -56,12 +56,13 @@ class OverflowMonitor(Callback):
     def __init__(
         self, *, count_real_steps: bool = False, stop_after_skips: int | None = None, guard: bool = False
     ) -> None:
-        if stop_after_skips is not None and (
-            isinstance(stop_after_skips, bool) or not isinstance(stop_after_skips, int) or stop_after_skips < 1
-        ):
-            raise ValueError(
-                f"OverflowMonitor(stop_after_skips={stop_after_skips!r}): it must be a positive whole number of skips"
-                " in a row, or None never to stop."
+        if stop_after_skips is not None:
+            whole_number(
+                stop_after_skips,
+                "stop_after_skips",
+                "OverflowMonitor",
+                unit="skipped steps in a row",
+                hint="None never stops.",
             )
         self.count_real_steps = count_real_steps
         self.stop_after_skips = stop_after_skips
@@ -147,7 +148,7 @@ class OverflowMonitor(Callback):
 
     def _reason(self, outcome: StepOutcome) -> str:
         names = outcome.nonfinite_parameters()
-        where = f" Non-finite gradients, last layer first: {listed(names, _NAMES_IN_REASON)}." if names else ""
+        where = f" Non-finite gradients, last layer first: {listed(names)}." if names else ""
         return (
             f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}, at loss scale"
             f" {outcome.loss_scale:g}.{where}"

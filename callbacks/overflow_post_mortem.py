@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
 from lightning_mp.diagnostics.overflow.report import OverflowReport
 from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
-from lightning_mp.diagnostics.overflow.sightings import take_reading
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import named_modules
@@ -29,10 +31,10 @@ from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatch
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.scaling.loss_scaler import LossScaler
 
-__all__ = ["OverflowPostMortem", "OverflowReport"]
+__all__ = ["OverflowPostMortem"]
 
 
-class OverflowPostMortem(Callback):
+class OverflowPostMortem(SettingsRepr, Callback):
     """Says why a step was skipped, in a few lines in the log and in ``overflow_step_<step_index>.json``.
 
     Each report names the parameters whose gradients were not finite. Our precision plugins know them from the norms
@@ -75,14 +77,15 @@ class OverflowPostMortem(Callback):
     def __init__(self, replay: bool = False, dirpath: str | Path | None = None, *, max_replays: int = 10) -> None:
         if not isinstance(replay, bool):
             raise ValueError(f"OverflowPostMortem(replay={replay!r}): it must be True or False.")
-        if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 1:
-            raise ValueError(
-                f"OverflowPostMortem(max_replays={max_replays!r}): it must be a positive whole number of skipped steps."
-                " To replay none, leave replay out."
-            )
         self.replay = replay
         self.dirpath = Path(dirpath) if dirpath is not None else None
-        self.max_replays = max_replays
+        self.max_replays = whole_number(
+            max_replays,
+            "max_replays",
+            "OverflowPostMortem",
+            unit="skipped steps",
+            hint="To replay none, leave replay out.",
+        )
         self.reports: list[OverflowReport] = []
         self._replays = 0
         self._windows: dict[int, list[MicroBatch]] = {}

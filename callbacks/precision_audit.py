@@ -10,8 +10,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.audit.asked import AskedPrecision
-from lightning_mp.diagnostics.audit.findings import Finding, find_problems
+from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
 from lightning_mp.diagnostics.audit.records import AuditReport
 from lightning_mp.diagnostics.audit.stages import join_stages
 from lightning_mp.diagnostics.audit.table import audit_table
@@ -26,7 +28,7 @@ __all__ = ["PrecisionAudit"]
 _MOST_IN_LOG = 12
 
 
-class PrecisionAudit(Callback):
+class PrecisionAudit(SettingsRepr, Callback):
     """Watches one training batch and tells in which dtype every module and operation really ran.
 
     ::
@@ -61,14 +63,11 @@ class PrecisionAudit(Callback):
     """
 
     def __init__(self, batch: int = 0) -> None:
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
-            raise ValueError(
-                f"PrecisionAudit(batch={batch!r}): it is the number of a training batch, counted from 0. Use 0 for the"
-                " first one."
-            )
-        self.batch = batch
+        self.batch = whole_number(
+            batch, "batch", "PrecisionAudit", minimum=0, hint="Training batches are counted from 0."
+        )
         self.records: AuditReport | None = None
-        self.findings: tuple[Finding, ...] = ()
+        self.findings: tuple[AuditFinding, ...] = ()
         self._watch: PrecisionWatch | None = None
         self._is_due = False
         self._num_batches = 0
@@ -171,7 +170,7 @@ def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> AskedPr
     )
 
 
-def _summary(findings: tuple[Finding, ...]) -> str:
+def _summary(findings: tuple[AuditFinding, ...]) -> str:
     lines = [f"  {number}. {finding}" for number, finding in enumerate(findings[:_MOST_IN_LOG], start=1)]
     if len(findings) > _MOST_IN_LOG:
         lines.append(f"  and {len(findings) - _MOST_IN_LOG} more, in PrecisionAudit.findings")

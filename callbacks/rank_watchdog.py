@@ -6,12 +6,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.arguments import positive_number
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.heartbeat import Heartbeat
 
 __all__ = ["RankWatchdog"]
 
 
-class RankWatchdog(Callback):
+class RankWatchdog(SettingsRepr, Callback):
     """Ends a run in which nobody goes on any more, with a message that names the rank that hangs.
 
     A rank that hangs (in a data loader, on a lock, on a device) makes the others wait in a collective until the process
@@ -38,12 +40,13 @@ class RankWatchdog(Callback):
     """
 
     def __init__(self, *, timeout_seconds: float = 600) -> None:
-        if isinstance(timeout_seconds, bool) or not 0 < timeout_seconds < float("inf"):
-            raise ValueError(
-                f"RankWatchdog(timeout_seconds={timeout_seconds!r}): it must be a positive number of seconds, longer"
-                " than a micro-batch, a validation batch or a checkpoint takes; for instance 600."
-            )
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = positive_number(
+            timeout_seconds,
+            "timeout_seconds",
+            "RankWatchdog",
+            unit="seconds",
+            hint="Give more than a micro-batch, a validation batch or a checkpoint takes; for instance 600.",
+        )
         self._heartbeat: Heartbeat | None = None
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:

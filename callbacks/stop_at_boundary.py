@@ -13,13 +13,15 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.core.arguments import positive_number
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 
 __all__ = ["StopAtBoundary"]
 
 
-class StopAtBoundary(Callback):
+class StopAtBoundary(SettingsRepr, Callback):
     """Saves and ends the run at the next optimizer step after a signal, or after so much time.
 
     Lightning leaves on SIGTERM wherever it is, also inside an accumulation window, and writes nothing. Here the first
@@ -64,10 +66,8 @@ class StopAtBoundary(Callback):
                 f"StopAtBoundary(signals={names!r}): {', '.join(map(repr, unknown))} is no signal here; give names such"
                 " as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
             )
-        if max_seconds is not None and not max_seconds > 0:
-            raise ValueError(
-                f"StopAtBoundary(max_seconds={max_seconds!r}): it must be a positive number, or None for no limit."
-            )
+        if max_seconds is not None:
+            positive_number(max_seconds, "max_seconds", "StopAtBoundary", unit="seconds", hint="None sets no limit.")
         try:
             filename.format(step=0)
         except (AttributeError, IndexError, KeyError, ValueError):

@@ -11,18 +11,20 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
-from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.arguments import whole_tokens
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.lr_schedule.cooldown import COOLDOWN_KINDS, CooldownRequest
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 __all__ = ["TokenLearningRate"]
 
 
-class TokenLearningRate(Callback):
+class TokenLearningRate(SettingsRepr, Callback):
     """Sets the learning rate of every optimizer step by the tokens trained on before it.
 
     .. code-block:: text
@@ -30,7 +32,7 @@ class TokenLearningRate(Callback):
         lr = initial_lr * schedule(tokens / horizon)
 
     ``initial_lr`` is each parameter group's own rate in ``configure_optimizers``, so groups keep their ratios.
-    ``tokens`` are the loss-bearing tokens of all optimizer steps before this one, over all ranks, exactly: however many
+    ``tokens`` are the target tokens of all optimizer steps before this one, over all ranks, exactly: however many
     micro-batches a step has. Those of a skipped step do not count, so the next step uses the rate that the skipped one
     had; with a stock precision plugin that takes ``OverflowMonitor``. ``horizon`` is the budget of
     ``ChinchillaBudget``, or ``tokens``. Where skipped tokens are spent (``on_waste="report"``), the rest of the
@@ -70,7 +72,7 @@ class TokenLearningRate(Callback):
         self, schedule: TokenSchedule, *, tokens: float | str | None = None, count: CountFunction | None = None
     ) -> None:
         self.schedule = check_schedule(schedule)
-        self.tokens = None if tokens is None else _whole_tokens("TokenLearningRate", tokens)
+        self.tokens = None if tokens is None else whole_tokens(tokens, "tokens", "TokenLearningRate")
         Weighting("auto", count)  # raises on a wrong argument now, not at set-up
         self.count = count
         self._run = ScheduleRun(schedule)
@@ -146,7 +148,7 @@ class TokenLearningRate(Callback):
                 f" WarmupStableDecay brings a fraction of its own, and this schedule is {self.schedule!r}."
             )
         if tokens is not None:
-            self._request.amount = _whole_tokens("TokenLearningRate.cooldown_now", tokens)
+            self._request.amount = whole_tokens(tokens, "tokens", "TokenLearningRate.cooldown_now")
             return
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ValueError(
@@ -212,7 +214,7 @@ class TokenLearningRate(Callback):
         self._first_batch, self._warned = True, bool(getattr(trainer, "fast_dev_run", False))
         if trainer.global_step and not counter.windows:
             rank_zero_warn(
-                f"TokenLearningRate: nobody counted the tokens of the {trainer.global_step:,} steps before; the"
+                f"TokenLearningRate: no callback counted the tokens of the {trainer.global_step:,} steps before; the"
                 " schedule begins at 0 tokens."
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeDispatcher.of(trainer) is None:
@@ -324,11 +326,7 @@ class TokenLearningRate(Callback):
         assert self._controller is not None
         assert self._controller.weighting is not None
         if not self._controller.weighting.counts_tokens:
-            raise MisconfigurationException(
-                f"TokenLearningRate cannot count tokens in a batch of type {type(batch).__name__!r}: there is no"
-                " integer tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function"
-                " from a batch to its number of tokens."
-            )
+            raise no_tokens_in(batch, "TokenLearningRate")
         if self._controller.budget is not None:
             return
         micro_batches = []
@@ -370,11 +368,3 @@ class TokenLearningRate(Callback):
         self._end_tokens = state["end_tokens"]
         self._cooldown = state["cooldown_agreed"]
         self._request.load_state_dict(state_dict["cooldown_request"])
-
-
-def _whole_tokens(who: str, tokens: object) -> int:
-    if isinstance(tokens, str):
-        tokens = parse_quantity(tokens, "tokens")
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 != 0 or tokens < 1:
-        raise ValueError(f"{who}(tokens={tokens!r}): it must be a whole number of tokens, 1 or more.")
-    return int(tokens)

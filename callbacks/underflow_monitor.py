@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
 from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
+from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.number_formats import NumberFormat
+from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.saved_state import checked_state
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
 from lightning_mp.diagnostics.underflow.observation import STATE_KINDS, UnderflowObservation, UnderflowSummary
@@ -46,7 +48,7 @@ class _Pending:
     numbers: HostCopy
 
 
-class UnderflowMonitor(Callback):
+class UnderflowMonitor(SettingsRepr, Callback):
     """Tells how many gradient values a format loses at the present loss scale, and which scale would be better.
 
     Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per
@@ -101,7 +103,7 @@ class UnderflowMonitor(Callback):
 
     def __init__(
         self,
-        format: str | torch.dtype | NumberFormat = "fp16",
+        format: FormatLike = "fp16",
         every_n_steps: int = 100,
         *,
         scale: float | None = None,
@@ -355,16 +357,9 @@ class UnderflowMonitor(Callback):
 
 
 def _check(every_n_steps: object, scale: object, watch: tuple[str, ...]) -> None:
-    if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-        raise ValueError(
-            f"UnderflowMonitor(every_n_steps={every_n_steps!r}) is not valid: it must be a number of optimizer steps, 1"
-            " or more."
-        )
-    if scale is not None and not (isinstance(scale, int | float) and 0.0 < scale < math.inf):
-        raise ValueError(
-            f"UnderflowMonitor(scale={scale!r}) is not valid: it must be a positive finite number, or None for the"
-            " loss scale of the run."
-        )
+    whole_number(every_n_steps, "every_n_steps", "UnderflowMonitor", unit="optimizer steps")
+    if scale is not None:
+        positive_number(scale, "scale", "UnderflowMonitor", hint="None takes the loss scale of the run.")
     unknown = [kind for kind in watch if kind not in _KINDS]
     if unknown or not watch or len(set(watch)) < len(watch):
         raise ValueError(

@@ -31,6 +31,7 @@ from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states
 from lightning_mp.checkpoints.sharded import load_checkpoint, without_a_made_up_step
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.ranks_alike import RanksAlike
@@ -44,7 +45,7 @@ from lightning_mp.strategies.refused import (
     refuse_scaler_of_torch,
     refuse_sync_batchnorm,
 )
-from lightning_mp.tensor_parallel.apply import TensorParallelCut
+from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 from lightning_mp.tensor_parallel.known_models import Style
 from lightning_mp.tensor_parallel.plan import Plan, check_divisible, read_plan, resolve_plan
 from lightning_mp.tensor_parallel.sequence_parallel import check_sequence_styles
@@ -55,7 +56,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
-    """Shards any LightningModule by FSDP2, cuts its layers by tensor parallelism, or both.
+    """Shards any LightningModule by FSDP2, splits its layers by tensor parallelism, or both.
 
     .. code-block:: python
 
@@ -97,14 +98,14 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             smallest modules that have so many; or "auto": repeated children of an ``nn.ModuleList``, as a transformer's
             blocks. Of modules inside of each other the outer one is taken.
         replicate_size: hybrid sharding: how many copies of the model there are, each sharded over the other ranks.
-        tensor_parallel_size: over how many ranks each layer of the plan is cut; neighbouring ranks, so no more than a
+        tensor_parallel_size: over how many ranks each layer of the plan is split; neighbouring ranks, so no more than a
             node has.
         tensor_parallel_plan: globs over names of layers to styles
-            (:func:`~lightning_mp.tensor_parallel.layers.cut_layer`), the first that fits wins; "auto" or None
+            (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), the first that fits wins; "auto" or None
             for Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``: attention runs on each rank's heads
-            only, and the loss is computed on logits that stay cut by vocabulary (``F.cross_entropy`` and
+            only, and the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
             ``nn.CrossEntropyLoss``, also inside of transformers; in training whatever else looks at logits gets the
-            whole, on all ranks together; in evaluation they are whole). "auto_sequence" cuts the sequence besides, in
+            whole, on all ranks together; in evaluation they are whole). "auto_sequence" splits the sequence besides, in
             and between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can stand on the right of
             a mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with another head, and "whole" leaves a
             layer as it is.
@@ -146,12 +147,11 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         timeout: timedelta = _DEFAULT_TIMEOUT,
     ) -> None:
         for name, size in (("replicate_size", replicate_size), ("tensor_parallel_size", tensor_parallel_size)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"FSDP2Strategy({name}={size!r}): it must be a whole number of 1 or more.")
+            whole_number(size, name, "FSDP2Strategy", unit="ranks")
         if tensor_parallel_plan is not None and tensor_parallel_size == 1:
             raise ValueError(
-                "FSDP2Strategy(tensor_parallel_plan=...) says how layers are cut, and tensor_parallel_size=1 cuts none."
-                " Give a tensor_parallel_size of 2 or more, or leave the plan out."
+                "FSDP2Strategy(tensor_parallel_plan=...) says how layers are split, and tensor_parallel_size=1 splits"
+                " none. Give a tensor_parallel_size of 2 or more, or leave the plan out."
             )
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
@@ -162,7 +162,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.shard = read_shard(shard)
         self.replicate_size = replicate_size
         self.tensor_parallel_size = tensor_parallel_size
-        self.tensor_parallel_plan = read_plan(tensor_parallel_plan)
+        self.tensor_parallel_plan = read_plan(tensor_parallel_plan) if tensor_parallel_size > 1 else None
         self.reshard_after_forward = reshard_after_forward
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self.unit_names: tuple[str, ...] = ()
@@ -232,7 +232,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._ranks_alike = RanksAlike(trainer, self.optimizers)
-        self.setup_precision_plugin()
+        self.setup_precision_plugin()  # after the optimizers, to which master weights attach
         if self.tensor_parallel_size > 1:
             self._lets_plugin_clip = let_clip_over_meshes(self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:  # otherwise they are those of an earlier fit
@@ -243,13 +243,13 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         refuse_own_parallelism(module, "FSDP2Strategy")
         names = unit_names(module, self.shard)
         data, tensor = self._meshes
-        styles = resolve_plan(module, self.tensor_parallel_plan) if tensor is not None else {}
+        styles = resolve_plan(module, self.tensor_parallel_plan) if self.tensor_parallel_plan is not None else {}
         check_divisible(module, styles, self.tensor_parallel_size)
         check_sequence_styles(module, styles)
         shard_model(
             module,
             names,
-            TensorParallelCut(module, styles, tensor) if tensor is not None else None,
+            TensorParallelSplit(module, styles, tensor) if tensor is not None else None,
             data_mesh=data,
             plugin=self.precision_plugin,
             device=self.root_device,
@@ -267,9 +267,9 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         text = f"FSDP2Strategy: {units}, each over {shards} rank{'s' if shards > 1 else ''}"
         if self.replicate_size > 1:
             text += f", in {self.replicate_size} copies"
-        cut = [style for style in styles.values() if style not in ("sequence", "whole_sequence")]
-        if cut:
-            text += f"; {len(cut)} layers cut over {self.tensor_parallel_size} ranks"
+        split = [style for style in styles.values() if style not in ("sequence", "whole_sequence")]
+        if split:
+            text += f"; {len(split)} layers split over {self.tensor_parallel_size} ranks"
         if "sequence" in styles.values():
             text += ", and the sequence between them"
         rank_zero_info(f"{text}.")
@@ -353,9 +353,9 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         path = self._local(self.broadcast(filepath))
         if self.is_global_zero:
             begin_checkpoint(path)
-        self.barrier()
+        self.barrier()  # no rank writes into a folder that rank 0 still clears
         super().save_checkpoint(checkpoint, temporary_path(path), storage_options)
-        self.barrier()
+        self.barrier()  # only a folder with the shards of all ranks gets its name
         if self.is_global_zero:
             commit_checkpoint(path)
         self.barrier()

@@ -1,4 +1,4 @@
-"""A LightningModule becomes units of FSDP2, cut by tensor parallelism before."""
+"""A LightningModule becomes units of FSDP2, split by tensor parallelism before."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -20,14 +20,13 @@ from lightning_mp.sharding.all_gather_dtypes import gathered_dtypes
 from lightning_mp.sharding.materialize import Materialiser, not_initialisable
 from lightning_mp.sharding.odd_parameters import refuse_odd_parameters, units_of_one_dtype
 from lightning_mp.sharding.rules import refuse_half_of_a_tie
-from lightning_mp.tensor_parallel.apply import TensorParallelCut
+from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
 __all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
 
 #: Methods of a LightningModule that begin with a forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-_NAMES_IN_MESSAGE = 6
 
 _LOW = {
     "16-mixed": torch.float16,
@@ -41,19 +40,19 @@ _LOW = {
 def shard_model(
     module: "pl.LightningModule",
     names: Sequence[str],
-    cut: TensorParallelCut | None,
+    split: TensorParallelSplit | None,
     *,
     data_mesh: DeviceMesh,
     plugin: Precision,
     device: torch.device,
     reshard_after_forward: bool | int | None,
 ) -> None:
-    """Brings unit after unit to life, onto the device, cuts its layers and shards it; the model itself last.
+    """Brings unit after unit to life, onto the device, splits its layers and shards it; the model itself last.
 
     Args:
         module: the model.
         names: of the units, besides the model.
-        cut: cuts layers over the ranks that compute one model together.
+        split: splits layers over the ranks that compute one model together.
         data_mesh: over which units are sharded; with two dimensions they are copied along the first.
         plugin: says in which dtype weights are gathered.
         device: of the run.
@@ -84,8 +83,8 @@ def shard_model(
                     done.add(id(part))
                     owned.append((f"{name}.{part_name}".strip("."), part))
         bring_to_life([part for _, part in owned])
-        if cut is not None:
-            cut.layers([name for name, _ in owned])
+        if split is not None:
+            split.layers([name for name, _ in owned])
         parts = [modules[name] for name in unit.modules]
         fully_shard(
             parts if len(parts) > 1 else parts[0],
@@ -95,8 +94,8 @@ def shard_model(
         )
         for part in parts:
             private_sharding_api.let_layers_rest(part)
-    if cut is not None:
-        cut.finish(device)
+    if split is not None:
+        split.finish(device)
 
 
 def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precision) -> list[ShardingUnit]:
@@ -162,7 +161,7 @@ def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[
     own = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
     if own:
         raise MisconfigurationException(
-            f"FSDP2Strategy in manual optimization: {listed(own, _NAMES_IN_MESSAGE)} of {type(module).__name__} belongs"
+            f"FSDP2Strategy in manual optimization: {listed(own)} of {type(module).__name__} belongs"
             " to no module that is called, so nothing would gather it. Put it into a submodule with a forward of its"
             " own."
         )

@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
 from lightning_mp.gradients.replication import GradientReplication
-from lightning_mp.modules.stage_placeholder import Cut, cut_of, full_model
+from lightning_mp.modules.stage_placeholder import StageSplit, full_model, stage_split_of
 from lightning_mp.pipelining.checkpoints import (
     OptimizerParts,
     gather_on_rank_zero,
@@ -36,12 +37,12 @@ from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import ScheduleName
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.strategies.pipeline_setup import (
-    check_earlier_cut,
-    cut_into_stages,
+    check_earlier_split,
     description,
-    read_cuts,
+    read_split_points,
     refuse_arguments_about_ddp,
-    refuse_what_cannot_be_cut,
+    refuse_what_cannot_be_split,
+    split_into_stages,
 )
 
 if TYPE_CHECKING:
@@ -50,11 +51,11 @@ if TYPE_CHECKING:
 __all__ = ["PipelineParallelStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_CHUNKS_PER_STAGE = 4
+_MICROBATCHES_PER_STAGE = 4
 
 
 class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
-    r"""Cuts a model into stages, one after the other, that work on different parts of a batch at once. Experimental.
+    r"""Splits a model into stages, one after the other, that work on different parts of a batch at once. Experimental.
 
     .. code-block:: python
 
@@ -73,16 +74,16 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         Trainer(strategy=PipelineParallelStrategy(), devices=4)          # 4 stages
         Trainer(strategy=PipelineParallelStrategy(stages=2), devices=4)  # 2 stages, each on 2 ranks: 2 x 2
 
-    Each stage holds its layers only, with their gradients and optimizer states. A batch is split into chunks along its
-    samples; while one stage works on the second chunk, the next one works on the first. The gradient is that of the
-    whole batch: chunks are weighted by tokens if the batch has token labels, else by samples. What a layer needs
-    besides the output of the layer before, such as a mask, it takes from its chunk
-    (:class:`~lightning_mp.PipelineLayer`).
+    Each stage holds its layers only, with their gradients and optimizer states. A batch is split into microbatches
+    along its samples; while one stage works on the second microbatch, the next one works on the first. The gradient is
+    that of the whole batch: microbatches are weighted by tokens if the batch has token labels, else by samples. What a
+    layer needs besides the output of the layer before, such as a mask, it takes from its microbatch
+    (:class:`~lightning_mp.pipelining.PipelineLayer`).
 
     Stages are idle while the pipeline fills and drains: of the time of a step
-    :math:`(s - 1) / (m + s - 1)` with :math:`s` stages of equal work and :math:`m` chunks; it is printed at set-up.
-    "1f1b" lets a stage keep the activations of at most ``stages`` chunks, "gpipe" those of all. A batch whose samples
-    ``chunks`` does not divide goes through in two runs, as the last batch of an epoch may.
+    :math:`(s - 1) / (m + s - 1)` with :math:`s` stages of equal work and :math:`m` microbatches; it is printed at
+    set-up. "1f1b" lets a stage keep the activations of at most ``stages`` microbatches, "gpipe" those of all. A batch
+    whose samples ``microbatches`` does not divide goes through in two runs, as the last batch of an epoch may.
 
     Ranks are laid out stage by stage: ranks of one stage are neighbours and see different data; their gradients are
     averaged in fp32, once per window of accumulation. Loss scale, skipped steps and the norm for clipping are of the
@@ -94,11 +95,11 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     Layers draw random numbers of their own on each rank; what steps draw stays the same on all stages.
 
-    A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is cut.
+    A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is split.
 
     Args:
         stages: how many; None for one on every rank. The number of ranks must be a multiple of it.
-        chunks: into how many chunks a batch is split, at most; None for 4 for each stage.
+        microbatches: into how many microbatches a batch is split, at most; None for 4 for each stage.
         schedule: "1f1b" or "gpipe".
         split_points: names of the layers that begin the second and later stages; None for stages of about equally many
             parameters.
@@ -118,7 +119,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     Example:
         >>> from lightning_mp.strategies.pipeline import PipelineParallelStrategy
-        >>> PipelineParallelStrategy(stages=2, chunks=8).schedule
+        >>> PipelineParallelStrategy(stages=2, microbatches=8).schedule
         '1f1b'
     """
 
@@ -127,7 +128,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def __init__(
         self,
         stages: int | None = None,
-        chunks: int | None = None,
+        microbatches: int | None = None,
         *,
         schedule: ScheduleName = "1f1b",
         split_points: Sequence[str] | None = None,
@@ -137,11 +138,9 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         **kwargs: Any,
     ) -> None:
         refuse_arguments_about_ddp(kwargs)
-        for name, number in (("stages", stages), ("chunks", chunks)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(
-                    f"PipelineParallelStrategy({name}={number!r}): it must be a whole number of 1 or more."
-                )
+        for name, number in (("stages", stages), ("microbatches", microbatches)):
+            if number is not None:
+                whole_number(number, name, "PipelineParallelStrategy")
         if schedule not in get_args(ScheduleName):
             raise ValueError(
                 f"PipelineParallelStrategy(schedule={schedule!r}): it must be one of {get_args(ScheduleName)}."
@@ -149,13 +148,14 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )
+        self._kwargs = kwargs
         self.stages = stages
-        self.chunks = chunks
+        self.microbatches = microbatches
         self.schedule: ScheduleName = schedule
-        self.split_points = read_cuts(split_points)
+        self.split_points = read_split_points(split_points)
         self.pipeline_runner: PipelineRunner | None = None
         self._mesh: DeviceMesh | None = None
-        self._cut: Cut | None = None
+        self._split: StageSplit | None = None
         self._parts: dict[Optimizer, OptimizerParts] = {}
         self._gradients: StageGradients | None = None
         self._clipping: InstancePatch | None = None
@@ -186,12 +186,12 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     def whole_optimizer(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None, int]]:
         """Name of every parameter of the whole optimizer, the parameter if it is here, and on how many ranks it is."""
-        assert self._cut is not None
+        assert self._split is not None
         parts = self._parts[optimizer]
         own = [p for group in optimizer.param_groups for p in group["params"]]
         of_number = dict(zip(parts.numbers, own, strict=True))
         return [
-            (name, of_number.get(number), self.replicas * len(self._cut.holders.get(name, (0,))))
+            (name, of_number.get(number), self.replicas * len(self._split.holders.get(name, (0,))))
             for number, name in enumerate(parts.names)
         ]
 
@@ -223,10 +223,10 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Cuts the model, then lets the precision plugin and the optimizers see it.
+        """Splits the model, then lets the precision plugin and the optimizers see it.
 
         Raises:
-            ValueError: if the layers cannot be cut so.
+            ValueError: if the layers cannot be split so.
             MisconfigurationException: if the model or the precision plugin cannot do it.
         """
         # Brings torch.distributed.pipelining along, so not at the top.
@@ -236,31 +236,34 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         assert self.lightning_module is not None
         assert self._mesh is not None
         self.accelerator.setup(trainer)
-        refuse_what_cannot_be_cut(trainer, self)
+        refuse_what_cannot_be_split(trainer, self)
         module = self.lightning_module
-        chunks = self.chunks or _CHUNKS_PER_STAGE * self._mesh.size(0)
+        microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * self._mesh.size(0)
         stage, stages = self._mesh.get_local_rank("pipeline"), self._mesh.size(0)
-        self._cut = cut = cut_of(module)
-        if cut is not None:
-            check_earlier_cut(cut, stage, stages, self.split_points)
+        self._split = split = stage_split_of(module)
+        if split is not None:
+            check_earlier_split(split, stage, stages, self.split_points)
         else:
-            self._cut = cut = cut_into_stages(module, stage, stages, self.split_points, self.root_device)
-            rank_zero_info(description(cut, chunks=chunks, replicas=self.replicas, schedule=self.schedule))
+            self._split = split = split_into_stages(module, stage, stages, self.split_points, self.root_device)
+            rank_zero_info(
+                description(split, microbatches=microbatches, replicas=self.replicas, schedule=self.schedule)
+            )
         self.model = module
+        # After the split, so that only this stage's layers are converted.
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         pipeline = Pipeline(
             self._mesh.get_group("pipeline"),
             stage,
             stages,
-            chunks,
+            microbatches,
             self.schedule,
             self.root_device,
         )
-        bounds = (*cut.first_layers, None)
+        bounds = (*split.first_layers, None)
         own_layers = read_layers(module)[slice(bounds[stage], bounds[stage + 1])]
         self.pipeline_runner = PipelineRunner(trainer, module, own_layers, pipeline, self._backward_context)
-        self._gradients = StageGradients(module, cut, self._mesh)
+        self._gradients = StageGradients(module, split, self._mesh)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -281,7 +284,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self._parts = {optimizer: keep_own_parameters(optimizer, names, own) for optimizer in self.optimizers}
 
     def teardown(self) -> None:
-        """Lets the schedules go; the model stays cut."""
+        """Lets the schedules go; the model stays split."""
         self.pipeline_runner = None
         clipping, self._clipping = self._clipping, None
         if clipping is not None:
@@ -299,6 +302,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _backward_context(self) -> AbstractContextManager[Any]:
+        # Schedules run backwards inside of training_step, whose autocast a backward must not see.
         if isinstance(self.precision_plugin, GradientStepPrecision):
             return self.precision_plugin.backward_context()
         return torch.autocast(self.root_device.type, enabled=False)
@@ -329,17 +333,17 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         """On rank 0 the state of the whole model, as one process has it; empty on other ranks."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
-        if self._cut is None or self._cut.stages == 1:
+        if self._split is None or self._split.stages == 1:
             return own
         gathered = gather_on_rank_zero(own, self._sender_ranks(), self.root_device)
-        return {name: gathered[name] for name in self._cut.state_names if name in gathered} if gathered else {}
+        return {name: gathered[name] for name in self._split.state_names if name in gathered} if gathered else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the state of the whole optimizer, as one process has it; empty on other ranks."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state = inner.state_dict()
         parts = self._parts.get(inner)
-        if parts is None or self._cut is None or self._cut.stages == 1:
+        if parts is None or self._split is None or self._split.stages == 1:
             return state
         return parts.whole(state, self._sender_ranks(), self.root_device)
 
@@ -354,7 +358,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         if path.is_dir():
             raise MisconfigurationException(
                 f"PipelineParallelStrategy cannot load {path}: it is a folder with shards. Make a single file of it:"
-                f" lightning_mp.consolidate_checkpoint({str(path)!r}, 'whole.ckpt')"
+                f" lightning_mp.checkpoints.consolidate_checkpoint({str(path)!r}, 'whole.ckpt')"
             )
         if type(self.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO):
             return super().load_checkpoint(path, weights_only=weights_only)  # who wrote it knows how to read it
@@ -364,8 +368,8 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes what this stage holds; names of the whole model are checked."""
         assert self.lightning_module is not None
-        assert self._cut is not None
-        state = own_state(checkpoint["state_dict"], self.lightning_module, self._cut, strict=strict)
+        assert self._split is not None
+        state = own_state(checkpoint["state_dict"], self.lightning_module, self._split, strict=strict)
         self.lightning_module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Set-up of a pipeline: what is refused, the cut, and what is said about it."""
+"""Set-up of a pipeline: what is refused, the split, and what is said about it."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.modules.stage_placeholder import Cut
+from lightning_mp.modules.stage_placeholder import StageSplit
 from lightning_mp.pipelining.layers import read_layers
-from lightning_mp.pipelining.partition import cut_model, first_layers
-from lightning_mp.pipelining.partition_points import named_cuts
+from lightning_mp.pipelining.partition import first_layers, split_model
+from lightning_mp.pipelining.partition_points import named_split_points
 from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
 from lightning_mp.sharding.materialize import Materialiser, not_initialisable
 from lightning_mp.strategies.refused import (
@@ -23,12 +23,12 @@ from lightning_mp.strategies.refused import (
 )
 
 __all__ = [
-    "check_earlier_cut",
-    "cut_into_stages",
+    "check_earlier_split",
+    "split_into_stages",
     "description",
-    "read_cuts",
+    "read_split_points",
     "refuse_arguments_about_ddp",
-    "refuse_what_cannot_be_cut",
+    "refuse_what_cannot_be_split",
 ]
 
 
@@ -47,28 +47,28 @@ def refuse_arguments_about_ddp(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def read_cuts(split_points: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Checks the argument; a name alone is one cut.
+def read_split_points(split_points: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Checks the argument; a name alone is one split point.
 
     Raises:
         ValueError: if it is no names.
 
     Example:
-        >>> read_cuts("blocks.2"), read_cuts(["blocks.1", "blocks.2"])
+        >>> read_split_points("blocks.2"), read_split_points(["blocks.1", "blocks.2"])
         (('blocks.2',), ('blocks.1', 'blocks.2'))
     """
-    cuts = (split_points,) if isinstance(split_points, str) else split_points
-    if cuts is None:
+    splits = (split_points,) if isinstance(split_points, str) else split_points
+    if splits is None:
         return None
-    if not isinstance(cuts, Sequence) or not all(isinstance(name, str) for name in cuts):
+    if not isinstance(splits, Sequence) or not all(isinstance(name, str) for name in splits):
         raise ValueError(
             f"PipelineParallelStrategy(split_points={split_points!r}): it must be names of layers, those that begin the"
             " second and later stages, as in ['blocks.4', 'blocks.8']."
         )
-    return tuple(cuts)
+    return tuple(splits)
 
 
-def refuse_what_cannot_be_cut(trainer: "pl.Trainer", strategy: ParallelStrategy) -> None:
+def refuse_what_cannot_be_split(trainer: "pl.Trainer", strategy: ParallelStrategy) -> None:
     """Refuses plugins, callbacks and settings that look at one rank only, or have copied the whole model.
 
     Raises:
@@ -77,11 +77,11 @@ def refuse_what_cannot_be_cut(trainer: "pl.Trainer", strategy: ParallelStrategy)
     owner = "PipelineParallelStrategy"
     why = "looks at one rank only, and stages would skip different steps"
     refuse_scaler_of_torch(trainer.precision_plugin, owner, why)
-    refuse_sync_batchnorm(strategy, owner, "whose statistics would be of one chunk")
-    refuse_copies_of_the_model(trainer, owner, "it is cut")
+    refuse_sync_batchnorm(strategy, owner, "whose statistics would be of one microbatch")
+    refuse_copies_of_the_model(trainer, owner, "it is split")
 
 
-def check_earlier_cut(earlier: Cut, stage: int, stages: int, split_points: Sequence[str] | None) -> None:
+def check_earlier_split(earlier: StageSplit, stage: int, stages: int, split_points: Sequence[str] | None) -> None:
     """A second run of the same module keeps its stages.
 
     Raises:
@@ -89,29 +89,31 @@ def check_earlier_cut(earlier: Cut, stage: int, stages: int, split_points: Seque
     """
     if (earlier.stages, earlier.stage) != (stages, stage):
         raise MisconfigurationException(
-            f"The model was cut into {earlier.stages} stages by an earlier run, and this one wants {stages}. Make a new"
-            " model and load its checkpoint."
+            f"The model was split into {earlier.stages} stages by an earlier run, and this one wants {stages}. Make a"
+            " new model and load its checkpoint."
         )
-    if split_points is not None and named_cuts(earlier.layer_names, split_points, stages) != list(earlier.first_layers):
+    if split_points is not None and named_split_points(earlier.layer_names, split_points, stages) != list(
+        earlier.first_layers
+    ):
         begins = [earlier.layer_names[first] for first in earlier.first_layers[1:]]
         raise MisconfigurationException(
-            f"The model was cut before {begins} by an earlier run, and this one wants"
+            f"The model was split before {begins} by an earlier run, and this one wants"
             f" split_points={list(split_points)!r}. Make a new model and load its checkpoint."
         )
 
 
-def cut_into_stages(
+def split_into_stages(
     module: "pl.LightningModule", stage: int, stages: int, split_points: Sequence[str] | None, device: torch.device
-) -> Cut:
+) -> StageSplit:
     """Gives all weights the values of rank 0 and keeps those of one stage.
 
     Raises:
-        ValueError: if the layers cannot be cut so.
+        ValueError: if the layers cannot be split so.
         MisconfigurationException: if the module does not say what is needed, or something on the meta device has no
             ``reset_parameters``.
     """
     layers = read_layers(module)
-    cuts = first_layers(module, layers, stages, split_points)
+    splits = first_layers(module, layers, stages, split_points)
     lost = not_initialisable(module)
     if lost:
         raise MisconfigurationException(
@@ -119,20 +121,21 @@ def cut_into_stages(
             " reset_parameters(), so nothing can give their parameters and buffers a value. Define it, or build the"
             " model without init_module(empty_init=True)."
         )
-    return cut_model(module, layers, cuts, stage, bring_to_life=Materialiser(device))
+    return split_model(module, layers, splits, stage, bring_to_life=Materialiser(device))
 
 
-def description(cut: Cut, *, chunks: int, replicas: int, schedule: str) -> str:
+def description(split: StageSplit, *, microbatches: int, replicas: int, schedule: str) -> str:
     """What each stage holds, and how long it will be idle."""
-    bounds = [*cut.first_layers, len(cut.layer_names)]
+    bounds = [*split.first_layers, len(split.layer_names)]
     parts = [
-        f"stage {stage}: {cut.layer_names[first]} to {cut.layer_names[last - 1]},"
-        f" {sum(cut.layer_parameters[first:last]):,} parameters"
+        f"stage {stage}: {split.layer_names[first]} to {split.layer_names[last - 1]},"
+        f" {sum(split.layer_parameters[first:last]):,} parameters"
         for stage, (first, last) in enumerate(pairwise(bounds))
     ]
     copies = f", {replicas} copies of the model" if replicas > 1 else ""
+    idle = bubble_fraction(split.stages, microbatches)
     return (
-        f"PipelineParallelStrategy (experimental): {cut.stages} stages{copies}. {'; '.join(parts)}. With {chunks}"
-        f" chunks per batch stages of equal work are idle {bubble_fraction(cut.stages, chunks):.1%} of a step"
-        f" ({schedule}; the bubble, (stages - 1) / (chunks + stages - 1))."
+        f"PipelineParallelStrategy (experimental): {split.stages} stages{copies}. {'; '.join(parts)}. With"
+        f" {microbatches} microbatches per batch stages of equal work are idle {idle:.1%} of a step"
+        f" ({schedule}; the bubble, (stages - 1) / (microbatches + stages - 1))."
     )

@@ -45,6 +45,8 @@ class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
                     f" already. Leave {name} out, or use DDPStrategy."
                 )
         super().__init__(**kwargs, ddp_comm_hook=self._hook)
+        self.dtype: ReducedDtype = dtype
+        self._kwargs = kwargs
 
     def configure_ddp(self) -> None:
         """Wraps the module and registers the hook where Lightning does not."""

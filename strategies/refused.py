@@ -52,7 +52,7 @@ def refuse_copies_of_the_model(trainer: "pl.Trainer", owner: str, before: str) -
 
 
 def refuse_own_parallelism(module: nn.Module, owner: str) -> None:
-    """Refuses a model that ``configure_model`` has cut over ranks already, where a strategy is about to do it.
+    """Refuses a model that ``configure_model`` has split over ranks already, where a strategy is about to do it.
 
     Args:
         module: before the strategy shards it.
@@ -61,11 +61,11 @@ def refuse_own_parallelism(module: nn.Module, owner: str) -> None:
     Raises:
         MisconfigurationException: names a parameter.
     """
-    cut = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if cut:
+    split = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if split:
         raise MisconfigurationException(
-            f"{owner} shards the model and cuts its layers itself, by shard=... and tensor_parallel_plan=..., and"
-            f" {type(module).__name__}.configure_model has spread {cut[0]} over ranks already (parallelize_module or"
+            f"{owner} shards the model and splits its layers itself, by shard=... and tensor_parallel_plan=..., and"
+            f" {type(module).__name__}.configure_model has spread {split[0]} over ranks already (parallelize_module or"
             " distribute_tensor). Take that out of configure_model, or use Lightning's ModelParallelStrategy, which"
             " leaves all of it to configure_model."
         )

@@ -1,7 +1,11 @@
 """What holds for every test: few threads, no network, an own folder, CUDA tests only where there is CUDA."""
 
+import functools
+import importlib.metadata
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 # Set before anything imports torch, and inherited by the processes that tests start. The models are
 # tiny and several processes share two cores, so one thread each is the fastest choice.
@@ -13,6 +17,10 @@ os.environ["COLUMNS"] = "200"
 
 import hypothesis
 import pytest
+
+# Every Trainer asks for the entry points of all installed packages, which is a third of a short fit. Lightning takes
+# the function when it is imported; tests/support/rank_server.py does the same for ranks.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 # Nothing is timed in the tests, so no deadline; the same examples on every machine.
 hypothesis.settings.register_profile("lightning_mp", deadline=None, derandomize=True)
@@ -28,6 +36,7 @@ FULL_TIMEOUT_SECONDS = 400
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no CUDA device, and let slow ones be slow on a slow machine."""
+    _longest_files_first(items)
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
@@ -39,6 +48,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _longest_files_first(items: list[pytest.Item]) -> None:
+    """A worker takes whole files: a long one that is begun last would be waited for alone.
+
+    Tests that are marked with a time-out of their own are the longest; they are taken to need a quarter of it.
+    """
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        timeout = item.get_closest_marker("timeout")
+        seconds[item.path] += timeout.args[0] // 4 if timeout else 5 if item.get_closest_marker("full") else 1
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 #: What a release of torch says when it is asked for what it lacks.

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Self
 
+from lightning_mp.core.answering_int import AnsweringInt
+
 __all__ = ["ScheduledWindows", "AccumulateGradBatches"]
 
 
@@ -26,7 +28,7 @@ class _MeanStepsPerEpoch(float):
         return steps
 
 
-class ScheduledWindows(int):
+class ScheduledWindows(AnsweringInt):
     """A number of micro-batches by which ``trainer.estimated_stepping_batches`` finds the steps of a whole schedule.
 
     Lightning computes ``ceil(batches / N) * epochs`` with the ``N`` that holds when it is asked. Python lets the right
@@ -37,17 +39,16 @@ class ScheduledWindows(int):
         total: optimizer steps of the whole run; None where they are not known, for Lightning's own number.
 
     Example:
-        >>> windows = ScheduledWindows.of(1, lambda: 18)
+        >>> windows = ScheduledWindows(1, lambda: 18)
         >>> math.ceil(20 / windows) * 2, 20 / windows, windows + 1
         (18, 20.0, 2)
     """
 
     _total: Callable[[], int | None] | None = None
 
-    @classmethod
-    def of(cls, micro_batches: int, total: Callable[[], int | None]) -> Self:
+    def __new__(cls, micro_batches: int, total: Callable[[], int | None] | None = None) -> Self:
         """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
-        number = cls(micro_batches)
+        number = super().__new__(cls, micro_batches)
         number._total = total
         return number
 
@@ -58,9 +59,6 @@ class ScheduledWindows(int):
         mean = _MeanStepsPerEpoch(quotient)
         mean._total = self._total
         return mean
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
 
 
 class AccumulateGradBatches(ScheduledWindows):
@@ -91,14 +89,13 @@ class AccumulateGradBatches(ScheduledWindows):
         total: Callable[[], int | None] | None = None,
     ) -> Self:
         """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
-        window = super().__new__(cls, micro_batches)
+        window = super().__new__(cls, micro_batches, total)
         window._batch_idx = batch_idx
         window._opens = opens
         window._closes = closes
-        window._total = total
         return window
 
-    def __rmod__(self, value: int) -> int:
+    def _remainder(self, value: int) -> int:
         if value == self._batch_idx:
             return int(not self._opens)
         if value == self._batch_idx + 1:

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_loop_api
 from lightning_mp.core.instance_method import InstancePatch
 
 __all__ = ["CarryOverEpochs", "another_epoch_follows"]
@@ -21,7 +21,7 @@ class CarryOverEpochs:
     """Keeps Lightning from making an optimizer step at the end of an epoch while a window is open.
 
     Lightning steps with the last micro-batch of every epoch. While that micro-batch runs, the epoch is made to look
-    endless (``fit_loop.max_batches``, ``batch_progress.is_last_batch``). When it is over the epoch ends as always:
+    endless. When it is over the epoch ends as always:
     schedulers that count epochs step, validation runs, ``on_train_epoch_end`` is called. Two things that Lightning does
     there, in the belief that a step was made, are held back: it zeroes the gradients for validation, and it counts a
     step for the x axis of loggers.
@@ -50,10 +50,7 @@ class CarryOverEpochs:
 
     def hide(self) -> None:
         """The micro-batch that begins is the last of its epoch, and its window stays open."""
-        fit_loop = self._trainer.fit_loop
-        progress = fit_loop.epoch_loop.batch_progress
-        self._hidden = fit_loop.max_batches, progress.is_last_batch
-        fit_loop.max_batches, progress.is_last_batch = float("inf"), False
+        self._hidden = private_loop_api.replace_end_of_epoch(self._trainer, (float("inf"), False))
 
     def show(self) -> None:
         """If an end was hidden: the micro-batch is over, and the epoch ends now."""
@@ -61,7 +58,7 @@ class CarryOverEpochs:
             return
         self._show()
         self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        private_api.take_back_a_logged_step(self._trainer)
+        private_loop_api.take_back_a_logged_step(self._trainer)
 
     def detach(self) -> None:
         """Leaves everything as it was."""
@@ -70,8 +67,7 @@ class CarryOverEpochs:
 
     def _show(self) -> None:
         if self._hidden is not None:
-            fit_loop = self._trainer.fit_loop
-            fit_loop.max_batches, fit_loop.epoch_loop.batch_progress.is_last_batch = self._hidden
+            private_loop_api.replace_end_of_epoch(self._trainer, self._hidden)
             self._hidden = None
 
     def _zero_grad_unless_open(self, *args: Any, **kwargs: Any) -> Any:

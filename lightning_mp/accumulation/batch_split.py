@@ -1,4 +1,4 @@
-"""Cuts a batch into smaller ones along its first dimension, and joins what a step returned for each."""
+"""Splits a batch into smaller ones along its first dimension, and joins what a step returned for each."""
 
 import dataclasses
 import sys
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
-    "Chunk",
+    "Microbatch",
     "SplitFunction",
     "UnsplittableBatchError",
-    "chunk_bounds",
+    "microbatch_bounds",
     "merge_outputs",
     "num_samples",
     "split_batch",
@@ -47,7 +47,7 @@ class UnsplittableBatchError(MisconfigurationException):
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class Microbatch:
     """A part of a micro-batch.
 
     Attributes:
@@ -83,28 +83,28 @@ def num_samples(batch: Any) -> int:
     return count
 
 
-def chunk_bounds(samples: int, size: int) -> list[tuple[int, int]]:
-    """Start and stop of as few and as even chunks as possible, none larger than ``size``.
+def microbatch_bounds(samples: int, size: int) -> list[tuple[int, int]]:
+    """Start and stop of as few and as even microbatches as possible, none larger than ``size``.
 
     Example:
-        >>> chunk_bounds(9, 4)
+        >>> microbatch_bounds(9, 4)
         [(0, 3), (3, 6), (6, 9)]
-        >>> chunk_bounds(5, 4)
+        >>> microbatch_bounds(5, 4)
         [(0, 3), (3, 5)]
     """
-    num_chunks = -(-samples // size)
-    small, larger = divmod(samples, num_chunks)
-    stops = [small * (index + 1) + min(index + 1, larger) for index in range(num_chunks)]
+    num_microbatches = -(-samples // size)
+    small, larger = divmod(samples, num_microbatches)
+    stops = [small * (index + 1) + min(index + 1, larger) for index in range(num_microbatches)]
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-def split_batch(batch: Any, size: int) -> list[Chunk]:
-    """Cuts a batch into chunks of at most ``size`` samples.
+def split_batch(batch: Any, size: int) -> list[Microbatch]:
+    """Splits a batch into microbatches of at most ``size`` samples.
 
     Tensors and arrays are sliced along dimension 0 (views, nothing is copied). Dicts and other mutable mappings
     (``BatchEncoding``), dataclasses, named tuples, and lists and tuples that hold a tensor anywhere are taken apart and
     put together again. A list or tuple without tensors has one entry per sample. Numbers, strings, None and tensors
-    without dimensions go to every chunk as they are.
+    without dimensions go to every microbatch as they are.
 
     A list of tensors is a container, not a list of samples: for samples of different shapes in a list give ``split=``.
 
@@ -113,44 +113,44 @@ def split_batch(batch: Any, size: int) -> list[Chunk]:
 
     Example:
         >>> import torch
-        >>> [chunk.batch for chunk in split_batch([torch.arange(3), ("a", "b", "c")], 2)]
+        >>> [microbatch.batch for microbatch in split_batch([torch.arange(3), ("a", "b", "c")], 2)]
         [[tensor([0, 1]), ('a', 'b')], [tensor([2]), ('c',)]]
     """
     samples = num_samples(batch)
     if samples <= size:
-        return [Chunk(batch, samples)]
-    return [Chunk(_slice(batch, start, stop), stop - start) for start, stop in chunk_bounds(samples, size)]
+        return [Microbatch(batch, samples)]
+    return [Microbatch(_slice(batch, start, stop), stop - start) for start, stop in microbatch_bounds(samples, size)]
 
 
-def split_by(split: SplitFunction, batch: Any, size: int) -> list[Chunk]:
-    """Cuts a batch by a user's function; ``len(split(batch, 1))`` counts samples.
+def split_by(split: SplitFunction, batch: Any, size: int) -> list[Microbatch]:
+    """Splits a batch by a user's function; ``len(split(batch, 1))`` counts samples.
 
     Raises:
-        MisconfigurationException: if chunks are too large, or samples got lost or doubled.
+        MisconfigurationException: if microbatches are too large, or samples got lost or doubled.
     """
     samples = len(split(batch, 1))
-    chunks = [Chunk(part, len(split(part, 1))) for part in split(batch, size)]
-    sizes = [chunk.samples for chunk in chunks]
-    if not chunks or max(sizes) > size or sum(sizes) != samples or min(sizes) == 0:
+    microbatches = [Microbatch(part, len(split(part, 1))) for part in split(batch, size)]
+    sizes = [microbatch.samples for microbatch in microbatches]
+    if not microbatches or max(sizes) > size or sum(sizes) != samples or min(sizes) == 0:
         raise MisconfigurationException(
-            f"MicroBatchOnOOM(split=...): split(batch, {size}) gave chunks of {sizes} samples for a batch of {samples}."
-            f" Every chunk must hold 1 to {size} samples, and all of them together the whole batch."
+            f"MicroBatchOnOOM(split=...): split(batch, {size}) gave microbatches of {sizes} samples for a batch of"
+            f" {samples}. Every microbatch must hold 1 to {size} samples, and all of them together the whole batch."
             " (Samples are counted as len(split(batch, 1)).)"
         )
-    return chunks
+    return microbatches
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
-    """Joins what a step returned for each chunk into what it might have returned for the whole.
+    """Joins what a step returned for each microbatch into what it might have returned for the whole.
 
     Tensors with one row per sample, and lists with one entry per sample, are joined. Floating-point numbers, and
     tensors of one shape, are averaged by ``shares``. Mappings, and lists that hold tensors, are joined entry by entry.
-    Of anything else the last chunk's is taken.
+    Of anything else the last microbatch's is taken.
 
     Args:
-        outputs: one per chunk.
-        sizes: samples of each chunk.
-        shares: weight of each chunk in a mean; they add up to 1.
+        outputs: one per microbatch.
+        sizes: samples of each microbatch.
+        shares: weight of each microbatch in a mean; they add up to 1.
 
     Example:
         >>> import torch
@@ -271,11 +271,11 @@ def _slice(value: Any, start: int, stop: int) -> Any:
     if isinstance(value, list | tuple):
         return _rebuild_sequence(value, [_slice(part, start, stop) for part in value])
     assert _is_dataclass(value)
-    chunk = copy(value)
+    microbatch = copy(value)
     for field in dataclasses.fields(value):
         # A frozen dataclass has no other way.
-        object.__setattr__(chunk, field.name, _slice(getattr(value, field.name), start, stop))
-    return chunk
+        object.__setattr__(microbatch, field.name, _slice(getattr(value, field.name), start, stop))
+    return microbatch
 
 
 def _rebuild_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -12,6 +12,7 @@ from torch.optim import LBFGS
 
 from lightning_mp.accumulation.across_epochs import CarryOverEpochs, another_epoch_follows
 from lightning_mp.accumulation.declined_batch import DeclinedBatches
+from lightning_mp.core import private_loop_api
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.gradients.sync import Sync, gradient_sync
@@ -82,7 +83,7 @@ class AccumulationBoundary:
         straddles_epochs: bool = False,
     ) -> None:
         self._trainer = trainer
-        self._min_steps = trainer.fit_loop.epoch_loop.min_steps
+        self._min_steps = private_loop_api.min_steps_of(trainer)
         self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, sync)
         self._checkpoints = DeferredCheckpoints(trainer, is_open).attach() if checkpoints_wait else None
         self._straddled = CarryOverEpochs(trainer, pl_module, is_open) if straddles_epochs else None
@@ -105,7 +106,7 @@ class AccumulationBoundary:
         # Lightning leaves the loop after any micro-batch once `should_stop` is set, but not before `min_steps`.
         end = self._trainer.global_step + 1
         is_asked_for = closes or (self._min_steps is not None and self._min_steps >= end)
-        self._trainer.fit_loop.epoch_loop.min_steps = self._min_steps if is_asked_for else _EndOfWindow(end)
+        private_loop_api.set_min_steps(self._trainer, self._min_steps if is_asked_for else _EndOfWindow(end))
         self._reductions.begin(closes=closes)
 
     def _goes_on(self) -> bool:
@@ -127,7 +128,7 @@ class AccumulationBoundary:
         """Leaves everything as it was."""
         self._logger.removeFilter(self._wording)
         self._declined.detach()
-        self._trainer.fit_loop.epoch_loop.min_steps = self._min_steps
+        private_loop_api.set_min_steps(self._trainer, self._min_steps)
         self._reductions.detach()
         if self._straddled is not None:
             self._straddled.detach()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.partial_state import mean_over_ranks, why_gradients_are_elsewhere
-from lightning_mp.core import private_api
+from lightning_mp.core import private_loop_api
 from lightning_mp.core.instance_method import InstancePatch
 
 __all__ = ["DeclinedBatches"]
@@ -81,7 +81,7 @@ class DeclinedBatches:
         self._trainer.accumulate_grad_batches = AccumulateGradBatches(
             planned, batch_idx=batch_idx, opens=False, closes=True
         )
-        private_api.step_without_a_batch(self._trainer, batch_idx, self._nothing_to_do)
+        private_loop_api.step_without_a_batch(self._trainer, batch_idx, self._nothing_to_do)
         self._close()
 
     def _nothing_to_do(self) -> Tensor:

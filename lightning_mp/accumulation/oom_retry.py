@@ -15,7 +15,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     That is ``torch.OutOfMemoryError`` (CUDA's and other accelerators' allocator), cuBLAS that finds no room for its
     handle, what Lightning's batch-size finder takes for one (also cuDNN's "not supported" for inputs that are too
     large), and torch's CPU allocator, which speaks of "not enough memory" or "can't allocate memory". Python's own
-    ``MemoryError`` is not: it comes from code outside of torch, a smaller chunk need not help.
+    ``MemoryError`` is not: it comes from code outside of torch, a smaller microbatch need not help.
 
     Example:
         >>> import torch

@@ -22,7 +22,7 @@ class Progress:
         epoch: epochs completed.
         step: optimizer steps attempted (``trainer.global_step``).
         samples: samples trained on, over all ranks.
-        tokens: loss-bearing tokens trained on, over all ranks.
+        tokens: target tokens trained on, over all ranks.
         micro_batch_samples: samples of the run's first micro-batch, over all ranks.
         micro_batch_tokens: tokens of the run's first micro-batch, padding included, over all ranks.
     """

@@ -115,7 +115,7 @@ class AccumulationSettings:
 
     def at_rest(self) -> int:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
-        return self.constant if self.total_steps is None else ScheduledWindows.of(self.constant, self.total_steps)
+        return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
 
     def weigh(self, weight_by: WeightBy, count: CountFunction | None) -> None:
         """Micro-batches weigh what ``weight_by`` says; ``count`` overrides the labels.

@@ -1,8 +1,8 @@
-"""Queries, keys and values in one matrix, cut so that each rank has whole heads.
+"""Queries, keys and values in one matrix, split so that each rank has whole heads.
 
-Their matrix is ``[queries; keys; values]``. Cut as it is, the first of two ranks would get all queries and half of the
-keys. So it is held in *rank order*, ``[queries 0; keys 0; values 0; queries 1; keys 1; values 1]``, of which an
-ordinary cut gives each rank its heads. No other code sees that: gradients, norms, optimizers and FSDP2 do not ask for
+Their matrix is ``[queries; keys; values]``. Split as it is, the first of two ranks would get all queries and half of
+the keys. So it is held in *rank order*, ``[queries 0; keys 0; values 0; queries 1; keys 1; values 1]``, of which an
+ordinary split gives each rank its heads. No other code sees that: gradients, norms, optimizers and FSDP2 do not ask for
 the order of rows. Where values leave the model or come in (state dicts of the model and of its optimizers) they are in
 the order of a single process, so that checkpoints know nothing of the number of ranks.
 """
@@ -31,7 +31,7 @@ class FusedOrder:
     """In which order the rows of a fused matrix lie.
 
     Args:
-        ranks: over how many ranks it is cut.
+        ranks: over how many ranks it is split.
         dim: along which dimension.
         parts: how many matrices of one size it is made of.
 
@@ -56,7 +56,7 @@ class FusedOrder:
         return self._swapped(whole, self.ranks, self.parts)
 
     def to_checkpoint(self, held: Tensor) -> Tensor:
-        """The same values in the order of one process, cut as before. All ranks have to call it: it gathers."""
+        """The same values in the order of one process, split as before. All ranks have to call it: it gathers."""
         return self._moved(held, inward=False)
 
     def from_checkpoint(self, value: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def hold_in_rank_order(layer: nn.Module, ranks: int, *, dim_of_weight: int) -> N
     """Rearranges the whole parameters of a fused layer, and lets its state dict be as if nothing had happened.
 
     Args:
-        layer: with a ``weight`` and perhaps a ``bias``, not cut yet.
-        ranks: over how many ranks it will be cut.
+        layer: with a ``weight`` and perhaps a ``bias``, not split yet.
+        ranks: over how many ranks it will be split.
         dim_of_weight: along which dimension of the weight.
     """
     orders = {"weight": FusedOrder(ranks, dim_of_weight)}
@@ -162,7 +162,7 @@ def _converted(
                     raise ValueError(
                         f"FSDP2Strategy: the state of {type(optimizer).__name__} holds {name!r} of shape"
                         f" {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)} whose queries, keys"
-                        " and values are one matrix, and its order cannot be known. Cut that layer as 'column_gather'"
+                        " and values are one matrix, and its order cannot be known. Split that layer as 'column_gather'"
                         " and the one after it as 'row_split', or use an optimizer with tensors of the parameter's"
                         " shape."
                     )

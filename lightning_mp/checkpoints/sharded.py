@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.single_file import load_full_checkpoint, refuse_other_names
+from lightning_mp.core.messages import listed
 
 __all__ = [
     "has_optimizer_state",
@@ -163,7 +164,7 @@ def _load_optimizer(
     unknown = sorted(names - _names(state["param_groups"]))
     if unknown:
         raise ValueError(
-            f"The checkpoint {path} was written by a run whose {key} was not over {', '.join(unknown[:3])}"
+            f"The checkpoint {path} was written by a run whose {key} was not over {listed(unknown)}"
             f"{' and others' if len(unknown) > 3 else ''}. Use the configure_optimizers that it was written by, or load"
             " its weights only."
         )

@@ -68,7 +68,7 @@ def load_full_checkpoint(
 
 
 def _distributed(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """A state of whole tensors, cut as the parameters are."""
+    """A state of whole tensors, split as the parameters are."""
     saved, own = (
         [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
     )
@@ -76,7 +76,7 @@ def _distributed(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Modul
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = dict(_numbers_of(state, parameters, model))
     values = {
-        numbers[key]: {name: _cut(name, value, parameters[numbers[key]]) for name, value in of_parameter.items()}
+        numbers[key]: {name: _split(name, value, parameters[numbers[key]]) for name, value in of_parameter.items()}
         for key, of_parameter in state["state"].items()
     }
     groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]
@@ -92,13 +92,13 @@ def _numbers_of(state: Mapping[str, Any], parameters: list[Tensor], model: nn.Mo
         yield key, places[names[key]] if isinstance(key, str) else place
 
 
-def _cut(name: str, value: Any, parameter: Tensor) -> Any:
+def _split(name: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or value.dim() == 0:
         return value
     if value.shape != parameter.shape:
         raise ValueError(
             f"The checkpoint holds {name!r} of shape {tuple(value.shape)} in the optimizer's state of a parameter of"
-            f" shape {tuple(parameter.shape)}, and only tensors of the parameter's own shape can be cut as it is. Use"
+            f" shape {tuple(parameter.shape)}, and only tensors of the parameter's own shape can be split as it is. Use"
             " the model and the optimizer that it was written by; for optimizers with other tensors in their state, use"
             " save_distributed_checkpoint=True."
         )

@@ -8,8 +8,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_module
 __all__ = ["lightning_logger", "listed"]
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    """Names with commas between them, at most ``most``.
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names with commas between them, the first ``most`` of them and how many more there are.
 
     Example:
         >>> listed(["a", "b", "c"], 2), listed(["a"], 2), listed([], 2)

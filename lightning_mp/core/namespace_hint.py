@@ -3,11 +3,13 @@
 import inspect
 from typing import ClassVar
 
+from lightning_mp.core.settings_repr import SettingsRepr
+
 __all__ = ["NamespaceHint", "is_asked_by"]
 
 
-class NamespaceHint:
-    """Prints as ever, and with the hint where ``pytorch_lightning`` asks: its errors print what they do not know.
+class NamespaceHint(SettingsRepr):
+    """Shows its settings, and the hint where ``pytorch_lightning`` asks: its errors print what they do not know.
 
     Example:
         >>> class Part(NamespaceHint):

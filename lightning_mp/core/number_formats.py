@@ -20,6 +20,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from lightning_mp.core.arguments import positive_number
+
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
@@ -108,6 +110,9 @@ class NumberFormat:
         return self.largest_finite + 2.0**exponent * self.epsilon / 2
 
 
+FormatLike = str | torch.dtype | NumberFormat
+"""A number format, by its name, by its torch dtype or itself."""
+
 IEEE_754 = "IEEE 754-2008, table 3.5 (binary interchange formats)"
 OCP_FP8 = "OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5; Micikevicius et al. 2022, arXiv:2209.05433"
 
@@ -135,7 +140,7 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
 """Every format by name, widest first."""
 
 
-def number_format(key: str | torch.dtype | NumberFormat) -> NumberFormat:
+def number_format(key: FormatLike) -> NumberFormat:
     """Look a format up by its short name or its torch dtype.
 
     Args:
@@ -177,7 +182,7 @@ class FractionLost:
     """Number of non-zero values that the shares refer to. With 0 every share is 0."""
 
 
-def fraction_lost(values: Tensor, target: str | torch.dtype | NumberFormat, scale: float = 1.0) -> FractionLost:
+def fraction_lost(values: Tensor, target: FormatLike, scale: float = 1.0) -> FractionLost:
     """Share of ``values * scale`` that a number format cannot hold at full precision.
 
     With x = abs(value) * scale, round-to-nearest-even gives::
@@ -208,8 +213,7 @@ def fraction_lost(values: Tensor, target: str | torch.dtype | NumberFormat, scal
         0.25
     """
     row = number_format(target)
-    if not 0.0 < scale < float("inf"):
-        raise ValueError(f"`scale` must be a positive finite number, got {scale!r}.")
+    positive_number(scale, "scale")
     if not values.is_floating_point():
         raise ValueError(f"`values` must be a floating-point tensor, got dtype {values.dtype}. Call `.float()` first.")
     magnitude = values.detach().to(torch.float64).abs() * scale

@@ -1,4 +1,4 @@
-"""The one file that touches what is not public in Lightning or torch.
+"""What is not public in Lightning or torch; what is about sharding and about loops has a file beside this one.
 
 Each entry of :data:`PRIVATE_NAMES` says which private name the pack relies on and why; a guard test fails when an
 upgrade takes one away.
@@ -59,8 +59,7 @@ __all__ = [
     "scaled_clamp_",
     "set_callbacks",
     "set_unscaled",
-    "step_without_a_batch",
-    "take_back_a_logged_step",
+    "supports_amp_scaling",
     "unscaled_found_inf",
     "version_of",
     "without_function_modes",
@@ -77,7 +76,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_foreach_clamp_min_", "all masters held within the range of fp16 in one kernel"),
     (torch, "_foreach_clamp_max_", "the same from above"),
     (torch, "_foreach_copy_", "all weights or gradients cast in one kernel"),
-    (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every chunk"),
+    (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every microbatch"),
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
     (torch.Tensor, "_version", "tells that a weight was changed in place by somebody else"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
@@ -259,6 +258,11 @@ def wrapper_tensor(
     )
 
 
+def supports_amp_scaling(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own kernel reads ``optimizer.grad_scale`` and ``optimizer.found_inf``."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether Python hooks run on the gradient of a parameter, or after it was accumulated."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
@@ -321,18 +325,6 @@ def call_before_optimizer_step_hooks(model: "pl.LightningModule", optimizer: Opt
     """Calls ``on_before_optimizer_step`` of all callbacks and of the module, as Lightning's plugins do."""
     _call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
     _call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
-
-
-def take_back_a_logged_step(trainer: "pl.Trainer") -> None:
-    """The x axis of loggers counts steps; Lightning is about to count one at an epoch's end that was not made."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
-
-
-def step_without_a_batch(trainer: "pl.Trainer", batch_idx: int, closure: Callable[[], Tensor]) -> None:
-    """An optimizer step as automatic optimization makes it, with the gradients that are there."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    epoch_loop.automatic_optimization._optimizer_step(batch_idx, closure)
-    epoch_loop._batches_that_stepped += 1
 
 
 def overwrite_logged_number(pl_module: "pl.LightningModule", name: str, value: Tensor) -> bool:

@@ -15,8 +15,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp import ChinchillaBudget, MFUMonitor, StepOutcome, StopAtBoundary
+from lightning_mp import ChinchillaBudget, MFUMonitor, StopAtBoundary
 from lightning_mp.demo.settings import Settings
+from lightning_mp.diagnostics import StepOutcome
 from lightning_mp.gradients.gradient_ops import local_shard, sum_over_ranks_
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 

@@ -10,7 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_mp import __version__, latest_checkpoint
+from lightning_mp import __version__
+from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.demo.data import Corpus, HeldOutBatches, TextBatches, load_file, load_standard_library
 from lightning_mp.demo.history import HISTORY_KEY
 from lightning_mp.demo.settings import BLOCK_TOKENS, Settings

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import lightning_mp as mp
+from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.demo.compare import format_comparison, train_with_stock
 from lightning_mp.demo.data import TextData
@@ -249,7 +250,7 @@ def _show(job: Job, history: dict[str, Any]) -> None:
 
 
 def _trained_model(folder: Path) -> GPT:
-    path = mp.latest_checkpoint(folder / "checkpoints")
+    path = latest_checkpoint(folder / "checkpoints")
     assert path is not None
     checkpoint = load_checkpoint(path)
     shape = {field.name: checkpoint["hyper_parameters"][field.name] for field in fields(GPTConfig)}
@@ -310,7 +311,7 @@ def _announce(job: Job) -> None:
 
 
 def _how_to_go_on(job: Job) -> str:
-    checkpoint = mp.latest_checkpoint(job.folder / "checkpoints")
+    checkpoint = latest_checkpoint(job.folder / "checkpoints")
     if checkpoint is None:
         return "No checkpoint had been written yet."
     return f"The last checkpoint is {checkpoint}. Go on with: lightning-mp demo --resume --out {job.folder}"

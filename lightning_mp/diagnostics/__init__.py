@@ -1,1 +1,27 @@
-"""What a monitor knows, without hooks: reports, tables and plots; the callbacks wire them into a run."""
+"""What monitors report and steps raise: outcomes, reports, findings and errors; the callbacks wire them into a run."""
+
+from lightning_mp.activation_checkpointing.cost import RecomputeReport
+from lightning_mp.diagnostics.audit.findings import AuditFinding
+from lightning_mp.diagnostics.audit.records import AuditReport
+from lightning_mp.diagnostics.noise_scale.estimate import NoiseScale
+from lightning_mp.diagnostics.overflow.report import OverflowReport
+from lightning_mp.diagnostics.overflow.search import OverflowFinding
+from lightning_mp.diagnostics.underflow.observation import UnderflowObservation
+from lightning_mp.optimizer_step.outcome import StepOutcome
+from lightning_mp.scaling.loss_scaler import LossScaleFloorError
+
+__all__ = [
+    "AuditFinding",
+    "AuditReport",
+    "LossScaleFloorError",
+    "NoiseScale",
+    "OverflowFinding",
+    "OverflowReport",
+    "RecomputeReport",
+    "StepOutcome",
+    "UnderflowObservation",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,7 +4,7 @@ Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models" (arXiv:22
 number of tokens stays between 20.0 and 21.6 per parameter from 400 million to 10 trillion parameters.
 """
 
-import math
+from lightning_mp.core.arguments import positive_number
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, Table 3 (Approach 1), rounded."""
@@ -37,8 +37,8 @@ def tokens_for(parameters: float, tokens_per_parameter: float = TOKENS_PER_PARAM
         >>> round(tokens_for(gpt3_parameters) / gpt3_tokens, 1)
         11.7
     """
-    _require_positive("parameters", parameters)
-    _require_positive("tokens_per_parameter", tokens_per_parameter)
+    positive_number(parameters, "parameters")
+    positive_number(tokens_per_parameter, "tokens_per_parameter")
     tokens = round(parameters * tokens_per_parameter)
     if tokens < 1:
         raise ValueError(
@@ -64,11 +64,6 @@ def training_flops(parameters: float, tokens: float) -> float:
         >>> f"{training_flops(174_600e6, 300e9):.2e}"
         '3.14e+23'
     """
-    _require_positive("parameters", parameters)
-    _require_positive("tokens", tokens)
+    positive_number(parameters, "parameters")
+    positive_number(tokens, "tokens")
     return FLOPS_PER_PARAMETER_AND_TOKEN * float(parameters) * float(tokens)
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"`{name}` must be a positive finite number, got {value!r}.")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 
 _FLOPS_OF_WEIGHT_GRADIENT = 2
@@ -179,8 +180,7 @@ def model_flops_utilization(tokens_per_second: float, flops_per_token: float, pe
     for name, value in (("tokens_per_second", tokens_per_second), ("flops_per_token", flops_per_token)):
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"`{name}` must be a finite number of at least 0, got {value!r}.")
-    if not (peak_flops_per_second > 0 and math.isfinite(peak_flops_per_second)):
-        raise ValueError(f"`peak_flops_per_second` must be a positive finite number, got {peak_flops_per_second!r}.")
+    positive_number(peak_flops_per_second, "peak_flops_per_second")
     return tokens_per_second * flops_per_token / peak_flops_per_second
 
 
@@ -189,6 +189,5 @@ def _positive_integer(name: str, value: int | None, convention: FlopsConvention)
         raise ValueError(
             f"The {convention.name!r} convention ({convention.formula}) needs `{name}`. Pass `{name}=...`."
         )
-    if isinstance(value, bool) or value != int(value) or value < 1:
-        raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
-    return int(value)
+    number: float = value  # 124e6 is a whole number, too
+    return whole_number(int(number) if isinstance(number, float) and number.is_integer() else number, name)

@@ -1,4 +1,4 @@
-"""Attention masks of Hugging Face models on the meta device, where their short cuts ask for numbers.
+"""Attention masks of Hugging Face models on the meta device, where their shortcuts ask for numbers.
 
 Their mask functions look whether positions restart or padding is there (``bool(padding.all())``), to leave a mask out.
 Tensors on the meta device have no numbers, so the question fails. What it decides is a mask, never a shape of a

@@ -20,8 +20,6 @@ from lightning_mp.core.messages import listed
 
 __all__ = ["AgreedUnits"]
 
-_NAMES_IN_MESSAGE = 8
-
 
 @dataclass
 class _Together:
@@ -160,7 +158,7 @@ class AgreedUnits:
         ran = list(dict.fromkeys(self._names[index] or "the model itself" for index in gathered))
         return (
             "Ranks have run different sharding units, or in another order, or have gradients for different parameters"
-            f" inside of one. Rank {dist.get_rank()} has run {listed(ran, _NAMES_IN_MESSAGE) or 'none'}; other ranks'"
+            f" inside of one. Rank {dist.get_rank()} has run {listed(ran) or 'none'}; other ranks'"
             " messages name theirs. FSDP gathers and reduces a unit on all ranks together, so each rank has got weights"
             " and gradients of other units than it asked for, and the losses of this step are wrong. Let every rank run"
             " the same layers in every micro-batch: decide (experts, dropped layers, tasks) by what all ranks know"

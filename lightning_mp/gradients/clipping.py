@@ -11,7 +11,7 @@ __all__ = ["clip_by_whole_norm_", "clip_norm_", "let_clip_over_meshes"]
 
 
 def let_clip_over_meshes(plugin: Precision) -> bool:
-    """Lets a plugin clip gradients of layers that are cut together with those of layers that are not.
+    """Lets a plugin clip gradients of layers that are split together with those of layers that are not.
 
     ``torch.nn.utils.clip_grad_norm_`` refuses DTensors of two meshes. Plugins that clip by norm in their own way stay.
 

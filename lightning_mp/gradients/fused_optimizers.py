@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 
+from lightning_mp.core import private_api
+
 __all__ = [
     "applies_grad_scale",
     "fused_step",
@@ -19,7 +21,7 @@ __all__ = [
 
 def applies_grad_scale(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own kernel divides gradients by ``optimizer.grad_scale`` and skips on ``found_inf``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return private_api.supports_amp_scaling(optimizer)
 
 
 def momentum_is_missing(optimizer: Optimizer) -> bool:

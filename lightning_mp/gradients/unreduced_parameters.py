@@ -13,8 +13,6 @@ from lightning_mp.core.messages import listed
 
 __all__ = ["UnreducedParameters"]
 
-_NAMES_IN_MESSAGE = 6
-
 
 class UnreducedParameters:
     """Refuses the first step of an optimizer that would train such a parameter.
@@ -49,7 +47,7 @@ class UnreducedParameters:
         trained = [unfrozen[p] for group in optimizer.param_groups for p in group["params"] if p in unfrozen]
         if trained:
             raise MisconfigurationException(
-                f"{listed(trained, _NAMES_IN_MESSAGE)} were frozen when DDP was set up and are trained now. DDP reduces"
+                f"{listed(trained)} were frozen when DDP was set up and are trained now. DDP reduces"
                 " what required a gradient then and nothing else, so each rank would train them on its own samples and"
                 " ranks would drift apart, in Lightning without a word. Freeze them after DDP's set-up"
                 " (requires_grad_(False) in on_train_start) under strategy='ddp_find_unused_parameters_true'; or train"

@@ -12,3 +12,7 @@ __all__ = [
     "token_perplexity",
     "underflow_fraction",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

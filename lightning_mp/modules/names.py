@@ -7,12 +7,10 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["named_modules", "near_misses"]
+__all__ = ["named_modules", "near_misses", "unwrapped_name"]
 
 # Components that wrappers put into the names of modules: torch.compile, FSDP1, checkpoint_wrapper.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-
-
 _MOST_NEAR_MISSES = 5
 
 
@@ -24,7 +22,17 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if not any(child in _WRAPPERS for child, _ in module.named_children()):
-            yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), module
+            yield unwrapped_name(name), module
+
+
+def unwrapped_name(name: str) -> str:
+    """The name of a module or a parameter without what wrappers put into it.
+
+    Example:
+        >>> unwrapped_name("_orig_mod.body._fsdp_wrapped_module.weight")
+        'body.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def near_misses(pattern: str, candidates: Iterable[str]) -> str:

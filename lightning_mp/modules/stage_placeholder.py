@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from lightning_mp.modules.names import named_modules
 
-__all__ = ["Cut", "StagePlaceholder", "cut_of", "is_pipelined", "release", "detach_stages", "full_model"]
+__all__ = ["StageSplit", "StagePlaceholder", "stage_split_of", "is_pipelined", "release", "detach_stages", "full_model"]
 
 
 def is_pipelined(trainer: "pl.Trainer") -> bool:
-    """Whether the Trainer's strategy cuts the model into stages; known before it does."""
+    """Whether the Trainer's strategy splits the model into stages; known before it does."""
     return hasattr(trainer.strategy, "pipeline_runner")
 
 
-#: Attribute of a model that was cut.
-_CUT = "pipeline_cut"
+#: Attribute of a model that was split.
+_SPLIT = "pipeline_split"
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a model was cut.
+class StageSplit:
+    """How a model was split.
 
     Attributes:
         stage: this rank's.
@@ -59,14 +59,14 @@ class StagePlaceholder(nn.Module):
     Args:
         name: full name of the module.
         stages: that hold it.
-        cut: of the model.
+        split: of the model.
         meta_module: the module itself, its tensors without memory.
     """
 
-    def __init__(self, name: str, stages: Sequence[int], cut: Cut, meta_module: nn.Module) -> None:
+    def __init__(self, name: str, stages: Sequence[int], split: StageSplit, meta_module: nn.Module) -> None:
         super().__init__()
         # Past nn.Module's own __setattr__, which would make the meta_module a part of the model.
-        self.__dict__["_placed"] = (name, tuple(stages), cut, meta_module)
+        self.__dict__["_placed"] = (name, tuple(stages), split, meta_module)
 
     @property
     def meta_module(self) -> nn.Module:
@@ -75,11 +75,11 @@ class StagePlaceholder(nn.Module):
         return meta_module
 
     def _where(self) -> str:
-        name, stages, cut, _ = self.__dict__["_placed"]
+        name, stages, split, _ = self.__dict__["_placed"]
         return (
-            f"{name} is on stage {', '.join(map(str, stages))} of the pipeline, and this rank has stage {cut.stage}."
-            " Under PipelineParallelStrategy layers are run by lightning_mp.pipelined_loss(self, batch); whatever needs"
-            " weights of all stages has to be done before trainer.fit or on a checkpoint."
+            f"{name} is on stage {', '.join(map(str, stages))} of the pipeline, and this rank has stage {split.stage}."
+            " Under PipelineParallelStrategy layers are run by lightning_mp.pipelining.pipelined_loss(self, batch);"
+            " whatever needs weights of all stages has to be done before trainer.fit or on a checkpoint."
         )
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
@@ -102,7 +102,7 @@ class StagePlaceholder(nn.Module):
         return f"{type(meta_module).__name__}, stage {', '.join(map(str, stages))}"
 
 
-def detach_stages(model: nn.Module, absent: Mapping[str, Sequence[int]], cut: Cut) -> None:
+def detach_stages(model: nn.Module, absent: Mapping[str, Sequence[int]], split: StageSplit) -> None:
     """Frees modules that other stages hold, and leaves an :class:`StagePlaceholder` in each of their places.
 
     A parameter that they share with a module that stays keeps its memory.
@@ -110,18 +110,18 @@ def detach_stages(model: nn.Module, absent: Mapping[str, Sequence[int]], cut: Cu
     Args:
         model: whole until now.
         absent: names of modules, and the stages that hold them.
-        cut: what is to be remembered.
+        split: what is to be remembered.
     """
     modules = dict(named_modules(model))
-    taken = {id(modules[name]): StagePlaceholder(name, stages, cut, modules[name]) for name, stages in absent.items()}
+    taken = {id(modules[name]): StagePlaceholder(name, stages, split, modules[name]) for name, stages in absent.items()}
     for place in list(_places(model)):
         if id(place.child) in taken:
             setattr(place.parent, place.name, taken[id(place.child)])
     kept = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for placeholder in taken.values():
         release(placeholder.meta_module, kept)
-    if cut.stages > 1:
-        vars(model)[_CUT] = cut  # not in a placeholder: a stage has none if the others run functions only
+    if split.stages > 1:
+        vars(model)[_SPLIT] = split  # not in a placeholder: a stage has none if the others run functions only
 
 
 def release(module: nn.Module, kept: Container[int]) -> None:
@@ -154,10 +154,10 @@ def full_model(model: nn.Module) -> Iterator[None]:
             setattr(place.parent, place.name, place.child)
 
 
-def cut_of(model: nn.Module) -> Cut | None:
-    """How a model was cut; None if it is whole."""
-    cut: Cut | None = vars(model).get(_CUT)
-    return cut
+def stage_split_of(model: nn.Module) -> StageSplit | None:
+    """How a model was split; None if it is whole."""
+    split: StageSplit | None = vars(model).get(_SPLIT)
+    return split
 
 
 class _Place(NamedTuple):

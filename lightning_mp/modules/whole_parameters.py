@@ -15,13 +15,13 @@ from lightning_mp.modules.stage_placeholder import full_model
 
 __all__ = ["WholeParameter", "agreed_count", "whole_parameters"]
 
-#: How Lightning's own strategies and ours name the dimension of a device mesh over which layers are cut.
+#: How Lightning's own strategies and ours name the dimension of a device mesh over which layers are split.
 TENSOR_PARALLEL = "tensor_parallel"
 
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """One parameter of the model before it was cut; tied ones are one.
+    """One parameter of the model before it was split; tied ones are one.
 
     Attributes:
         shape: the whole one.

@@ -48,7 +48,7 @@ def check_step_past_the_plugin(
     elif found_by_unscaling(scaler, optimizer, model) is None and not hasattr(optimizer, "found_inf"):
         raise RuntimeError(
             f"{name}.step() was called on the optimizer itself, past {plugin}: its gradients are scaled by"
-            f" {scaler.get_scale():g}, and nobody has unscaled, checked or clipped them. Call step() of what Lightning"
+            f" {scaler.get_scale():g}, and they were not unscaled, checked or clipped. Call step() of what Lightning"
             " hands out (self.optimizers(), or the argument `optimizer` of optimizer_step), not of its attribute"
             " `.optimizer`; or scaler.step(optimizer)."
         )

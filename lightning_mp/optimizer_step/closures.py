@@ -51,7 +51,7 @@ def refuse_closures_under_a_scale(optimizer: Optimizer, plugin: object) -> None:
 def _refusal(optimizer: Optimizer, plugin: object) -> MisconfigurationException:
     return MisconfigurationException(
         f"{plugin} cannot be used with {type(optimizer).__name__}, which evaluates the loss several times in one step:"
-        " its own evaluations would be scaled, and nobody could unscale them for it. Use a precision without a loss"
+        " its own evaluations would be scaled, and could not be unscaled. Use a precision without a loss"
         " scale ('bf16-mixed', 'bf16-true' or '32-true'), or another optimizer."
     )
 

@@ -1,41 +1,15 @@
 """``"frequency": n`` of a learning-rate scheduler that counts optimizer steps, not micro-batches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-__all__ = ["LearningRateFrequency", "StepFrequency"]
+from lightning_mp.core.answering_int import AnsweringInt
 
-
-class StepFrequency(int):
-    """The value of ``config.frequency``, answering Lightning's ``(batch_idx + 1) % frequency == 0`` by steps made.
-
-    Python lets the right operand answer if its class is a subclass of the left one's. For everything else it is the
-    plain number.
-
-    Example:
-        >>> steps_made = iter([1, 2, 3, 4])
-        >>> frequency = StepFrequency.of(2, lambda: next(steps_made))
-        >>> [17 % frequency == 0 for _ in range(4)], frequency + 1
-        ([False, True, False, True], 3)
-    """
-
-    _steps_made: Callable[[], int]
-
-    @classmethod
-    def of(cls, frequency: int, steps_made: Callable[[], int]) -> Self:
-        """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
-        number = cls(frequency)
-        number._steps_made = steps_made
-        return number
-
-    def __rmod__(self, value: int) -> int:
-        return self._steps_made() % int(self)
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
+__all__ = ["LearningRateFrequency"]
 
 
 class LearningRateFrequency:
@@ -57,9 +31,10 @@ class LearningRateFrequency:
     def attach(self) -> Self:
         """Starts counting steps."""
         for config in self._trainer.lr_scheduler_configs:
-            if config.interval == "step" and config.frequency != 1 and not isinstance(config.frequency, StepFrequency):
+            if config.interval == "step" and config.frequency != 1 and not isinstance(config.frequency, AnsweringInt):
                 self._before.append((config, config.frequency))
-                config.frequency = StepFrequency.of(config.frequency, self._steps_made)
+                # Lightning asks (batch_idx + 1) % frequency; the answer counts steps that were made.
+                config.frequency = AnsweringInt.of(config.frequency, partial(self._steps_since, config.frequency))
         return self
 
     def detach(self) -> None:
@@ -68,5 +43,5 @@ class LearningRateFrequency:
             config.frequency = frequency
         self._before = []
 
-    def _steps_made(self) -> int:
-        return self._trainer.global_step - self._skipped_steps()
+    def _steps_since(self, frequency: int, _batch_number: int) -> int:
+        return (self._trainer.global_step - self._skipped_steps()) % frequency

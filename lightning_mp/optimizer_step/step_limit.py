@@ -2,6 +2,8 @@
 
 import lightning.pytorch as pl
 
+from lightning_mp.core import private_loop_api
+
 __all__ = ["RealStepLimit"]
 
 
@@ -33,7 +35,7 @@ class RealStepLimit:
     def allow_for(self, skipped_steps: int) -> None:
         """So many steps of the run were skipped."""
         if self._asked_max_steps != -1:
-            self._trainer.fit_loop.epoch_loop.max_steps = self._asked_max_steps + skipped_steps
+            private_loop_api.set_max_steps(self._trainer, self._asked_max_steps + skipped_steps)
 
     def is_reached(self) -> bool:
         """Whether Lightning would stop now, if no skip is still on its way."""
@@ -41,4 +43,4 @@ class RealStepLimit:
 
     def detach(self) -> None:
         """Gives the Trainer the number that the user asked for."""
-        self._trainer.fit_loop.epoch_loop.max_steps = self._asked_max_steps
+        private_loop_api.set_max_steps(self._trainer, self._asked_max_steps)

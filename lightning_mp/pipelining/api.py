@@ -21,8 +21,8 @@ class _Runner(Protocol):
 def pipelined_loss(module: "pl.LightningModule", batch: Any) -> Tensor:
     """The mean loss of a batch: of ``module.pipeline_loss``, on what ``module.pipeline_layers`` give.
 
-    Under :class:`~lightning_mp.strategies.PipelineParallelStrategy` the batch goes through the stages in chunks, and
-    all stages return the same loss. Elsewhere the layers run one after the other on the whole batch.
+    Under :class:`~lightning_mp.strategies.PipelineParallelStrategy` the batch goes through the stages in microbatches,
+    and all stages return the same loss. Elsewhere the layers run one after the other on the whole batch.
 
     Args:
         module: a LightningModule with ``pipeline_layers`` and ``pipeline_loss``.
@@ -57,7 +57,7 @@ def pipelined_loss(module: "pl.LightningModule", batch: Any) -> Tensor:
 def pipelined_metrics(module: "pl.LightningModule", batch: Any) -> Mapping[str, Tensor]:
     """The same, with the other scalars that ``pipeline_loss`` returns in its mapping, such as an accuracy.
 
-    All of them are taken to be means: over chunks they are weighted as the loss is, by tokens or by samples.
+    All of them are taken to be means: over microbatches they are weighted as the loss is, by tokens or by samples.
     """
     runner = _runner_of(module)
     if runner is not None:

@@ -12,11 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.single_file import refuse_other_groups, refuse_other_names
 from lightning_mp.core.messages import listed
-from lightning_mp.modules.stage_placeholder import Cut
+from lightning_mp.modules.stage_placeholder import StageSplit
 
 __all__ = ["OptimizerParts", "gather_on_rank_zero", "keep_own_parameters", "own_state"]
-
-_NAMES_IN_MESSAGE = 6
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def keep_own_parameters(optimizer: Optimizer, names: Mapping[str, nn.Parameter],
     if strangers:
         raise MisconfigurationException(
             f"PipelineParallelStrategy: configure_optimizers has given parameters that are not part of the"
-            f" LightningModule to {listed(strangers, _NAMES_IN_MESSAGE)}, so no stage would train them. Put each into a"
+            f" LightningModule to {listed(strangers)}, so no stage would train them. Put each into a"
             " module, and that module into the layer that uses it: PipelineLayer(function, *modules)."
         )
     whole = [name_of[id(p)] for p in every]
@@ -146,17 +144,17 @@ def gather_on_rank_zero(own: Mapping[str, Any], ranks: Sequence[int], device: to
     return gathered
 
 
-def own_state(whole: Mapping[str, Any], module: nn.Module, cut: Cut, *, strict: bool) -> dict[str, Any]:
+def own_state(whole: Mapping[str, Any], module: nn.Module, split: StageSplit, *, strict: bool) -> dict[str, Any]:
     """Of a whole model's state what this stage holds.
 
     Raises:
         RuntimeError: if names of the whole model are missing or unknown, and ``strict``.
     """
     if strict:
-        known = set(cut.state_names)
+        known = set(split.state_names)
         refuse_other_names(
             type(module).__name__,
-            missing=[name for name in cut.state_names if name not in whole],
+            missing=[name for name in split.state_names if name not in whole],
             unexpected=[name for name in whole if name not in known],
         )
     own = set(module.state_dict())

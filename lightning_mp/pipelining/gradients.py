@@ -11,27 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mp.core.messages import listed
 from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
-from lightning_mp.modules.stage_placeholder import Cut
+from lightning_mp.modules.stage_placeholder import StageSplit
 
 __all__ = ["StageGradients"]
-
-_NAMES_IN_MESSAGE = 6
 
 
 class StageGradients:
     """Reduces gradients at the end of a window; until then each rank keeps its own.
 
     Args:
-        module: cut.
-        cut: of the module.
+        module: split.
+        split: of the module.
         mesh: stages by ranks of a stage.
     """
 
-    def __init__(self, module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, split: StageSplit, mesh: DeviceMesh) -> None:
         self._module = module
         self._data_group = mesh.get_group("data_parallel")
         self._replicas = mesh.size(1)
-        self._tied = self._tied_groups(module, cut, mesh)
+        self._tied = self._tied_groups(module, split, mesh)
         self._is_kept_local = False
         self._holds_local = False
 
@@ -77,7 +75,7 @@ class StageGradients:
         without = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
         if without:
             raise MisconfigurationException(
-                f"PipelineParallelStrategy: {listed(without, _NAMES_IN_MESSAGE)} got no gradient, and it cannot be told"
+                f"PipelineParallelStrategy: {listed(without)} got no gradient, and it cannot be told"
                 " whether it did on the ranks that the gradients are reduced with. Freeze what the loss does not depend"
                 " on (requires_grad_(False))."
             )
@@ -86,21 +84,21 @@ class StageGradients:
         reduce_gradients_([p.grad for p in parameters if p.grad is not None], self._data_group, mean=True)
 
     def _tied_groups(
-        self, module: nn.Module, cut: Cut, mesh: DeviceMesh
+        self, module: nn.Module, split: StageSplit, mesh: DeviceMesh
     ) -> list[tuple[ProcessGroup, int, list[Tensor]]]:
         """For every set of stages that share parameters: this rank's group of them, and the parameters, in order."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         groups = []
-        for stages in sorted(set(cut.holders.values())):
+        for stages in sorted(set(split.holders.values())):
             # Every rank has to take part in making every group.
             made = [new_group([int(r) for r in mesh.mesh[list(stages), column]]) for column in range(mesh.size(1))]
-            shared = [name for name in cut.parameter_names if cut.holders.get(name) == stages]
-            if cut.stage not in stages:
+            shared = [name for name in split.parameter_names if split.holders.get(name) == stages]
+            if split.stage not in stages:
                 continue
             own = made[mesh.get_local_rank("data_parallel")]
-            groups.append((own, len(stages), [self._named(parameters, name, cut) for name in shared]))
+            groups.append((own, len(stages), [self._named(parameters, name, split) for name in shared]))
         return groups
 
-    def _named(self, parameters: dict[str, nn.Parameter], name: str, cut: Cut) -> Tensor:
+    def _named(self, parameters: dict[str, nn.Parameter], name: str, split: StageSplit) -> Tensor:
         """A shared parameter has a name for each module, and a stage knows those of its own modules."""
-        return parameters[next(n for n in cut.names_of[name] if n in parameters)]
+        return parameters[next(n for n in split.names_of[name] if n in parameters)]

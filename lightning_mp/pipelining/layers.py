@@ -10,26 +10,26 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_mp.core.messages import listed
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.names import named_modules, near_misses
 
 __all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers", "run_layers"]
 
-_NAMES_IN_MESSAGE = 6
 
 _HOW = (
     " Define `def pipeline_layers(self): return [self.embedding, *self.blocks, self.head]`: modules that run one after"
     " the other, each on what the one before returned; names of modules or globs over them ('blocks.*') will do, too,"
-    " and lightning_mp.PipelineLayer(function, *modules) where there is code between modules."
+    " and lightning_mp.pipelining.PipelineLayer(function, *modules) where there is code between modules."
 )
 
 
-class PipelineLayer:
+class PipelineLayer(SettingsRepr):
     """A layer of a pipeline that is more than one module: a function, and the modules that it uses.
 
     Args:
-        function: called with what the layer before has returned, and with the chunk of the batch, which every stage
-            has at hand; so masks and positions need not be sent from stage to stage. It returns a tensor or a tuple of
-            tensors.
+        function: called with what the layer before has returned, and with the microbatch of the batch, which every
+            stage has at hand; so masks and positions need not be sent from stage to stage. It returns a tensor or a
+            tuple of tensors.
         modules: those whose parameters and buffers it uses.
 
     Example:
@@ -116,7 +116,7 @@ def _read(entry: Any, position: int, module: nn.Module, names: Mapping[int, str]
     strangers = [type(part).__name__ for part in parts if id(part) not in names]
     if strangers:
         raise MisconfigurationException(
-            f"{type(module).__name__}.pipeline_layers: entry {position} uses {listed(strangers, _NAMES_IN_MESSAGE)},"
+            f"{type(module).__name__}.pipeline_layers: entry {position} uses {listed(strangers)},"
             " which is not part of the module, so nothing would train or save it. Make it an attribute in __init__ and"
             " return that one, not a new one at each call."
         )
@@ -136,7 +136,7 @@ def _call_of(part: nn.Module) -> Callable[[Any, Any], Any]:
 def _fitting(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     parts = dict(named_modules(module))
     found = [(name, part) for name, part in parts.items() if name and fnmatchcase(name, pattern)]
-    # By names only: after the cut other classes stand in some of the places.
+    # By names only: after the split other classes stand in some of the places.
     # A glob fits what is inside of the modules that it is about, too.
     outer = [(name, part) for name, part in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if not outer:
@@ -203,8 +203,8 @@ def loss_of(module: nn.Module, output: Any, batch: Any) -> dict[str, Tensor]:
     if own is None:
         raise MisconfigurationException(
             f"{type(module).__name__} has no loss for its pipeline. Define `def pipeline_loss(self, output, batch)`:"
-            " from what the last layer returns and the chunk of the batch to the mean loss, or to a mapping with it"
-            " under 'loss' and other scalars, such as an accuracy, beside it."
+            " from what the last layer returns and the microbatch to the mean loss, or to a mapping with it under"
+            " 'loss' and other scalars, such as an accuracy, beside it."
         )
     returned = own(output, batch)
     values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
@@ -212,7 +212,7 @@ def loss_of(module: nn.Module, output: Any, batch: Any) -> dict[str, Tensor]:
     if wrong or not isinstance(values.get("loss"), Tensor):
         raise MisconfigurationException(
             f"{type(module).__name__}.pipeline_loss must return a scalar tensor, or a mapping of scalars with a tensor"
-            f" under 'loss'; got {listed([f'{name}: {_shown(value)}' for name, value in values.items()], 4)}."
+            f" under 'loss'; got {listed([f'{name}: {_shown(value)}' for name, value in values.items()])}."
         )
     device = values["loss"].device
     return {

@@ -19,7 +19,7 @@ class Pipeline:
         group: the ranks of its stages, in order.
         stage: this rank's.
         stages: how many there are.
-        chunks: into how many chunks a batch is split, at most.
+        microbatches: into how many microbatches a batch is split, at most.
         schedule: "1f1b" or "gpipe".
         device: of this rank.
     """
@@ -27,7 +27,7 @@ class Pipeline:
     group: ProcessGroup
     stage: int
     stages: int
-    chunks: int
+    microbatches: int
     schedule: ScheduleName
     device: torch.device
 

@@ -1,4 +1,4 @@
-"""How a batch becomes the chunks that follow each other through the stages."""
+"""How a batch becomes the microbatches that follow each other through the stages."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,54 +9,54 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed import ProcessGroup
 
-from lightning_mp.accumulation.batch_split import Chunk, UnsplittableBatchError, num_samples, split_batch
+from lightning_mp.accumulation.batch_split import Microbatch, UnsplittableBatchError, num_samples, split_batch
 from lightning_mp.core.nested_tensors import tensors_in
 
-__all__ = ["ScheduleName", "batch_digest", "chunks_of", "refuse_other_batches", "signature"]
+__all__ = ["ScheduleName", "batch_digest", "microbatches_of", "refuse_other_batches", "signature"]
 
 ScheduleName = Literal["1f1b", "gpipe"]
-"""In which order a stage takes forwards and backwards of chunks."""
+"""In which order a stage takes forwards and backwards of microbatches."""
 
 
-def chunks_of(batch: Any, most: int) -> list[list[Chunk]]:
-    """The chunks of a batch, those of one size together: one run through the stages for each size.
+def microbatches_of(batch: Any, most: int) -> list[list[Microbatch]]:
+    """The microbatches of a batch, those of one size together: one run through the stages for each size.
 
     A number of samples that ``most`` divides gives one run. Any other gives two at most, as the stages want tensors of
     one shape within a run.
 
     Args:
         batch: on every stage the same.
-        most: how many chunks there may be.
+        most: how many microbatches there may be.
 
     Raises:
         MisconfigurationException: if the batch cannot be split along its first dimension.
 
     Example:
         >>> import torch
-        >>> [[chunk.samples for chunk in run] for run in chunks_of(torch.zeros(7, 2), 4)]
+        >>> [[microbatch.samples for microbatch in run] for run in microbatches_of(torch.zeros(7, 2), 4)]
         [[2, 2, 2], [1]]
     """
     try:
         samples = num_samples(batch)
-        chunks = split_batch(batch, -(-samples // most))
+        microbatches = split_batch(batch, -(-samples // most))
     except UnsplittableBatchError as error:
         raise MisconfigurationException(
             f"PipelineParallelStrategy cannot split {error.reason} Every stage works on a part of the samples at a"
             " time: let the data loader return tensors, or lists, mappings and dataclasses of them, with one row for"
             " each sample."
         ) from None
-    return [list(run) for _, run in groupby(chunks, key=lambda chunk: chunk.samples)]
+    return [list(run) for _, run in groupby(microbatches, key=lambda microbatch: microbatch.samples)]
 
 
-def signature(chunk: Any) -> tuple[Any, ...]:
-    """What the shapes between stages depend on: shapes and dtypes of the chunk's tensors.
+def signature(microbatch: Any) -> tuple[Any, ...]:
+    """What the shapes between stages depend on: shapes and dtypes of the microbatch's tensors.
 
     Example:
         >>> import torch
         >>> signature({"x": torch.zeros(2, 3)})
         ((torch.Size([2, 3]), torch.float32),)
     """
-    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(chunk))
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(microbatch))
 
 
 def batch_digest(batch: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Cuts a model into stages: which parameters each stage holds, and what the others are told about it."""
+"""Splits a model into stages: which parameters each stage holds, and what the others are told about it."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -7,14 +7,12 @@ from torch import Tensor, nn
 
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.names import named_modules
-from lightning_mp.modules.stage_placeholder import Cut, detach_stages, release
+from lightning_mp.modules.stage_placeholder import StageSplit, detach_stages, release
 from lightning_mp.pipelining.layers import Layer
-from lightning_mp.pipelining.partition_points import balanced_cuts, named_cuts
+from lightning_mp.pipelining.partition_points import balanced_split_points, named_split_points
 from lightning_mp.sharding.rules import tied_parameters
 
-__all__ = ["cut_model", "first_layers", "parameters_of_layers"]
-
-_NAMES_IN_MESSAGE = 6
+__all__ = ["split_model", "first_layers", "parameters_of_layers"]
 
 
 def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
@@ -47,24 +45,24 @@ def first_layers(
         ValueError: if that cannot be.
     """
     if split_points is not None:
-        return tuple(named_cuts([layer.name for layer in layers], split_points, stages))
-    return tuple(balanced_cuts(parameters_of_layers(module, layers), stages))
+        return tuple(named_split_points([layer.name for layer in layers], split_points, stages))
+    return tuple(balanced_split_points(parameters_of_layers(module, layers), stages))
 
 
-def cut_model(
+def split_model(
     module: nn.Module,
     layers: Sequence[Layer],
-    cuts: Sequence[int],
+    splits: Sequence[int],
     stage: int,
     *,
     bring_to_life: Callable[[Sequence[nn.Module]], None] = lambda _: None,
-) -> Cut:
+) -> StageSplit:
     """Takes the layers of other stages out of a whole model. What is in no layer stays on every stage.
 
     Args:
         module: whole.
         layers: of the module.
-        cuts: index of the first layer of each stage.
+        splits: index of the first layer of each stage.
         stage: this rank's.
         bring_to_life: gives modules memory and first values. It is called layer by layer, and what belongs to another
             stage is freed before the next one, so that no rank needs memory for the whole model.
@@ -74,14 +72,14 @@ def cut_model(
     """
     stages_of: dict[str, set[int]] = {}
     for index, layer in enumerate(layers):
-        own = max(number for number, first in enumerate(cuts) if first <= index)
+        own = max(number for number, first in enumerate(splits) if first <= index)
         for name in layer.module_names:
             stages_of.setdefault(name, set()).add(own)
     absent = {name: sorted(stages) for name, stages in stages_of.items() if stage not in stages}
     holders = _stages_of_parameters(module, stages_of)
-    cut = Cut(
+    split = StageSplit(
         stage=stage,
-        first_layers=tuple(cuts),
+        first_layers=tuple(splits),
         layer_names=tuple(layer.name for layer in layers),
         layer_parameters=tuple(parameters_of_layers(module, layers)),
         state_names=tuple(module.state_dict()),
@@ -90,8 +88,8 @@ def cut_model(
         names_of={names[0]: tuple(names) for names in tied_parameters(module) if names[0] in holders},
     )
     _bring_to_life_and_release(module, stages_of, absent, bring_to_life)
-    detach_stages(module, absent, cut)
-    return cut
+    detach_stages(module, absent, split)
+    return split
 
 
 def _bring_to_life_and_release(
@@ -139,7 +137,7 @@ def _stages_of_parameters(module: nn.Module, stages_of: dict[str, set[int]]) -> 
     homeless = [name for name, parameter in every if id(parameter) not in of_parameter]
     if homeless:
         raise MisconfigurationException(
-            f"{type(module).__name__}.pipeline_layers: {listed(homeless, _NAMES_IN_MESSAGE)} "
+            f"{type(module).__name__}.pipeline_layers: {listed(homeless)} "
             f"{'are' if len(homeless) > 1 else 'is'} in no layer, so no stage would train it. Put its module into the"
             " layer that uses it: PipelineLayer(function, *modules). What the loss uses belongs to the last layer; a"
             " parameter of the LightningModule itself belongs into a module of its own."

@@ -1,17 +1,16 @@
-"""Where a list of layers is cut into stages: into parts of about equal cost, or before the layers that are named."""
+"""Where a list of layers is split into stages: into parts of about equal cost, or before the layers that are named."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from lightning_mp.core.messages import listed
 
-__all__ = ["balanced_cuts", "named_cuts"]
+__all__ = ["balanced_split_points", "named_split_points"]
 
 _OWNER = "PipelineParallelStrategy"
-_NAMES_IN_MESSAGE = 12
 
 
-def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
+def balanced_split_points(costs: Sequence[float], stages: int) -> list[int]:
     r"""First layers of the stages, so that the most costly stage is as cheap as can be.
 
     .. math:: \min_{0 = c_0 < c_1 < \dots < c_s = n} \; \max_j \; \sum_{c_j \le i < c_{j+1}} \text{cost}_i
@@ -29,12 +28,12 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
         ValueError: if there are fewer layers than stages.
 
     Example:
-        >>> balanced_cuts([4, 1, 1, 1, 1, 4], 3)
+        >>> balanced_split_points([4, 1, 1, 1, 1, 4], 3)
         [0, 1, 5]
     """
     if len(costs) < stages:
         raise ValueError(
-            f"{_OWNER}: {len(costs)} layers cannot be cut into {stages} stages. Use fewer stages, or return more and"
+            f"{_OWNER}: {len(costs)} layers cannot be split into {stages} stages. Use fewer stages, or return more and"
             " smaller layers from pipeline_layers."
         )
     until = [0.0]
@@ -45,13 +44,14 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
         longer = list(best)
         for end in range(stage + 1, len(costs) + 1):
             longer[end] = min(
-                (max(best[cut][0], until[end] - until[cut]), [*best[cut][1], cut]) for cut in range(stage, end)
+                (max(best[split][0], until[end] - until[split]), [*best[split][1], split])
+                for split in range(stage, end)
             )
         best = longer
     return best[len(costs)][1]
 
 
-def named_cuts(layer_names: Sequence[str], split_points: Sequence[str], stages: int) -> list[int]:
+def named_split_points(layer_names: Sequence[str], split_points: Sequence[str], stages: int) -> list[int]:
     """First layers of the stages, as they are named.
 
     Args:
@@ -63,7 +63,7 @@ def named_cuts(layer_names: Sequence[str], split_points: Sequence[str], stages: 
         ValueError: if names are unknown, out of order, or too many or too few.
 
     Example:
-        >>> named_cuts(["embed", "blocks.0", "blocks.1", "head"], ["blocks.1"], 2)
+        >>> named_split_points(["embed", "blocks.0", "blocks.1", "head"], ["blocks.1"], 2)
         [0, 2]
     """
     if len(split_points) != stages - 1:
@@ -71,18 +71,18 @@ def named_cuts(layer_names: Sequence[str], split_points: Sequence[str], stages: 
             f"{_OWNER}(split_points={list(split_points)!r}): {stages} stages need {stages - 1} split points,"
             f" got {len(split_points)}. Name the layer that begins each stage but the first."
         )
-    cuts = [0]
+    splits = [0]
     for name in split_points:
         found = [index for index, layer in enumerate(layer_names) if fnmatchcase(layer, name)]
-        if len(found) != 1 or found[0] <= cuts[-1]:
+        if len(found) != 1 or found[0] <= splits[-1]:
             raise ValueError(
                 f"{_OWNER}(split_points=...): {name!r} "
                 + (
                     f"fits {len(found)} layers, and it must be one"
                     if len(found) != 1
-                    else "does not come after the cut before it, or is the first layer of all"
+                    else "does not come after the split before it, or is the first layer of all"
                 )
-                + f". Layers in order: {listed(layer_names, _NAMES_IN_MESSAGE)}."
+                + f". Layers in order: {listed(layer_names, most=12)}."
             )
-        cuts.append(found[0])
-    return cuts
+        splits.append(found[0])
+    return splits

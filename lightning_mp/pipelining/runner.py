@@ -13,30 +13,30 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from lightning_mp.accumulation.batch_split import Chunk
-from lightning_mp.accumulation.chunked_step import chunk_shares, weighting_of
+from lightning_mp.accumulation.batch_split import Microbatch
+from lightning_mp.accumulation.microbatched_step import microbatch_shares, weighting_of
 from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.pipelining.broadcast import LastStageBroadcast
 from lightning_mp.pipelining.layers import Layer, loss_of
 from lightning_mp.pipelining.layout import Pipeline
-from lightning_mp.pipelining.microbatches import chunks_of, refuse_other_batches, signature
-from lightning_mp.pipelining.rng import RankRNG
+from lightning_mp.pipelining.microbatches import microbatches_of, refuse_other_batches, signature
 from lightning_mp.pipelining.stage import Stage, StageModule
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.loss_weighting import Weighting
 
 __all__ = ["PipelineRunner"]
 
-#: Each keeps receive buffers for one shape of chunks.
+#: Each keeps receive buffers for one shape of microbatches.
 _KEPT_SCHEDULES = 8
 
 
 @dataclass
 class _Schedule:
-    """torch's schedule for chunks of one shape, and its parts."""
+    """torch's schedule for microbatches of one shape, and its parts."""
 
     schedule: ScheduleGPipe | Schedule1F1B
     stage: Stage
@@ -48,14 +48,14 @@ class PipelineRunner:
 
     .. math:: L = \sum_j \frac{n_j}{n} L_j, \qquad G = \sum_j \nabla \Big( \frac{n_j}{n} L_j \Big)
 
-    where :math:`L_j` is the mean loss of chunk :math:`j` over its :math:`n_j` samples or tokens. Forwards and backwards
-    of all chunks are over when :meth:`loss` returns; the loss that it returns hands its gradients out when Lightning
-    calls backward. They are scaled as Lightning's own backward will scale them, so that nothing underflows that would
-    not on one device.
+    where :math:`L_j` is the mean loss of microbatch :math:`j` over its :math:`n_j` samples or tokens. Forwards and
+    backwards of all microbatches are over when :meth:`loss` returns; the loss that it returns hands its gradients out
+    when Lightning calls backward. They are scaled as Lightning's own backward will scale them, so that nothing
+    underflows that would not on one device.
 
     Args:
         trainer: of this run.
-        module: cut.
+        module: split.
         layers: of this stage.
         pipeline: where this rank stands.
         backward_context: what backwards run in.
@@ -79,11 +79,13 @@ class PipelineRunner:
         self._weighting: dict[Any, Weighting] = {}
         self._compared: Any = None
         self._trainable: list[str] = []
-        self._chunks: list[Chunk] = []
+        self._microbatches: list[Microbatch] = []
         self._shares: list[float] = []
         self._factor: Tensor | None = None
         self._values: dict[int, dict[str, Tensor]] = {}
-        self._numbers = RankRNG(dist.get_rank(), pipeline.device)
+        self._rng = RankRNG(dist.get_rank(), seed=torch.initial_seed)
+        # A layer on a GPU may also draw on the CPU, as to leave itself out.
+        self._rng_devices = dict.fromkeys((torch.device("cpu"), pipeline.device))
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -94,8 +96,8 @@ class PipelineRunner:
         """
         training = torch.is_grad_enabled()
         self._compare(batch)
-        runs = chunks_of(batch, self._pipeline.chunks)
-        shares = self._shares_of(batch, [chunk for run in runs for chunk in run])
+        runs = microbatches_of(batch, self._pipeline.microbatches)
+        shares = self._shares_of(batch, [microbatch for run in runs for microbatch in run])
         with self._nothing_logged():
             return self._train(runs, shares) if training else self._evaluate(runs, shares)
 
@@ -104,14 +106,14 @@ class PipelineRunner:
         self._compare(batch)
         outputs = []
         with _plain_no_grad(), self._nothing_logged():
-            for run in chunks_of(batch, self._pipeline.chunks):
+            for run in microbatches_of(batch, self._pipeline.microbatches):
                 made = self._schedule(run, kind="output")
                 outputs.append(self._step(made, run, made.schedule.eval, return_outputs=True))
             return self._last_stage.outputs(outputs)
 
     # -- forwards and backwards ----------------------------------------------------------------------------------------
 
-    def _train(self, runs: list[list[Chunk]], shares: list[float]) -> dict[str, Tensor]:
+    def _train(self, runs: list[list[Microbatch]], shares: list[float]) -> dict[str, Tensor]:
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         self._factor = factor_of_backward(
             self._trainer, torch.zeros((), dtype=torch.float32, device=self._pipeline.device)
@@ -122,11 +124,11 @@ class PipelineRunner:
             computed = [p.grad for p in with_gradient if p.grad is not None]
         return {**values, "loss": loss_with_gradients(values["loss"], with_gradient, computed, self._factor)}
 
-    def _evaluate(self, runs: list[list[Chunk]], shares: list[float]) -> dict[str, Tensor]:
+    def _evaluate(self, runs: list[list[Microbatch]], shares: list[float]) -> dict[str, Tensor]:
         with _plain_no_grad():
             return self._run(runs, shares, kind="evaluate")
 
-    def _run(self, runs: list[list[Chunk]], shares: list[float], kind: str) -> dict[str, Tensor]:
+    def _run(self, runs: list[list[Microbatch]], shares: list[float], kind: str) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         for run in runs:
             made = self._schedule(run, kind)
@@ -140,41 +142,41 @@ class PipelineRunner:
             self._values.clear()
         return self._last_stage.scalars(total, training=kind == "train")
 
-    def _step(self, made: _Schedule, run: list[Chunk], step: Callable[..., Any], *, return_outputs: bool) -> Any:
+    def _step(self, made: _Schedule, run: list[Microbatch], step: Callable[..., Any], *, return_outputs: bool) -> Any:
         numbers = torch.arange(len(run))
         first = (numbers,) if self._pipeline.stage == 0 else ()
         target = numbers if self._pipeline.is_last and not return_outputs else None
-        made.module.begin([chunk.batch for chunk in run])
-        self._chunks = run
+        made.module.begin([microbatch.batch for microbatch in run])
+        self._microbatches = run
         try:
-            with self._numbers.drawn() if self._pipeline.stages > 1 else nullcontext():
-                return step(*first, target=target, return_outputs=return_outputs, chunk=numbers)
+            with self._rng.drawn(*self._rng_devices) if self._pipeline.stages > 1 else nullcontext():
+                return step(*first, target=target, return_outputs=return_outputs, microbatch=numbers)
         finally:
             # Evaluation leaves what backwards would want.
             made.stage.clear_runtime_states()
             made.module.end()
-            self._chunks = []
+            self._microbatches = []
 
-    def _loss_of_chunk(self, output: Any, target: Tensor) -> Tensor:
+    def _loss_of_microbatch(self, output: Any, target: Tensor) -> Tensor:
         """What torch's schedule runs backward from; called on the last stage."""
         number = int(target)
         share = self._shares[number]
-        chunk = self._chunks[number].batch
+        microbatch = self._microbatches[number].batch
         if share == 0:
             # Its mean is over nothing, 0 / 0.
             nothing = sum(tensor.float().nan_to_num(0, 0, 0).sum() * 0 for tensor in tensors_in(output))
             assert isinstance(nothing, Tensor)
             return nothing
-        values = loss_of(self._module, output, chunk)
+        values = loss_of(self._module, output, microbatch)
         # A loss that is a sum over a number that the batch names needs no weight: it adds up.
-        weight = 1.0 if batch_tokens.declared_divisor(chunk) is not None else share
+        weight = 1.0 if batch_tokens.declared_divisor(microbatch) is not None else share
         with torch.autocast(self._pipeline.device.type, enabled=False):
             loss = values["loss"].float() * weight if weight != 1 else values["loss"].float()
             self._values[number] = {name: value.detach().float() for name, value in values.items()}
             self._values[number]["loss"] = loss.detach()
             return loss * self._factor if self._factor is not None and torch.is_grad_enabled() else loss
 
-    def _schedule(self, run: list[Chunk], kind: str) -> _Schedule:
+    def _schedule(self, run: list[Microbatch], kind: str) -> _Schedule:
         device_type = self._pipeline.device.type
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         key = (kind, len(run), signature(run[0].batch), autocast)
@@ -191,11 +193,11 @@ class PipelineRunner:
             group=pipeline.group,
             backward_context=self._backward_context,
         )
-        # 1F1B wants a chunk for every stage; with fewer both do the same.
+        # 1F1B wants a microbatch for every stage; with fewer both do the same.
         kind_of_schedule = (
             Schedule1F1B if pipeline.schedule == "1f1b" and len(run) >= pipeline.stages else ScheduleGPipe
         )
-        loss = None if kind == "output" else self._loss_of_chunk
+        loss = None if kind == "output" else self._loss_of_microbatch
         made = _Schedule(kind_of_schedule(stage, len(run), loss_fn=loss, scale_grads=False), stage, module)
         self._schedules[key] = made
         if len(self._schedules) > _KEPT_SCHEDULES:
@@ -218,10 +220,10 @@ class PipelineRunner:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _shares_of(self, batch: Any, chunks: list[Chunk]) -> list[float]:
-        if len(chunks) == 1:
+    def _shares_of(self, batch: Any, microbatches: list[Microbatch]) -> list[float]:
+        if len(microbatches) == 1:
             return [1.0]
-        return chunk_shares(chunks, self._weighting_for(batch))
+        return microbatch_shares(microbatches, self._weighting_for(batch))
 
     def _weighting_for(self, batch: Any) -> Weighting:
         loop = self._trainer.state.stage  # each may have batches of its own kind
@@ -237,9 +239,9 @@ class PipelineRunner:
 
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise MisconfigurationException(
-                "self.log was called inside of a layer or of pipeline_loss, which runs for every chunk and on one stage"
-                " only. Return the value from pipeline_loss, in a mapping beside 'loss', and log what pipelined_loss"
-                " returns, in training_step or validation_step."
+                "self.log was called inside of a layer or of pipeline_loss, which runs for every microbatch and on one"
+                " stage only. Return the value from pipeline_loss, in a mapping beside 'loss', and log what"
+                " pipelined_loss returns, in training_step or validation_step."
             )
 
         with ExitStack() as stack:

@@ -16,15 +16,15 @@ __all__ = ["Stage", "StageModule"]
 
 
 class StageModule(nn.Module):
-    """The layers of a stage, one after the other, on the chunk that it is told the number of.
+    """The layers of a stage, one after the other, on the microbatch that it is told the number of.
 
-    Batches may be anything, and torch splits tensors only: so what travels through its schedule is numbers of chunks,
-    and each stage looks its chunk up in the batch, which it has.
+    Batches may be anything, and torch splits tensors only: so what travels through its schedule is numbers of
+    microbatches, and each stage looks its microbatch up in the batch, which it has.
 
     Args:
         owner: the LightningModule.
         layers: of this stage, in order.
-        is_first: the first stage takes its input from the chunk.
+        is_first: the first stage takes its input from the microbatch.
     """
 
     def __init__(self, owner: nn.Module, layers: Sequence[Layer], *, is_first: bool) -> None:
@@ -33,24 +33,24 @@ class StageModule(nn.Module):
         self.__dict__["_owner"] = owner
         self._layers = list(layers)
         self._is_first = is_first
-        self._chunks: Sequence[Any] = ()
+        self._microbatches: Sequence[Any] = ()
         self._undo_probe: Callable[[], None] | None = None
         self._probed = False
 
-    def begin(self, chunks: Sequence[Any]) -> None:
-        """The chunks of the run that comes."""
-        self._chunks = chunks
+    def begin(self, microbatches: Sequence[Any]) -> None:
+        """The microbatches of the run that comes."""
+        self._microbatches = microbatches
 
     def end(self) -> None:
-        """Lets the chunks go."""
-        self._chunks = ()
+        """Lets the microbatches go."""
+        self._microbatches = ()
         self._undo_probe = None
 
-    def forward(self, *hidden: Any, chunk: Tensor) -> Any:
+    def forward(self, *hidden: Any, microbatch: Tensor) -> Any:
         """From what the stage before has sent, or the input, to what is sent on, or the output."""
-        number = int(chunk)
+        number = int(microbatch)
         self._leave_no_trace_of_the_probe(number)
-        batch = self._chunks[number]
+        batch = self._microbatches[number]
         owner = self.__dict__["_owner"]
         value = pipeline_input(owner, batch) if self._is_first else hidden[0] if len(hidden) == 1 else hidden
         output = run_layers(self._layers, value, batch)
@@ -58,7 +58,7 @@ class StageModule(nn.Module):
         return tuple(map(_contiguous, output)) if isinstance(output, tuple) else _contiguous(output)
 
     def _leave_no_trace_of_the_probe(self, number: int) -> None:
-        """Before its first run torch may send the first chunk through once to see shapes: buffers forget that."""
+        """Before its first run torch may send the first microbatch through once to see shapes: buffers forget that."""
         if self._probed:
             return
         if self._undo_probe is None:
@@ -95,7 +95,7 @@ class Stage(PipelineStage):
         self._backward_context = backward_context
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """Backward of one chunk, in the context for backwards."""
+        """Backward of one microbatch, in the context for backwards."""
         with self._backward_context():
             super().backward_one_chunk(*args, **kwargs)
 

@@ -64,3 +64,7 @@ __all__ = [
     "training_flops",
     "usual_layouts",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,6 +1,6 @@
 """One precision policy in force on one model, for one run."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_mp.policy.module_rules import ForwardRules, PolicyScope
 from lightning_mp.policy.operation_rules import OperationRules, operation_rules
-from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.policy import PolicyLike, PrecisionPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -66,9 +66,7 @@ class AppliedPolicy:
         self._forwards.detach()
 
 
-def read_policy(
-    policy: PrecisionPolicy | Mapping[str, str] | None, scaler: object, instead: str
-) -> PrecisionPolicy | None:
+def read_policy(policy: PolicyLike | None, scaler: object, instead: str) -> PrecisionPolicy | None:
     """The policy that a plugin was given, as an object or as its rules.
 
     Args:
@@ -86,8 +84,8 @@ def read_policy(
     if scaler is None and torch.float16 in policy.dtypes:
         rules = ", ".join(str(rule) for rule in policy.rules if rule.dtype == torch.float16)
         raise MisconfigurationException(
-            f"The policy asks for fp16 ({rules}), and without a loss scale small gradients vanish there. Use {instead},"
-            " or 'bf16' in the rules."
+            f"The policy asks for fp16 ({rules}), and without a loss scale small gradients vanish in fp16. Use"
+            f" {instead}, or 'bf16' in the rules."
         )
     return policy
 

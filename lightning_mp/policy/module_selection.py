@@ -15,8 +15,6 @@ __all__ = ["ModulePattern", "as_patterns", "select_modules"]
 
 ModulePattern = type[nn.Module] | str
 
-_NAMES_IN_MESSAGE = 12
-
 
 def as_patterns(modules: ModulePattern | Sequence[ModulePattern], owner: str) -> tuple[ModulePattern, ...]:
     """One pattern or several, checked.
@@ -83,7 +81,7 @@ def select_modules(
             around = sorted({other for other in outer for name in names if name.startswith(f"{other}.")})
             raise ValueError(
                 f"{owner}: all that {_text(pattern)} fits lies inside of modules that another pattern fits"
-                f" ({listed(around, _NAMES_IN_MESSAGE)}), so it would change nothing. Leave one of the two patterns"
+                f" ({listed(around, most=12)}), so it would change nothing. Leave one of the two patterns"
                 " out."
             )
     return {name: candidates[name] for name in outer[::every]}
@@ -140,6 +138,6 @@ def _nothing_fits(owner: str, pattern: ModulePattern, model: nn.Module, candidat
     text = f"{owner}: {_text(pattern)} fits no module of {type(model).__name__} that has a forward of its own."
     wanted = pattern if isinstance(pattern, str) else pattern.__name__
     misses = near_misses(wanted.rpartition(".")[2] or wanted, [*candidates, *classes])
-    counts = ", ".join(f"{name} ({number})" for name, number in classes.most_common(_NAMES_IN_MESSAGE))
-    names = listed(list(candidates), _NAMES_IN_MESSAGE)
+    counts = listed([f"{name} ({number})" for name, number in classes.most_common()], most=12)
+    names = listed(list(candidates), most=12)
     return f"{text}{misses} Names that exist: {names or 'none'}. Classes: {counts or 'none'}."

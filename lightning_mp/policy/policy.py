@@ -1,7 +1,6 @@
 """Precision policies: ordered rules that say in which dtype modules and functional operations run."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -9,11 +8,9 @@ from lightning_mp.modules.names import named_modules, near_misses
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.operations import FAMILIES, operation_of_module
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
-from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name, parse_rules
+from lightning_mp.policy.rules import LOW, Dtype, PolicyRules, Rule, dtype_name, parse_rules
 
-__all__ = [
-    "PrecisionPolicy",
-]
+__all__ = ["PolicyLike", "PrecisionPolicy"]
 
 
 class PrecisionPolicy:
@@ -67,7 +64,7 @@ class PrecisionPolicy:
         everything else                                                 -                 as autocast has it
     """
 
-    def __init__(self, rules: Mapping[Any, Any] | Iterable[Rule | Sequence[Any]]) -> None:
+    def __init__(self, rules: PolicyRules) -> None:
         self.rules: tuple[Rule, ...] = parse_rules(rules)
         self._operations = _resolve_operations(self.rules)
 
@@ -119,6 +116,10 @@ class PrecisionPolicy:
                 )
             )
         return ResolvedPolicy(self.rules, tuple(modules), self._operations)
+
+
+PolicyLike = PrecisionPolicy | Mapping[str, str]
+"""A policy, or its rules as a mapping of pattern to dtype, as they stand in YAML."""
 
 
 def _resolve_operations(rules: tuple[Rule, ...]) -> Mapping[str, int]:

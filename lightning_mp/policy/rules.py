@@ -13,7 +13,7 @@ from lightning_mp.core.number_formats import FORMATS, number_format
 from lightning_mp.modules.names import near_misses
 from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS, operations_named
 
-__all__ = ["LOW", "Dtype", "Rule", "dtype_name", "parse_rules"]
+__all__ = ["LOW", "Dtype", "PolicyRules", "Rule", "dtype_name", "parse_rules"]
 
 LOW: Literal["low"] = "low"
 """The 16-bit dtype of whoever applies the policy."""
@@ -68,7 +68,11 @@ def dtype_name(dtype: Dtype) -> str:
     return dtype if isinstance(dtype, str) else number_format(dtype).name
 
 
-def parse_rules(rules: Mapping[Any, Any] | Iterable[Rule | Sequence[Any]]) -> tuple[Rule, ...]:
+PolicyRules = Mapping[Any, Any] | Iterable[Rule | Sequence[Any]]
+"""Rules as they are written: a mapping of pattern to dtype, or pairs."""
+
+
+def parse_rules(rules: PolicyRules) -> tuple[Rule, ...]:
     """Reads rules from a mapping of pattern to dtype, or from pairs; what is a rule already stays as it is.
 
     Raises:

@@ -1,6 +1,5 @@
 """Mixed precision by autocast."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
-from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16, why_no_autocast
 from lightning_mp.precision.full_weights import FullWeightsPrecision
 from lightning_mp.scaling.loss_scaler import LossScaler
@@ -68,7 +67,7 @@ class AutocastPrecision(FullWeightsPrecision):
         device: str | None = None,
         scaler: "torch.amp.GradScaler | None" = None,
         *,
-        policy: PrecisionPolicy | Mapping[str, str] | None = None,
+        policy: PolicyLike | None = None,
         eval_precision: Literal["32-true", "16-mixed", "bf16-mixed"] | None = None,
         cache_weights: bool = True,
     ) -> None:

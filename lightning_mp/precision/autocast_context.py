@@ -22,8 +22,6 @@ __all__ = ["FP16_DEVICE_TYPES", "AutocastRun", "warn_of_emulated_bf16", "why_no_
 #: Device types on which torch.autocast casts to fp16 (torch 2.13, torch/amp/autocast_mode.py).
 FP16_DEVICE_TYPES = ("cuda", "cpu", "mps", "xpu")
 
-_NAMES_IN_AN_ERROR = 4
-
 
 class AutocastRun:
     """What a plugin with autocast puts around forwards, backwards and steps, until :meth:`detach`.
@@ -124,7 +122,7 @@ class AutocastRun:
 def _check_low_dtype(model: nn.Module, low: torch.dtype) -> None:
     found = gathered_in_another_low(model, low)
     if found:
-        names = listed([name or "the model" for name, _ in found], _NAMES_IN_AN_ERROR)
+        names = listed([name or "the model" for name, _ in found])
         raise MisconfigurationException(
             f"The plugin computes in {low}, and {names} were sharded by fully_shard with"
             f" MixedPrecisionPolicy(param_dtype={found[0][1]}): operations would get weights of one format and inputs"

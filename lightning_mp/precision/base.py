@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import is_asked_by
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients.fused_optimizers import refuse_fused_without_dtensors
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin
@@ -38,7 +39,7 @@ _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 
 
-class GradientStepPrecision(MixedPrecision, FSDPPrecision):
+class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     """Base class; users take ``AutocastPrecision``.
 
     It is a subclass of both stock mixed-precision plugins because ``FSDPStrategy`` accepts nothing but an
@@ -100,6 +101,7 @@ class GradientStepPrecision(MixedPrecision, FSDPPrecision):
                     refuse_closures_under_a_scale(optimizer, self)
                 refuse_fused_without_dtensors(optimizer)
             if self.scaler is not None:
+                # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
             self._plans = {}
             self._remove_step_hooks()
@@ -119,6 +121,7 @@ class GradientStepPrecision(MixedPrecision, FSDPPrecision):
                 stack.callback(dispatcher.detach)
             stack.callback(self._end_run)
             stack.callback(self._remove_step_hooks)
+            # Manual optimization updates the scale when the next batch begins, and there is none.
             self._update_scale_of_last_batch()
 
     def _remove_step_hooks(self) -> None:
@@ -327,13 +330,13 @@ class GradientStepPrecision(MixedPrecision, FSDPPrecision):
             ValueError: if the checkpoint was written with another optimizer.
         """
         if self._trainer is not None and "optimizer_states" in checkpoint and self._trainer.optimizers:
-            # Strategies that restore after their set-up have cut parameters, and so optimizers, into parts.
+            # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
             whole = not self._trainer.strategy.restore_checkpoint_after_setup
             refuse_other_optimizers(checkpoint["optimizer_states"], self._trainer.optimizers, counts_parameters=whole)
         if self._dispatcher is not None:
             self._dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
-            return
+            return  # Lightning hands a plugin its own state
         for key in _STOCK_STATE_KEYS:
             if key in checkpoint:
                 self.load_state_dict(checkpoint[key])

@@ -1,8 +1,8 @@
 """Matrix products of linear layers in fp8, the rest in bf16."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
-from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun
-from lightning_mp.precision.fp8.conversion import Float8Conversion, convert_to_float8, float8_config
+from lightning_mp.precision.fp8.conversion import Float8Conversion, Float8Recipe, convert_to_float8, float8_config
 from lightning_mp.precision.fp8.device import try_float8, why_no_float8_on
 from lightning_mp.precision.fp8.layer_filter import (
     Float8Layer,
@@ -81,13 +81,13 @@ class Float8Precision(FullWeightsPrecision):
 
     def __init__(
         self,
-        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise",
+        recipe: Float8Recipe = "rowwise",
         *,
         skip: Sequence[Float8Skip] = (),
         emulate: bool | None = None,
         skip_first_and_last: bool = True,
         fsdp_all_gather: bool = False,
-        policy: PrecisionPolicy | Mapping[str, str] | None = None,
+        policy: PolicyLike | None = None,
     ) -> None:
         self._config = float8_config(recipe, emulate=bool(emulate), fsdp_all_gather=fsdp_all_gather)
         self.recipe = recipe

@@ -1,6 +1,6 @@
 """16-bit weights with fp32 masters in the optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
-from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.precision.masters.casting import cast_weights_
@@ -34,7 +34,7 @@ from lightning_mp.precision.masters.checks import (
     hint_at_dtypes,
 )
 from lightning_mp.precision.masters.float32_load import Float32Load, Recast
-from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32Gradients, MainGradientEpilogue
+from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
 from lightning_mp.precision.masters.loaded_masters import MASTERS_KEY, MastersIntoWeights, leave_out_stale_masters
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
@@ -125,7 +125,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         scaler: "torch.amp.GradScaler | None" = None,
         fp32_gradients: bool = False,
         fp32_checkpoints: bool = False,
-        policy: PrecisionPolicy | Mapping[str, str] | None = None,
+        policy: PolicyLike | None = None,
     ) -> None:
         check_arguments(precision, storage, scaler)
         self.precision = precision
@@ -141,7 +141,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self._widened: dict[nn.Parameter, torch.dtype] = {}
         self._masters: MasterStore | None = None
         self._hooks: list[MasterHooks] = []
-        self._main_gradients = Fp32Gradients()
+        self._fp32_copies = Fp32Gradients()
         self._full_state: RemovableHandle | None = None
         self._told_of_rounding = False
         self._recast: Recast | None = None
@@ -264,7 +264,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             if not isinstance(parameter, DTensor):
                 parameter.data = data
         self._give_back()
-        self._main_gradients.settle()
+        self._fp32_copies.settle()
         if self._masters is not None:
             self._masters.follow_devices()
             for working in self._masters.parameters if self.fp32_gradients else ():
@@ -310,7 +310,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scales the loss; then calls ``on_before_backward``."""
-        self._main_gradients.settle()
+        self._fp32_copies.settle()
         for hooks in self._hooks if self.fp32_gradients else ():
             hooks.accumulate_in_float32()
         return super().pre_backward(tensor, module)
@@ -323,7 +323,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         finally:
             self._give_back()
-            self._main_gradients.put_back(p for group in optimizer.param_groups for p in group["params"])
+            self._fp32_copies.put_back(p for group in optimizer.param_groups for p in group["params"])
         if self._range is not None and self._masters is not None:
             self._range.look([p for g in optimizer.param_groups for p in g["params"] if p in self._masters])
         return result
@@ -333,8 +333,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         for hooks in self._hooks:
             hooks.swap_out()
 
-    def _epilogue_type(self) -> Callable[..., MainGradientEpilogue]:
-        return partial(MainGradientEpilogue, self._main_gradients)
+    def _epilogue_type(self) -> Callable[..., Fp32GradientEpilogue]:
+        return partial(Fp32GradientEpilogue, self._fp32_copies)
 
     def clip_gradients(
         self,

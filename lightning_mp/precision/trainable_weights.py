@@ -14,8 +14,6 @@ from lightning_mp.gradients.gradient_ops import local_shard
 
 __all__ = ["TrainedWeights", "lost_updates"]
 
-_NAMES_IN_A_MESSAGE = 3
-
 
 def lost_updates(weight: Tensor, size: float) -> int:
     """How many elements of a weight stay what they are when ``size`` is added, and when it is subtracted.
@@ -62,7 +60,7 @@ class TrainedWeights:
 
     def _listed(self, parameters: list[Tensor]) -> str:
         names = self._names()
-        return listed([names.get(parameter, "?") for parameter in parameters], _NAMES_IN_A_MESSAGE)
+        return listed([names.get(parameter, "?") for parameter in parameters])
 
     def _refuse_fp16(self, parameters: list[Tensor], trained: int) -> None:
         if parameters:

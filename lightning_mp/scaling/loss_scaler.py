@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
 from lightning_mp.scaling.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
 
-__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler"]
+__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler", "OnFloor"]
+
+OnFloor = Literal["raise", "warn", "ignore"]
 
 #: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
 FLOOR_PATIENCE_STEPS = 20
@@ -89,12 +92,12 @@ def _resolve_device_type(device: str | torch.device | None) -> str:
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"LossScaler(device={str(device)!r}): CUDA is not available on this machine."
-            " Leave `device` out to use the device that is there, or pass enabled=False."
+            " Leave `device` out to use the device that is available, or pass enabled=False."
         )
     return device_type
 
 
-class LossScaler(torch.amp.GradScaler):
+class LossScaler(SettingsRepr, torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` that cannot run away, and that lets all ranks decide alike.
 
     Use it wherever a ``GradScaler`` is asked for: in our plugins, in Lightning's, in Fabric, in a hand-written loop.
@@ -155,7 +158,7 @@ class LossScaler(torch.amp.GradScaler):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
         hysteresis_refill: Literal["step", "growth"] = "step",
-        on_floor: Literal["raise", "warn", "ignore"] = "raise",
+        on_floor: OnFloor = "raise",
         process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         rule = ScaleRule(

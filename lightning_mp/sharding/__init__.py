@@ -1,1 +1,1 @@
-"""How a model is cut over ranks: the parts of ``FSDP2Strategy``."""
+"""How a model is split over ranks: the parts of ``FSDP2Strategy``."""

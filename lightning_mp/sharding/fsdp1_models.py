@@ -16,7 +16,6 @@ from lightning_mp.sharding.odd_parameters import refuse_odd_parameters
 
 __all__ = ["FSDP1Model"]
 
-_NAMES_IN_MESSAGE = 6
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -83,7 +82,7 @@ def _refuse_float64(model: nn.Module) -> None:
     wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     if wide:
         raise MisconfigurationException(
-            f"FSDPStrategy gathers all parameters in one dtype, and {listed(wide, _NAMES_IN_MESSAGE)} are float64: they"
+            f"FSDPStrategy gathers all parameters in one dtype, and {listed(wide)} are float64: they"
             " would be rounded to that of the precision plugin. Use strategy=FSDP2Strategy(), which keeps them, store"
             " them in fp32, or use strategy='ddp'."
         )

@@ -13,7 +13,6 @@ from lightning_mp.policy.sharding_units import ShardingUnit
 
 __all__ = ["refuse_odd_parameters", "units_of_one_dtype"]
 
-_NAMES_IN_MESSAGE = 6
 
 _WITH_SPARSE_GRADIENTS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -34,7 +33,7 @@ def refuse_odd_parameters(model: nn.Module, owner: str) -> None:
     complex_ones = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
     if complex_ones:
         raise MisconfigurationException(
-            f"{owner} cannot shard complex parameters, and {listed(complex_ones, _NAMES_IN_MESSAGE)} of"
+            f"{owner} cannot shard complex parameters, and {listed(complex_ones)} of"
             f" {type(model).__name__} are complex: torch gathers and reduces real numbers. Hold them as"
             " torch.view_as_real(...) and use torch.view_as_complex(...) in the forward, or use strategy='ddp'."
         )
@@ -45,7 +44,7 @@ def refuse_odd_parameters(model: nn.Module, owner: str) -> None:
     ]
     if sparse:
         raise MisconfigurationException(
-            f"{owner} cannot reduce sparse gradients, and {listed(sparse, _NAMES_IN_MESSAGE)} of {type(model).__name__}"
+            f"{owner} cannot reduce sparse gradients, and {listed(sparse)} of {type(model).__name__}"
             " have sparse=True. Leave sparse out: a sharded table's gradient is small already. Or use strategy='ddp'."
         )
 
@@ -127,6 +126,6 @@ def _refuse_a_mixture(name: str, dtype: torch.dtype, dtypes: set[torch.dtype]) -
         others = ", ".join(sorted(str(other) for other in dtypes - {dtype}))
         raise MisconfigurationException(
             f"FSDP2Strategy: {name or 'the model itself'} holds parameters in {dtype} beside others in {others}, and"
-            " FSDP2 reduces what it gathers together in one dtype. Put the former into a module of their own, give all"
-            " of them one dtype, or use strategy='ddp'."
+            " FSDP2 reduces what it gathers together in one dtype. Put those parameters into a module of their own,"
+            " give all of them one dtype, or use strategy='ddp'."
         )

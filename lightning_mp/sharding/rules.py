@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import nn
 
+from lightning_mp.core.messages import listed
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
@@ -23,7 +24,6 @@ Shard = ModulePattern | Sequence[ModulePattern] | set[ModulePattern] | int | Lit
 """A class, its name, a glob over names, several of these, a least number of parameters, or "auto"."""
 
 _OWNER = "FSDP2Strategy"
-_NAMES_IN_MESSAGE = 8
 
 
 def read_shard(shard: Shard) -> tuple[ModulePattern, ...] | int | Literal["auto"]:
@@ -145,8 +145,8 @@ def units_by_size(model: nn.Module, minimum_parameters: int) -> list[str]:
             found.append(name)
             taken |= parameters.keys()
     if not found:
-        largest = sorted(sizes, key=lambda name: -sizes[name])[:_NAMES_IN_MESSAGE]
-        there_are = ", ".join(f"{name} ({sizes[name]})" for name in largest)
+        largest = sorted(sizes, key=lambda name: -sizes[name])
+        there_are = listed([f"{name} ({sizes[name]})" for name in largest])
         raise ValueError(
             f"{_OWNER}(shard={minimum_parameters}): no module of {type(model).__name__} has so many parameters. The"
             f" largest: {there_are or 'none'}. Give a smaller number, or 'auto'."

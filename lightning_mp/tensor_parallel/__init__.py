@@ -1,1 +1,1 @@
-"""Layers cut over ranks: plans, sequence parallelism, vocabulary-parallel embedding and loss."""
+"""Layers split over ranks: plans, sequence parallelism, vocabulary-parallel embedding and loss."""

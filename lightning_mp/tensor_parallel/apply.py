@@ -1,4 +1,4 @@
-"""A whole model, cut over the ranks that compute it together."""
+"""A whole model, split over the ranks that compute it together."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -8,27 +8,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.names import named_modules
 from lightning_mp.sharding.rules import tied_parameters
 from lightning_mp.tensor_parallel.known_models import Style, adapt_attention, attention_dropout, head_counts
-from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
-from lightning_mp.tensor_parallel.rng import RankRNG
+from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 from lightning_mp.tensor_parallel.sequence_parallel import (
     blocks_around,
-    cut_sequence_of_blocks,
+    split_sequence_of_blocks,
     take_whole_sequence,
     work_on_parts,
 )
 
-__all__ = ["TensorParallelCut"]
+__all__ = ["TensorParallelSplit"]
 
 
-class TensorParallelCut:
-    """Cuts the layers of a model as they come to life, and sees to what they have in common.
+class TensorParallelSplit:
+    """Splits the layers of a model as they come to life, and sees to what they have in common.
 
     Args:
         model: the model.
-        styles: of the layers that are cut (:func:`~lightning_mp.tensor_parallel.plan.resolve_plan`).
+        styles: of the layers that are split (:func:`~lightning_mp.tensor_parallel.plan.resolve_plan`).
         mesh: the ranks that compute one model together.
     """
 
@@ -38,35 +38,33 @@ class TensorParallelCut:
         self._styles = styles
         self._mesh = mesh
         self._shared = SharedInput()
-        self._own_numbers = {
-            name: self._own_numbers_of(self._modules[name]) for name, _, _ in head_counts(model, styles)
-        }
+        self._rngs = {name: self._rng_of(self._modules[name]) for name, _, _ in head_counts(model, styles)}
         self._ties = [tie for tie in tied_parameters(model) if any(_owner(name) in styles for name in tie)]
 
     def layers(self, names: Iterable[str]) -> None:
-        """Cuts those of these layers that have a style; their weights are whole and the same on all ranks."""
+        """Splits those of these layers that have a style; their weights are whole and the same on all ranks."""
         here = list(names)
         for name in [name for name in here if name in self._styles]:  # in one order on all ranks: weights are sent
             layer, style, blocks = self._modules[name], self._styles[name], self._blocks_around(name)
             in_parts = partial(_in_training, blocks) if blocks is not None else None
             if isinstance(layer, nn.ModuleList):
-                cut_sequence_of_blocks(layer, self._mesh)
+                split_sequence_of_blocks(layer, self._mesh)
             elif style in ("sequence", "whole_sequence"):
                 assert in_parts is not None
                 do = work_on_parts if style == "sequence" else take_whole_sequence
                 do(layer, self._mesh, in_parts)
             else:
-                own = self._own_numbers.get(_owner(name))
-                cut_layer(layer, style, self._mesh, shared=self._shared, in_parts=in_parts, own_numbers=own)
+                rng = self._rngs.get(_owner(name))
+                split_layer(layer, style, self._mesh, shared=self._shared, in_parts=in_parts, rng=rng)
             if style == "column_qkv":
                 adapt_attention(self._modules[_owner(name)], self._mesh.size())
         self._tie_again([tie for tie in self._ties if _owner(tie[0]) in here])
 
     def finish(self, device: torch.device) -> None:
-        """When all layers are cut and sharded."""
+        """When all layers are split and sharded."""
         _same_random_numbers(self._mesh, device)
 
-    def _own_numbers_of(self, attention: nn.Module) -> RankRNG:
+    def _rng_of(self, attention: nn.Module) -> RankRNG:
         """From the layer before attention to the one after it; to the end of the module if it raises."""
         numbers = RankRNG(self._mesh.get_local_rank(), lambda: attention.training and attention_dropout(attention) > 0)
         attention.register_forward_hook(lambda *_: numbers.end(), always_call=True)
@@ -76,7 +74,7 @@ class TensorParallelCut:
         return blocks_around(name, self._model, self._styles)
 
     def _tie_again(self, ties: Iterable[list[str]]) -> None:
-        """Layers are cut one by one; those that shared a weight share the first one's part."""
+        """Layers are split one by one; those that shared a weight share the first one's part."""
         for first, *others in ties:
             shared = getattr(self._modules[_owner(first)], _own_name(first))
             for other in others:
@@ -84,7 +82,7 @@ class TensorParallelCut:
                 if getattr(mine, "placements", None) != getattr(shared, "placements", None):
                     raise ValueError(
                         f"FSDP2Strategy(tensor_parallel_plan=...): {first} and {other} are one parameter (tied weights)"
-                        " and would be cut differently. Give both layers a style that cuts the same dimension"
+                        " and would be split differently. Give both layers a style that splits the same dimension"
                         " ('vocabulary' with 'vocab_parallel_head' or 'column_gather'), or neither."
                     )
                 setattr(self._modules[_owner(other)], _own_name(other), shared)

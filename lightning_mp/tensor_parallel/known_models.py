@@ -1,4 +1,4 @@
-"""Models that "auto" can cut, and what has to be known of their attention."""
+"""Models that "auto" can split, and what has to be known of their attention."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -22,7 +22,7 @@ Style = Literal[
     "whole_sequence",
     "whole",
 ]
-"""How a layer is cut; see :func:`~lightning_mp.tensor_parallel.layers.cut_layer`."""
+"""How a layer is split; see :func:`~lightning_mp.tensor_parallel.layers.split_layer`."""
 
 _LLAMA, _GPT2 = "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"
 _DEMO = "lightning_mp.demo.model"
@@ -46,8 +46,8 @@ _AUTO: Mapping[str, Mapping[str, Style]] = MappingProxyType(
         f"{_DEMO}.GPT": {"token_embedding": "vocabulary", "head": "vocab_parallel_head"},
     }
 )
-# What comes to that where the sequence is cut: the blocks; in them norms and dropout, which work on parts; and modules
-# whose layers are cut, which take the whole.
+# What comes to that where the sequence is split: the blocks; in them norms and dropout, which work on parts; and
+# modules whose layers are split, which take the whole.
 _BLOCK_PARTS: Mapping[str, Mapping[str, Style]] = MappingProxyType(
     {
         f"{_LLAMA}.LlamaModel": {"layers": "sequence"},
@@ -82,7 +82,7 @@ def automatic_styles(model: nn.Module, *, sequence: bool = False) -> dict[str, S
 
     Args:
         model: the model.
-        sequence: whether to cut along the sequence besides.
+        sequence: whether to split along the sequence besides.
     """
     found: dict[str, Style] = {}
     for name, module in named_modules(model):
@@ -99,7 +99,7 @@ def automatic_styles(model: nn.Module, *, sequence: bool = False) -> dict[str, S
 
 
 def head_counts(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, str, int]]:
-    """Names of attention modules that are cut by heads, with what they call each number of heads, and the number."""
+    """Names of attention modules that are split by heads, with what they call each number of heads, and the number."""
     for name, module in named_modules(model):
         kinds = set(_classes(module))
         if f"{_LLAMA}.LlamaAttention" in kinds and "column" in (

@@ -1,4 +1,4 @@
-"""Single layers, cut over the ranks that compute one model together."""
+"""Single layers, split over the ranks that compute one model together."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from lightning_mp.checkpoints.fused_qkv import hold_in_rank_order
 from lightning_mp.core import private_api
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.tensor_parallel.dtensor_edges import local_part, unreduced
 from lightning_mp.tensor_parallel.known_models import Style, class_path
-from lightning_mp.tensor_parallel.rng import RankRNG
 from lightning_mp.tensor_parallel.vocab_parallel_embedding import look_up_in_parts
-from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelSplit, cut_logits
+from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelSplit, split_logits
 
-__all__ = ["CONV1D", "SharedInput", "cut_dimension", "cut_layer"]
+__all__ = ["CONV1D", "SharedInput", "split_dimension", "split_layer"]
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 """A linear layer whose weight is ``[inputs, outputs]``."""
@@ -53,33 +53,34 @@ class SharedInput:
         self._of = self._made = None
 
 
-def cut_dimension(layer: nn.Module, style: Style) -> int:
-    """Along which dimension of its weight a layer is cut."""
+def split_dimension(layer: nn.Module, style: Style) -> int:
+    """Along which dimension of its weight a layer is split."""
     by_outputs = style in (*_BY_OUTPUTS, "vocabulary")
     return int(by_outputs == (class_path(layer) == CONV1D))
 
 
-def cut_layer(
+def split_layer(
     layer: nn.Module,
     style: Style,
     mesh: DeviceMesh,
     *,
     shared: SharedInput,
     in_parts: Callable[[], bool] | None = None,
-    own_numbers: RankRNG | None = None,
+    rng: RankRNG | None = None,
 ) -> None:
-    """Cuts one layer over the ranks of a mesh, in place.
+    """Splits one layer over the ranks of a mesh, in place.
 
     ===================  ======================  ==================  ====================  =========================
     style                weight of a Linear is   takes               gives                 communication, forward
     ===================  ======================  ==================  ====================  =========================
-    ``column``           cut by outputs          whole input         this rank's outputs   none
-    ``column_qkv``       cut by heads            whole input         q, k, v of its heads  none
-    ``row``              cut by inputs           this rank's inputs  whole output          all-reduce
-    ``column_gather``    cut by outputs          whole input         whole output          all-gather
-    ``row_split``        cut by inputs           whole input         whole output          all-reduce
+    ``column``           split by outputs          whole input         this rank's outputs   none
+    ``column_qkv``       split by heads            whole input         q, k, v of its heads  none
+    ``row``              split by inputs           this rank's inputs  whole output          all-reduce
+    ``column_gather``    split by outputs          whole input         whole output          all-gather
+    ``row_split``        split by inputs           whole input         whole output          all-reduce
     ``vocabulary``       (Embedding) by rows     whole token ids     whole output          all-reduce
-    ``vocab_parallel_head``  cut by outputs          whole input         logits in parts       none; 12 bytes per token
+    ``vocab_parallel_head``  split by outputs          whole input         logits in parts       none; 12 bytes per
+    token
                                                                                            for the loss
     ===================  ======================  ==================  ====================  =========================
 
@@ -95,7 +96,7 @@ def cut_layer(
     whatever else looks at them gets the whole
     (:class:`~lightning_mp.tensor_parallel.vocab_parallel_logits.VocabParallelLogits`).
 
-    Inside of blocks that are cut along the sequence (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`), ``row``
+    Inside of blocks that are split along the sequence (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`), ``row``
     and ``row_split`` give this rank's part of the tokens (reduce-scatter instead of all-reduce).
 
     Args:
@@ -103,22 +104,22 @@ def cut_layer(
         style: see the table.
         mesh: the ranks.
         shared: one for all layers of a model.
-        in_parts: for layers of blocks that are cut along the sequence: whether they are at this moment.
-        own_numbers: for layers before and after attention by heads: its dropout masks differ between ranks.
+        in_parts: for layers of blocks that are split along the sequence: whether they are at this moment.
+        rng: for layers before and after attention by heads: its dropout masks differ between ranks.
     """
     if style == "vocabulary":
-        _cut_parameters(layer, mesh, {"weight": Shard(0)})
+        _split_parameters(layer, mesh, {"weight": Shard(0)})
         look_up_in_parts(layer, mesh)
         return
-    dim = cut_dimension(layer, style)
+    dim = split_dimension(layer, style)
     if style == "column_qkv":
         hold_in_rank_order(layer, mesh.size(), dim_of_weight=dim)
-    _cut_parameters(layer, mesh, {"weight": Shard(dim), "bias": Shard(0) if style in _BY_OUTPUTS else Replicate()})
+    _split_parameters(layer, mesh, {"weight": Shard(dim), "bias": Shard(0) if style in _BY_OUTPUTS else Replicate()})
 
     def takes(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         value, *others = inputs
-        if own_numbers is not None and style == "row":
-            own_numbers.end()
+        if rng is not None and style == "row":
+            rng.end()
         if style == "row":
             shared.forget()
             return (DTensor.from_local(value, mesh, [_LAST], run_check=False), *others)
@@ -135,15 +136,15 @@ def cut_layer(
     def gives(_layer: nn.Module, _inputs: Any, output: DTensor) -> Tensor:
         along_sequence = in_parts is not None and in_parts()
         placement = _placement_given(style, along_sequence=along_sequence)
-        # Layers that take this in a cut sequence leave its gradient as a sum over ranks.
+        # Layers that take this in a split sequence leave its gradient as a sum over ranks.
         in_terms = style == "column_gather" and along_sequence
         local = local_part(output.redistribute(placements=[placement]), gradient=Partial() if in_terms else None)
         if style in ("column_gather", "vocab_parallel_head"):
             shared.forget()
-        if own_numbers is not None and style != "row":
-            own_numbers.begin(local.device)
+        if rng is not None and style != "row":
+            rng.begin(local.device)
         in_parts_for_loss = style == "vocab_parallel_head" and placement.is_shard()
-        return cut_logits(local, VocabParallelSplit(mesh.get_group())) if in_parts_for_loss else local
+        return split_logits(local, VocabParallelSplit(mesh.get_group())) if in_parts_for_loss else local
 
     layer.register_forward_pre_hook(takes)
     layer.register_forward_hook(gives)
@@ -157,7 +158,7 @@ def _placement_given(style: Style, *, along_sequence: bool) -> Placement:
     return _TOKENS if style in ("row", "row_split") and along_sequence else Replicate()
 
 
-def _cut_parameters(layer: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+def _split_parameters(layer: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
     for name, parameter in list(layer.named_parameters(recurse=False)):
-        cut = distribute_tensor(parameter.detach(), mesh, [placements[name]])
-        layer.register_parameter(name, nn.Parameter(cut, parameter.requires_grad))
+        split = distribute_tensor(parameter.detach(), mesh, [placements[name]])
+        layer.register_parameter(name, nn.Parameter(split, parameter.requires_grad))

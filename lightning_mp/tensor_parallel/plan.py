@@ -1,4 +1,4 @@
-"""Plans for tensor parallelism: which layers are cut, and along which of their two dimensions."""
+"""Plans for tensor parallelism: which layers are split, and along which of their two dimensions."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.names import named_modules, near_misses
 from lightning_mp.tensor_parallel.known_models import Style, automatic_styles, class_path, head_counts
-from lightning_mp.tensor_parallel.layers import CONV1D, cut_dimension
+from lightning_mp.tensor_parallel.layers import CONV1D, split_dimension
 from lightning_mp.tensor_parallel.sequence_parallel import can_take_parts
 from lightning_mp.tensor_parallel.vocab_parallel_embedding import why_not_in_parts
 
@@ -24,7 +24,6 @@ Plan = Mapping[str, Style | Automatic] | Automatic
 
 _OWNER = "FSDP2Strategy"
 _STYLES = (*get_args(Style), *get_args(Automatic))
-_NAMES_IN_MESSAGE = 12
 #: Queries, keys and values.
 _FUSED = 3
 
@@ -58,15 +57,15 @@ def read_plan(plan: Plan | None) -> Plan:
 
 
 def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
-    """The style of each layer that is cut, by its name, in the order of the model. The first rule that fits wins.
+    """The style of each layer that is split, by its name, in the order of the model. The first rule that fits wins.
 
     A rule with "auto" or "auto_sequence" on the right gives layers what these plans give them, so that
     ``{"*.lm_head": "column_gather", "*": "auto"}`` is the automatic plan with another head. "whole" leaves a layer
     alone.
 
     Raises:
-        ValueError: if a rule fits nothing that it could be about, a layer cannot be cut in that way, or "auto" knows no
-            module of the model.
+        ValueError: if a rule fits nothing that it could be about, a layer cannot be split in that way, or "auto" knows
+            no module of the model.
 
     Example:
         >>> model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
@@ -81,16 +80,16 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
     for name, chosen in found.items():
         if (chosen == "vocabulary") != isinstance(modules[name], nn.Embedding) and chosen != "whole":
             raise ValueError(
-                f"{_OWNER}(tensor_parallel_plan=...): {name} is a {type(modules[name]).__name__}, which cannot be cut"
+                f"{_OWNER}(tensor_parallel_plan=...): {name} is a {type(modules[name]).__name__}, which cannot be split"
                 f" as {chosen!r}. 'vocabulary' is for nn.Embedding, and the only style for it."
             )
         if chosen == "vocabulary" and (why_not := why_not_in_parts(modules[name])) is not None:
             raise ValueError(
                 f"{_OWNER}(tensor_parallel_plan=...): {name} has {why_not}, for which a rank would have to see the ids"
-                " and rows of all others, so it cannot be cut as 'vocabulary'. Leave that out, or let it be 'whole',"
+                " and rows of all others, so it cannot be split as 'vocabulary'. Leave that out, or let it be 'whole',"
                 " and a head that is tied to it, too."
             )
-        if chosen != "whole" and _can_be_cut(modules[name]):
+        if chosen != "whole" and _can_be_split(modules[name]):
             _refuse_other_parameters(name, modules[name])
     return {name: found[name] for name in modules if found.get(name, "whole") != "whole"}
 
@@ -106,25 +105,25 @@ def check_divisible(model: nn.Module, styles: Mapping[str, Style], tensor_parall
     for name, style in styles.items():
         if style in ("sequence", "whole_sequence"):
             continue
-        size = modules[name].weight.shape[cut_dimension(modules[name], style)]  # type: ignore[index]
+        size = modules[name].weight.shape[split_dimension(modules[name], style)]  # type: ignore[index]
         if style == "column_qkv" and size % _FUSED:
             raise ValueError(
-                f"{owner}: {name} is cut as 'column_qkv', which is for queries, keys and values of one size in one"
-                f" matrix, and it has {size} outputs, no multiple of {_FUSED}. Cut it as 'column_gather' and the layer"
-                " after the attention as 'row_split'."
+                f"{owner}: {name} is split as 'column_qkv', which is for queries, keys and values of one size in one"
+                f" matrix, and it has {size} outputs, no multiple of {_FUSED}. Split it as 'column_gather' and the"
+                " layer after the attention as 'row_split'."
             )
         parts = size // _FUSED if style == "column_qkv" else size
         if parts % tensor_parallel_size:
             raise ValueError(
-                f"{owner}: {name} is cut as {style!r} along a dimension of {parts}, which {tensor_parallel_size} ranks"
-                " do not divide. Use another tensor_parallel_size, pad the layer, or let it be 'whole' in"
+                f"{owner}: {name} is split as {style!r} along a dimension of {parts}, which {tensor_parallel_size}"
+                " ranks do not divide. Use another tensor_parallel_size, pad the layer, or let it be 'whole' in"
                 " tensor_parallel_plan."
             )
     for name, heads, number in head_counts(model, styles):
         if number % tensor_parallel_size:
             raise ValueError(
                 f"{owner}: {name} has {heads}={number}, which {tensor_parallel_size} ranks do not divide; each rank"
-                " computes whole heads. Use another tensor_parallel_size, or cut the layers before the attention"
+                " computes whole heads. Use another tensor_parallel_size, or split the layers before the attention"
                 " (queries, keys and values, all of them) as 'column_gather' and the one after it as 'row_split',"
                 " which lets every rank compute all heads."
             )
@@ -146,35 +145,35 @@ def _fitting(
         fitting = {name: known[name] for name in names}
         candidates, kinds = list(known), f"layer that {style!r} knows"
     else:
-        about, kinds = _ABOUT.get(style, (_can_be_cut, "Linear, Embedding or Conv1D"))
+        about, kinds = _ABOUT.get(style, (_can_be_split, "Linear, Embedding or Conv1D"))
         candidates = [name for name, module in modules.items() if about(module)]
         fitting = {name: style for name in candidates if fnmatchcase(name, pattern)}
     if not fitting:
         raise ValueError(
             f"{_OWNER}(tensor_parallel_plan=...): {pattern!r} fits no {kinds} of {type(model).__name__}."
-            f"{near_misses(pattern, candidates)} Layers that exist: {listed(candidates, _NAMES_IN_MESSAGE) or 'none'}."
+            f"{near_misses(pattern, candidates)} Layers that exist: {listed(candidates, most=12) or 'none'}."
         )
     return fitting
 
 
 def _refuse_other_parameters(name: str, layer: nn.Module) -> None:
-    """Weights that are computed from others in each forward would have to be cut as those are."""
+    """Weights that are computed from others in each forward would have to be split as those are."""
     own = {inner for inner, _ in layer.named_parameters(recurse=False)}
     if is_parametrized(layer) or not own <= {"weight", "bias"}:
         others = [inner for inner, _ in layer.named_parameters() if inner not in ("weight", "bias")]
         raise ValueError(
-            f"{_OWNER}(tensor_parallel_plan=...): {name} has {listed(others, _NAMES_IN_MESSAGE)} (weight_norm,"
+            f"{_OWNER}(tensor_parallel_plan=...): {name} has {listed(others, most=12)} (weight_norm,"
             " spectral_norm or another parametrization), from which its weight is computed anew, and only plain weights"
-            " and biases are cut. Let it be 'whole', with the layers that share its cut, or remove the parametrization"
-            " (torch.nn.utils.parametrize.remove_parametrizations)."
+            " and biases are split. Let it be 'whole', with the layers that share its split, or remove the"
+            " parametrization (torch.nn.utils.parametrize.remove_parametrizations)."
         )
 
 
 def _holds_layers(module: nn.Module) -> bool:
-    return any(_can_be_cut(part) for part in module.modules()) and not _can_be_cut(module)
+    return any(_can_be_split(part) for part in module.modules()) and not _can_be_split(module)
 
 
-def _can_be_cut(module: nn.Module) -> bool:
+def _can_be_split(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding) or class_path(module) == CONV1D
 
 

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.names import named_modules
 from lightning_mp.tensor_parallel.dtensor_edges import local_part
 from lightning_mp.tensor_parallel.known_models import Style
-from lightning_mp.tensor_parallel.rng import RankRNG
 
 __all__ = [
     "blocks_around",
     "can_take_parts",
     "check_sequence_styles",
-    "cut_sequence_of_blocks",
+    "split_sequence_of_blocks",
     "take_whole_sequence",
     "work_on_parts",
 ]
@@ -69,7 +69,7 @@ def check_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> None
             raise ValueError(f"{_OWNER}: {name} is 'sequence' and {what}.")
         if style == "sequence" and name not in lists and not inside:
             raise ValueError(
-                f"{_OWNER}: {name} is 'sequence', and no list of blocks around it is. The sequence is cut before the"
+                f"{_OWNER}: {name} is 'sequence', and no list of blocks around it is. The sequence is split before the"
                 " first block of a list and put together after the last: give that nn.ModuleList the style 'sequence',"
                 " too."
             )
@@ -90,14 +90,14 @@ def check_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> None
             raise ValueError(
                 f"{_OWNER}: {name} ({type(module).__name__}) stands in blocks that are 'sequence' and has no style, so"
                 " its gradients would be those of a part of the tokens. Give a norm the style 'sequence', and a layer"
-                " one that cuts it."
+                " one that splits it."
             )
 
 
-def cut_sequence_of_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
+def split_sequence_of_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
     """Lets the first block take a part of the tokens, and the last one give all of them.
 
-    In evaluation mode (``eval()``) nothing is cut, so validation and generation take any length.
+    In evaluation mode (``eval()``) nothing is split, so validation and generation take any length.
 
     Args:
         blocks: called one after the other, each with ``[batch, tokens, ...]`` as its first argument; a block may give
@@ -112,7 +112,7 @@ def cut_sequence_of_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
         if not blocks.training:
             if torch.is_grad_enabled():
                 rank_zero_warn(
-                    "FSDP2Strategy: the blocks whose sequence is to be cut are in evaluation mode, so it is not. Call"
+                    "FSDP2Strategy: the blocks whose sequence is to be split are in evaluation mode, so it is not. Call"
                     " model.train() before the fit; transformers' from_pretrained leaves models in evaluation mode."
                 )
             return None
@@ -125,8 +125,8 @@ def cut_sequence_of_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
         if tokens % mesh.size():
             raise ValueError(
                 f"{_OWNER}: a batch has sequences of {tokens} tokens, which {mesh.size()} ranks do not divide, so they"
-                " cannot be cut. Pad batches to a multiple of tensor_parallel_size (pad_to_multiple_of in collators of"
-                " transformers), or use tensor_parallel_plan='auto', which leaves sequences whole."
+                " cannot be split. Pad batches to a multiple of tensor_parallel_size (pad_to_multiple_of in collators"
+                " of transformers), or use tensor_parallel_plan='auto', which leaves sequences whole."
             )
         return (_moved(args[0], mesh, Replicate(), _TOKENS), *args[1:])
 
@@ -144,8 +144,8 @@ def cut_sequence_of_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
 def take_whole_sequence(module: nn.Module, mesh: DeviceMesh, in_parts: Callable[[], bool]) -> None:
     """Gathers the activations that a module of such a block gets: its first argument, also where it has a name.
 
-    Layers in it that are cut by outputs leave the gradients of their inputs as sums to be made; here they are made and
-    cut in one reduce-scatter.
+    Layers in it that are split by outputs leave the gradients of their inputs as sums to be made; here they are made
+    and split in one reduce-scatter.
     """
 
     def gather(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ def work_on_parts(layer: nn.Module, mesh: DeviceMesh, in_parts: Callable[[], boo
     Args:
         layer: a norm or ``nn.Dropout``.
         mesh: the ranks.
-        in_parts: whether the sequence is cut at this moment.
+        in_parts: whether the sequence is split at this moment.
     """
     if isinstance(layer, nn.Dropout):
         numbers = RankRNG(mesh.get_local_rank(), lambda: layer.training and layer.p > 0 and in_parts())

@@ -30,13 +30,13 @@ def why_not_in_parts(embedding: nn.Module) -> str | None:
 
 
 def look_up_in_parts(embedding: nn.Module, mesh: DeviceMesh) -> None:
-    """Lets a table whose weight is cut by rows take ids of the whole vocabulary and give whole rows, on every rank.
+    """Lets a table whose weight is split by rows take ids of the whole vocabulary and give whole rows, on every rank.
 
     A rank looks up its own ids and has zeros for those of others; an all-reduce adds them up. torch's
     ``RowwiseParallel`` does the same with a mask inside of a placement, which torch.compile cannot trace.
 
     Args:
-        embedding: an ``nn.Embedding``; its weight is a DTensor, cut by rows in equal parts.
+        embedding: an ``nn.Embedding``; its weight is a DTensor, split by rows in equal parts.
         mesh: the ranks.
     """
     assert isinstance(embedding, nn.Embedding)

@@ -12,7 +12,7 @@ from lightning_mp.tensor_parallel.vocab_parallel_loss import cross_entropy_of_pa
 from lightning_mp.tensor_parallel.vocab_parallel_ops import run_on_parts
 from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts, VocabParallelSplit
 
-__all__ = ["VocabParallelSplit", "VocabParallelLogits", "cut_logits"]
+__all__ = ["VocabParallelSplit", "VocabParallelLogits", "split_logits"]
 
 
 class VocabParallelLogits(InParts):
@@ -41,34 +41,34 @@ class VocabParallelLogits(InParts):
         return run_on_parts(func, args, kwargs or {})
 
 
-def cut_logits(part: Tensor, cut: VocabParallelSplit) -> Tensor:
+def split_logits(part: Tensor, split: VocabParallelSplit) -> Tensor:
     """Logits of this rank's columns as one tensor, ``[..., vocabulary]``.
 
     Where nothing is recorded for a backward (validation, generation) they are gathered at once.
     """
     if torch.is_grad_enabled() and part.requires_grad:
-        wrapped: Tensor = _FromPart.apply(part, cut)  # type: ignore[no-untyped-call]
+        wrapped: Tensor = _FromPart.apply(part, split)  # type: ignore[no-untyped-call]
         return wrapped
-    return cut.whole(part, part.ndim - 1)
+    return split.whole(part, part.ndim - 1)
 
 
 class _FromPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cut: VocabParallelSplit) -> Tensor:
-        ctx.cut = cut
-        return VocabParallelLogits(part.detach(), part.ndim - 1, cut)
+    def forward(ctx: Any, part: Tensor, split: VocabParallelSplit) -> Tensor:
+        ctx.split = split
+        return VocabParallelLogits(part.detach(), part.ndim - 1, split)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # What was computed from the whole is the same on all ranks, and so is its gradient.
-        own = gradient.part if isinstance(gradient, VocabParallelLogits) else ctx.cut.own(gradient, gradient.ndim - 1)
+        own = gradient.part if isinstance(gradient, VocabParallelLogits) else ctx.split.own(gradient, gradient.ndim - 1)
         return own, None
 
 
 class _ToPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
-        ctx.layout = logits.dim_of_vocabulary, logits.cut
+        ctx.layout = logits.dim_of_vocabulary, logits.vocab_split
         return logits.part.detach()
 
     @staticmethod
@@ -79,7 +79,7 @@ class _ToPart(torch.autograd.Function):
 class _ToWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
-        return logits.cut.whole(logits.part, logits.dim_of_vocabulary)
+        return logits.vocab_split.whole(logits.part, logits.dim_of_vocabulary)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _cross_entropy(
             _whole(input), _whole(target), weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
     assert isinstance(input, VocabParallelLogits)
-    cut, device_type = input.cut, input.device.type
+    split, device_type = input.vocab_split, input.device.type
     part: Tensor = _ToPart.apply(input)  # type: ignore[no-untyped-call]
     by_autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.promote_types(input.dtype, torch.float32)
@@ -122,9 +122,9 @@ def _cross_entropy(
         losses = cross_entropy_of_part(
             part.movedim(dim, -1).reshape(-1, part.shape[dim]),
             target.reshape(-1),
-            first=cut.rank * part.shape[dim],
+            first=split.rank * part.shape[dim],
             vocabulary=input.shape[dim],
-            group=cut.group,
+            group=split.group,
             weight=None if weight is None else weight.to(dtype),
             ignore_index=ignore_index,
             reduction=reduction,
@@ -151,7 +151,7 @@ def _plain_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shown(logits: VocabParallelLogits, **_: Any) -> str:
-    size, rank, ranks = tuple(logits.shape), logits.cut.rank, logits.cut.ranks
+    size, rank, ranks = tuple(logits.shape), logits.vocab_split.rank, logits.vocab_split.ranks
     return f"VocabParallelLogits(part {rank} of {ranks}, size={size}, dtype={logits.dtype})"
 
 

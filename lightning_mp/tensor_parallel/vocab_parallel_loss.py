@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are cut by vocabulary: each rank has the columns of some tokens, and all their rows."""
+"""Cross-entropy of logits that are split by vocabulary: each rank has the columns of some tokens, in all rows."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Operations on logits that are cut by vocabulary: on the part where that gives a part, or else on the whole.
+"""Operations on logits that are split by vocabulary: on the part where that gives a part, or else on the whole.
 
 They run below autograd, so backwards go the same ways.
 """
@@ -30,7 +30,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def gathered(value: Any) -> Any:
         if isinstance(value, InParts):
             if id(value) not in wholes:
-                wholes[id(value)] = value.cut.whole(value.part, value.dim_of_vocabulary)
+                wholes[id(value)] = value.vocab_split.whole(value.part, value.dim_of_vocabulary)
             return wholes[id(value)]
         return [gathered(item) for item in value] if isinstance(value, list | tuple) else value
 
@@ -38,7 +38,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, InParts):
-            value.part.copy_(value.cut.own(wholes[id(value)], value.dim_of_vocabulary))
+            value.part.copy_(value.vocab_split.own(wholes[id(value)], value.dim_of_vocabulary))
             result = value if result is wholes[id(value)] else result
     return result
 
@@ -66,7 +66,7 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         elif isinstance(value, Tensor) and value.ndim >= -from_the_right and value.shape[from_the_right] != 1:
             if value.shape[from_the_right] != first.shape[from_the_right] or value.ndim > first.ndim:
                 return NotImplemented
-            value = first.cut.own(value, value.ndim + from_the_right)
+            value = first.vocab_split.own(value, value.ndim + from_the_right)
         own.append(value)
     in_place = func._schema.is_mutable
     if (in_place and args[0] is not first) or kwargs.keys() - {"alpha", "rounding_mode"}:

@@ -51,19 +51,19 @@ class InParts(Tensor):
 
     part: Tensor
     dim_of_vocabulary: int
-    cut: VocabParallelSplit
+    vocab_split: VocabParallelSplit
 
     @staticmethod
     def __new__(  # noqa: D102
-        cls: type[Self], part: Tensor, dim: int, cut: VocabParallelSplit, requires_grad: bool = False
+        cls: type[Self], part: Tensor, dim: int, split: VocabParallelSplit, requires_grad: bool = False
     ) -> Self:
         size, own = list(part.shape), part.stride(dim)
-        size[dim] *= cut.ranks
-        strides = [stride * cut.ranks if stride > own else stride for stride in part.stride()]
+        size[dim] *= split.ranks
+        strides = [stride * split.ranks if stride > own else stride for stride in part.stride()]
         self: Self = private_api.wrapper_tensor(cls, size, strides, part, requires_grad)
-        self.part, self.dim_of_vocabulary, self.cut = part, dim, cut
+        self.part, self.dim_of_vocabulary, self.vocab_split = part, dim, split
         return self
 
     def like(self, part: Tensor, dim: int | None = None) -> Self:
-        """Another part, cut in the same way, with the vocabulary along the same dimension or another one."""
-        return type(self)(part, self.dim_of_vocabulary if dim is None else dim, self.cut)
+        """Another part, split in the same way, with the vocabulary along the same dimension or another one."""
+        return type(self)(part, self.dim_of_vocabulary if dim is None else dim, self.vocab_split)

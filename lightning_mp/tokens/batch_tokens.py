@@ -1,9 +1,10 @@
-"""How much a batch weighs: its samples and its loss-bearing tokens, and how to hide tokens from the loss."""
+"""How much a batch weighs: its samples and its target tokens, and how to hide tokens from the loss."""
 
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_mp.core.nested_tensors import tensors_in
@@ -15,6 +16,7 @@ __all__ = [
     "find_labels",
     "loss_bearing",
     "nonpad_tokens",
+    "no_tokens_in",
     "replace_labels_",
     "replaceable_labels",
     "shifts_labels_inside",
@@ -28,6 +30,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # Class names of Hugging Face models whose loss can shift labels (transformers 5, `ForCausalLMLoss`).
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def no_tokens_in(batch: Any, owner: str, otherwise: str = "") -> MisconfigurationException:
+    """The refusal of a batch whose tokens ``owner`` cannot count; ``otherwise`` is what else ``count=`` may give."""
+    return MisconfigurationException(
+        f"{owner} cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer tensor with two"
+        " dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a batch to its number of"
+        f" tokens{otherwise}."
+    )
 
 
 def find_labels(batch: Any) -> Tensor | None:
@@ -148,13 +159,13 @@ def replaceable_labels(batch: Any) -> bool:
 
 
 def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> Tensor:
-    """Hides all but the first ``keep_tokens`` loss-bearing tokens of a batch from the loss.
+    """Hides all but the first ``keep_tokens`` target tokens of a batch from the loss.
 
     The label tensor is exchanged in its container, never written to: it may be a view of the data set.
 
     Args:
         batch: a batch with :func:`replaceable_labels`.
-        keep_tokens: loss-bearing tokens that stay, counted in row order.
+        keep_tokens: target tokens that stay, counted in row order.
         shifted: see :func:`loss_bearing`.
 
     Returns:

@@ -34,7 +34,7 @@ LandingMode = Literal["exact", "floor", "ceil", "nearest"]
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """A number of loss-bearing tokens over all ranks, and how to end on it.
+    """A number of target tokens over all ranks, and how to end on it.
 
     Args:
         tokens: the budget.
@@ -81,7 +81,7 @@ def split_last_batch(counts: Sequence[int], remaining: int, mode: LandingMode, l
     two tokens per rank that cannot always be, and up to one token per rank too much is trained on.
 
     Args:
-        counts: loss-bearing tokens of this micro-batch on each rank.
+        counts: target tokens of this micro-batch on each rank.
         remaining: tokens that are left in the budget before it.
         mode: see :class:`TokenBudget`.
         largest_micro_batch: the most tokens that a micro-batch of this run can hold over all ranks ("floor",
@@ -253,7 +253,7 @@ class BudgetLimiter:
             return
         if self._weighting.count is not None:
             raise MisconfigurationException(
-                "landing='exact' trims labels, and with count= nobody knows what that does to the count."
+                "landing='exact' trims labels, and with count= it is not known how that changes the count."
                 " Give trim= too, choose landing='floor' or landing='ceil', or leave count= out."
             )
         if not batch_tokens.replaceable_labels(batch):

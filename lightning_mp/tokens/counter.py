@@ -70,7 +70,7 @@ class AccumulationTotals:
         return self.host[0] if self.device[0] is None else None
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Items; loss-bearing, presented tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
+        """Items; target, presented tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
 
         Summed over ranks, the last one bounds the largest micro-batch over all ranks from above.
         """
@@ -78,7 +78,7 @@ class AccumulationTotals:
         return torch.stack([self._entry(index, device, dtype) for index in range(NUM_TOTALS)])
 
     def tokens(self, device: torch.device) -> Tensor:
-        """The loss-bearing tokens, a scalar tensor on ``device``."""
+        """The target tokens, a scalar tensor on ``device``."""
         return self._entry(1, device, accumulation_dtype(device))
 
     def _entry(self, index: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -100,12 +100,12 @@ class TokenCounter:
     """Global totals of all windows closed so far. They do not depend on the number of ranks.
 
     Attributes:
-        tokens: loss-bearing tokens.
+        tokens: target tokens.
         presented_tokens: tokens shown to the model, padding included.
         nonpad_tokens: those of them that an attention mask does not hide.
         samples: samples; 0 where nobody asked for them.
-        skipped_tokens: loss-bearing tokens of windows whose optimizer step was skipped.
-        repeated_tokens: loss-bearing tokens of windows after the first epoch.
+        skipped_tokens: target tokens of windows whose optimizer step was skipped.
+        repeated_tokens: target tokens of windows after the first epoch.
         windows: windows closed.
         largest_micro_batch: upper bound of the presented tokens of the largest micro-batch over all ranks.
     """

@@ -24,7 +24,7 @@ class Measure:
 
     Attributes:
         items: what it weighs.
-        tokens: its loss-bearing tokens; 0 if they are not counted.
+        tokens: its target tokens; 0 if they are not counted.
         presented_tokens: an upper bound for ``tokens`` that the host knows from the shape.
         samples: its samples; 0 if they are not counted.
         divisor: what its loss was divided by, if that is not ``items``.
@@ -44,7 +44,7 @@ class Weighting:
     """Measures micro-batches.
 
     Args:
-        weight_by: "token" weighs by loss-bearing tokens, "sample" by batch size, "batch" all alike; "auto" takes tokens
+        weight_by: "token" weighs by target tokens, "sample" by batch size, "batch" all alike; "auto" takes tokens
             if the first batch has token labels or ``count`` is given, else samples. The choice is printed.
         count: counts the tokens of a batch, where they are not its labels.
         shifted: the model shifts its labels itself.

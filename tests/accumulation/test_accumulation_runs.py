@@ -106,9 +106,9 @@ def test_a_resumed_run_has_the_same_windows(unit: Any, tmp_path: Path) -> None:
     straight = TokenModel(adamw)
     lengths = lengths_of(straight, ResumableLoader(batches), *callbacks())
     for stop in range(1, len(lengths)):
-        cut = SaveAndDie(tmp_path / "x.ckpt", sum(lengths[:stop]))
+        split = SaveAndDie(tmp_path / "x.ckpt", sum(lengths[:stop]))
         with pytest.raises(Interrupted):
-            quiet_trainer(callbacks=[*callbacks(), cut]).fit(TokenModel(adamw), ResumableLoader(batches))
+            quiet_trainer(callbacks=[*callbacks(), split]).fit(TokenModel(adamw), ResumableLoader(batches))
         resumed, seen = TokenModel(adamw), Lengths()
         seen.lengths = lengths[:stop]
         again = quiet_trainer(callbacks=[*callbacks(), seen])
@@ -268,7 +268,7 @@ class Interrupted(RuntimeError):
 
 
 class SaveAndDie(Callback):
-    """A power cut right after a checkpoint."""
+    """A power split right after a checkpoint."""
 
     def __init__(self, path: Path, after: int) -> None:
         self.path, self.after, self.seen = path, after, 0

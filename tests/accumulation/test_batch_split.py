@@ -1,4 +1,4 @@
-"""Cutting batches and joining outputs, apart from any training."""
+"""Splitting batches and joining outputs, apart from any training."""
 
 import dataclasses
 from collections import UserDict, namedtuple
@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from lightning_mp.accumulation.batch_split import Chunk, chunk_bounds, merge_outputs, num_samples, split_batch, split_by
+from lightning_mp.accumulation.batch_split import (
+    Microbatch,
+    merge_outputs,
+    microbatch_bounds,
+    num_samples,
+    split_batch,
+    split_by,
+)
 
 Pair = namedtuple("Pair", ["x", "names"])
 
@@ -32,7 +39,7 @@ class Sample:
 
 
 def rows(value: Any) -> list[Any]:
-    return [chunk.batch for chunk in split_batch(value, 2)]
+    return [microbatch.batch for microbatch in split_batch(value, 2)]
 
 
 X = torch.arange(10.0).reshape(5, 2)
@@ -40,8 +47,8 @@ NAMES = list("abcde")
 
 
 @given(st.integers(1, 200), st.integers(1, 50))
-def test_bounds_cover_the_batch_in_few_and_even_chunks(samples, size):
-    bounds = chunk_bounds(samples, size)
+def test_bounds_cover_the_batch_in_few_and_even_microbatches(samples, size):
+    bounds = microbatch_bounds(samples, size)
     lengths = [stop - start for start, stop in bounds]
     assert [index for start, stop in bounds for index in range(start, stop)] == list(range(samples))
     assert max(lengths) <= size
@@ -50,14 +57,14 @@ def test_bounds_cover_the_batch_in_few_and_even_chunks(samples, size):
 
 
 def test_tensor_is_viewed_and_not_copied():
-    chunks = split_batch(X, 2)
-    assert [chunk.samples for chunk in chunks] == [2, 2, 1]
-    assert torch.equal(torch.cat([chunk.batch for chunk in chunks]), X)
-    assert chunks[1].batch.data_ptr() == X[2:].data_ptr()
+    microbatches = split_batch(X, 2)
+    assert [microbatch.samples for microbatch in microbatches] == [2, 2, 1]
+    assert torch.equal(torch.cat([microbatch.batch for microbatch in microbatches]), X)
+    assert microbatches[1].batch.data_ptr() == X[2:].data_ptr()
 
 
 def test_a_batch_that_fits_is_the_same_object():
-    assert split_batch(X, 5) == [Chunk(X, 5)]
+    assert split_batch(X, 5) == [Microbatch(X, 5)]
     assert split_batch(X, 5)[0].batch is X
 
 
@@ -78,24 +85,24 @@ def test_named_tuple():
 
 
 def test_frozen_dataclass_with_a_field_that_init_does_not_take():
-    chunks = rows(Sample(X, NAMES))
-    assert [type(chunk) for chunk in chunks] == [Sample] * 3
-    assert torch.equal(chunks[1].doubled, 2 * X[2:4])
-    assert (chunks[2].names, chunks[2].scale) == (["e"], 2.0)
+    microbatches = rows(Sample(X, NAMES))
+    assert [type(microbatch) for microbatch in microbatches] == [Sample] * 3
+    assert torch.equal(microbatches[1].doubled, 2 * X[2:4])
+    assert (microbatches[2].names, microbatches[2].scale) == (["e"], 2.0)
 
 
 def test_batch_encoding_stays_one():
     batch = BatchEncoding({"input_ids": X.long(), "attention_mask": torch.ones(5, 2)})
-    chunks = rows(batch)
-    assert all(type(chunk) is BatchEncoding for chunk in chunks)
-    assert torch.equal(chunks[2].input_ids, X[4:].long())
+    microbatches = rows(batch)
+    assert all(type(microbatch) is BatchEncoding for microbatch in microbatches)
+    assert torch.equal(microbatches[2].input_ids, X[4:].long())
     assert len(batch["input_ids"]) == 5
 
 
 def test_user_dict_and_arrays():
-    chunks = rows(UserDict(x=np.arange(5), y=X))
-    assert type(chunks[0]) is UserDict
-    assert chunks[1]["x"].tolist() == [2, 3]
+    microbatches = rows(UserDict(x=np.arange(5), y=X))
+    assert type(microbatches[0]) is UserDict
+    assert microbatches[1]["x"].tolist() == [2, 3]
 
 
 def test_texts_alone_are_samples():
@@ -126,10 +133,10 @@ def test_what_cannot_be_split_is_refused_by_name(batch, message):
     [
         (
             lambda batch, size: list(batch.split(size if size == 1 else 3)),
-            r"chunks of \[3, 2\] samples for",
+            r"microbatches of \[3, 2\] samples for",
         ),
-        (lambda batch, size: list(batch.split(size))[: 5 // size], r"chunks of \[2, 2\] samples for"),
-        (lambda batch, size: [] if size == 2 else list(batch.split(size)), r"chunks of \[\] samples for"),
+        (lambda batch, size: list(batch.split(size))[: 5 // size], r"microbatches of \[2, 2\] samples for"),
+        (lambda batch, size: [] if size == 2 else list(batch.split(size)), r"microbatches of \[\] samples for"),
     ],
     ids=["too large", "lost", "none"],
 )
@@ -139,15 +146,15 @@ def test_a_users_split_that_is_wrong_is_refused(split, message):
 
 
 def test_a_users_split():
-    chunks = split_by(lambda batch, size: list(batch.split(size)), X, 2)
-    assert [chunk.samples for chunk in chunks] == [2, 2, 1]
+    microbatches = split_by(lambda batch, size: list(batch.split(size)), X, 2)
+    assert [microbatch.samples for microbatch in microbatches] == [2, 2, 1]
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
 def merged(*outputs: Any) -> Any:
-    """Of two chunks, 3 samples and 1, with as many tokens."""
+    """Of two microbatches, 3 samples and 1, with as many tokens."""
     return merge_outputs(outputs, [3, 1], [0.75, 0.25])
 
 

@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
-from lightning_mp.accumulation.chunk_logs import merge_logged
+from lightning_mp.accumulation.microbatch_logs import merge_logged
 from lightning_mp.accumulation.oom_retry import is_out_of_memory
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 
@@ -70,7 +70,7 @@ def test_gpt2_on_batch_encodings_of_ragged_texts(schedule):
 
 
 def test_num_items_in_batch_is_not_divided_twice():
-    """A loss that is a sum over a number in the batch adds up over chunks."""
+    """A loss that is a sum over a number in the batch adds up over microbatches."""
 
     class Declared(Limited):
         def training_step(self, batch, batch_idx):
@@ -129,7 +129,7 @@ def test_backward_runs_outside_of_autocast_under_a_stock_plugin():
 
     model = Watched(4)
     fit(model, loader(regression_batches(1, batch_size=8)), MicroBatchOnOOM(), precision="bf16-mixed")
-    # Two chunks, and the hand-out.
+    # Two microbatches, and the hand-out.
     assert seen == [False] * 3
 
 
@@ -207,8 +207,8 @@ def test_a_healthy_step_waits_no_more_than_without_and_passes_no_more_after_back
     assert rows[0] == rows[1]
 
 
-def test_cast_weights_do_not_outlive_their_chunk():
-    """As in stock, where autocast has been left before the backward: each chunk casts the weights once."""
+def test_cast_weights_do_not_outlive_their_microbatch():
+    """As in stock, where autocast has been left before the backward: each microbatch casts the weights once."""
     casts = []
     for size in (None, 4, 2):
         model, callback = Limited(), MicroBatchOnOOM()

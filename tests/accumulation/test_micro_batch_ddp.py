@@ -111,7 +111,7 @@ def test_one_rank_alone_runs_out_of_memory(where, window, ddp):
     taken_over = 3 if window == 1 else 2 * window
     assert rows[:taken_over] == [8] * taken_over
     assert rows[taken_over : taken_over + 4] == [2, 2, 2, 2]
-    # Logged with sync_dist=True: one collective per micro-batch, however many chunks a rank has run.
+    # Logged with sync_dist=True: one collective per micro-batch, however many microbatches a rank has run.
     assert loss == other_loss
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from planted_oom import Limited, chunked_loop, out_of_memory
+from planted_oom import Limited, microbatched_loop, out_of_memory
 from small_models import TokenModel, loader, quiet_trainer, regression_batches, token_batches, weights
 from torch import nn
 
@@ -64,8 +64,8 @@ def test_what_fits_is_bit_equal_to_stock(kind, window):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize(("limit", "chunks"), [(4, [4, 4]), (2, [2, 2, 2, 2])])
-def test_split_run_is_bit_equal_to_a_plain_loop_with_these_chunks(where, window, first, limit, chunks):
+@pytest.mark.parametrize(("limit", "microbatches"), [(4, [4, 4]), (2, [2, 2, 2, 2])])
+def test_split_run_is_bit_equal_to_a_plain_loop_with_these_microbatches(where, window, first, limit, microbatches):
     """Halved once or twice, at the first micro-batch or in the middle of a window; the same dropout masks too."""
     batches = regression_batches(5, batch_size=8)
     model = Limited(limit, where, first=first, dropout=0.3)
@@ -73,12 +73,12 @@ def test_split_run_is_bit_equal_to_a_plain_loop_with_these_chunks(where, window,
     fit(model, batches, callback, accumulate_grad_batches=window)
     reference = Limited(dropout=0.3)
     torch.set_rng_state(model.random_state)
-    expected = chunked_loop(reference, batches, [[8]] * first + [chunks] * (5 - first), window)
+    expected = microbatched_loop(reference, batches, [[8]] * first + [microbatches] * (5 - first), window)
     assert callback.size == limit
     assert all(equal(a, b) for a, b in zip(model.gradients, expected, strict=True))
     assert equal(weights(model), weights(reference))
     failed = [8] if limit == 4 else [8, 4]
-    assert [rows for index, rows in model.notes.rows if index == first] == [*failed, *chunks]
+    assert [rows for index, rows in model.notes.rows if index == first] == [*failed, *microbatches]
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
@@ -130,7 +130,7 @@ def ragged(lengths: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("limit", [2, 1])
 def test_ragged_tokens_weigh_what_they_are(limit):
-    """Chunks are weighed by loss-bearing tokens; a row without any is left out instead of being 0 / 0."""
+    """Microbatches are weighed by target tokens; a row without any is left out instead of being 0 / 0."""
     batches = ragged([9, 30, 14, 21])
     model, whole = Tokens().double(), Tokens().double()
     model.limit = limit
@@ -276,7 +276,7 @@ def test_nothing_that_was_saved_for_backward_is_left_when_the_next_attempt_begin
     assert len(boxes) > 10
 
 
-def test_no_graph_of_a_chunk_is_left_when_the_next_one_begins():
+def test_no_graph_of_a_microbatch_is_left_when_the_next_one_begins():
     """Not by what was logged or returned either."""
     kept = []
 
@@ -317,7 +317,7 @@ def test_what_a_wrapped_error_came_through_is_let_go_too(chained):
 
 
 def test_gradients_are_moved_and_not_copied():
-    """In an empty window ``p.grad`` is the very tensor that the chunks gathered in."""
+    """In an empty window ``p.grad`` is the very tensor that the microbatches gathered in."""
     pointers: list[set[int]] = []
 
     class Pointers(Limited):
@@ -346,7 +346,7 @@ def test_validation_may_call_the_training_step():
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
-def test_a_mean_over_chunks_is_one_over_those_that_returned_something():
+def test_a_mean_over_microbatches_is_one_over_those_that_returned_something():
     seen = []
 
     class Some(Limited):
@@ -508,7 +508,7 @@ def test_sharded_strategies_are_refused_with_the_reason(strategy):
         "model_parallel": pl.strategies.ModelParallelStrategy,
     }[strategy]
     trainer.strategy.__class__ = chosen
-    with pytest.raises(MisconfigurationException, match="repeats one alone waits for the others forever"):
+    with pytest.raises(MisconfigurationException, match="repeats one alone waits for the other ranks forever"):
         callback.setup(trainer, Limited(), "fit")
 
 

@@ -4,9 +4,8 @@ The table: {ranks that saved} x {ranks that resume} x {strategy} x {budget, targ
 gradient, noise scale, learning rate by tokens}.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,18 +192,26 @@ def leg(
     return module.found
 
 
-def on_ranks(ranks: int, *arguments: Any, **more: Any) -> list[Any]:
-    if ranks == 1:
-        return [leg(0, 1, *arguments, **more)]
-    return run_ranks(lambda rank: leg(rank, ranks, *arguments, **more), ranks)
+def on_ranks(ranks: int, strategy: str, paths: Mapping[str, Path | None], **more: Any) -> list[list[Any]]:
+    """For each recipe what every rank has; the legs of all recipes are made by the same processes."""
+
+    def legs(rank: int) -> list[Found | str]:
+        return [leg(rank, ranks, strategy, name, path, **more) for name, path in paths.items()]
+
+    return list(map(list, zip(*(run_ranks(legs, ranks) if ranks > 1 else [legs(0)]), strict=True)))
 
 
-@cache
-def straight(name: str, ranks: int = 1) -> Found:
-    """The run that does not stop, without sharding."""
-    found = on_ranks(ranks, "ddp", name, None)[0]
-    assert isinstance(found, Found), found
-    return found
+STRAIGHT: dict[tuple[str, int], Found] = {}
+
+
+def straight(names: Sequence[str], ranks: int = 1) -> list[Found]:
+    """The runs that do not stop, without sharding; each is made once."""
+    missing = [name for name in names if (name, ranks) not in STRAIGHT]
+    if missing:
+        for name, (found, *_) in zip(missing, on_ranks(ranks, "ddp", dict.fromkeys(missing)), strict=True):
+            assert isinstance(found, Found), found
+            STRAIGHT[name, ranks] = found
+    return [STRAIGHT[name, ranks] for name in names]
 
 
 def merged(a: list[float], b: list[float]) -> list[float]:
@@ -225,33 +232,45 @@ def among(noise: list[tuple[float, ...]], squares: list[float]) -> list[tuple[fl
     return [numbers for numbers in noise if any(numbers[1] == pytest.approx(square, rel=1e-3) for square in squares)]
 
 
-def check(name: str, strategy: str, saved_on: int, resumed_on: int, path: Path) -> None:
-    first = on_ranks(saved_on, strategy, name, path, saves=True)
-    second = on_ranks(resumed_on, strategy, name, path, resumes=True)
-    expected = straight(name)
+def check(names: Sequence[str], strategy: str, saved_on: int, resumed_on: int, folder: Path) -> None:
+    paths: dict[str, Path | None] = {name: folder / f"{number}.ckpt" for number, name in enumerate(names)}
+    first = on_ranks(saved_on, strategy, paths, saves=True)
+    second = on_ranks(resumed_on, strategy, paths, resumes=True)
+    if strategy == "ddp":  # where noise is measured
+        for ranks in (saved_on, resumed_on):
+            straight(names, ranks)
+    for number, name in enumerate(names):
+        check_one(name, first[number], second[number])
+        if first[number][0].noise + second[number][0].noise:
+            check_noise(name, saved_on, resumed_on, first[number][0], second[number][0])
+
+
+def check_one(name: str, first: list[Found], second: list[Any]) -> None:
+    (expected,), before = straight([name]), first[0]
     for found in second:
-        assert isinstance(found, Found), found
-        before = first[0]
-        assert found.tokens == expected.tokens
-        assert before.rates + found.rates == pytest.approx(expected.rates, rel=1e-12)
-        assert {*before.batches, *found.batches} == set(expected.batches)
+        assert isinstance(found, Found), (name, found)
+        assert found.tokens == expected.tokens, name
+        assert before.rates + found.rates == pytest.approx(expected.rates, rel=1e-12), name
+        assert {*before.batches, *found.batches} == set(expected.batches), name
         if RECIPES[name].landing != "exact":  # which tokens are hidden in the last micro-batch depends on the ranks
             for ours, whole in zip(found.weights, expected.weights, strict=True):
-                torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-6)
-    noise = first[0].noise + second[0].noise
-    if noise:
-        # A gradient of each rank is the smaller one of the two that are compared.
-        on_old, on_new = straight(name, saved_on).noise, straight(name, resumed_on).noise
-        # Not every step has a number: a last window of one micro-batch has no smaller gradient on one process, and in
-        # the first step one of four ranks has no target tokens. The whole batch's square tells which step it is of.
-        squares: list[float] = []
-        for run in (straight(name).noise, on_old, on_new):
-            squares = merged(squares, [numbers[1] for numbers in run])
-        begun = len(first[0].batches)
-        wanted = among(on_old, squares[:begun]) + among(on_new, squares[begun:])
-        assert len(expected.rates) - 2 <= len(noise) == len(wanted)
-        for ours_noise, wanted_noise in zip(noise, wanted, strict=True):
-            assert ours_noise == pytest.approx(wanted_noise, rel=1e-3)
+                torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-6, msg=lambda text: f"{name}: {text}")
+
+
+def check_noise(name: str, saved_on: int, resumed_on: int, first: Found, second: Found) -> None:
+    """A gradient of each rank is the smaller one of the two that are compared."""
+    noise = first.noise + second.noise
+    (on_old,), (on_new,), (alone,) = (straight([name], ranks) for ranks in (saved_on, resumed_on, 1))
+    # Not every step has a number: a last window of one micro-batch has no smaller gradient on one process, and in
+    # the first step one of four ranks has no target tokens. The whole batch's square tells which step it is of.
+    squares: list[float] = []
+    for run in (alone, on_old, on_new):
+        squares = merged(squares, [numbers[1] for numbers in run.noise])
+    begun = len(first.batches)
+    wanted = among(on_old.noise, squares[:begun]) + among(on_new.noise, squares[begun:])
+    assert len(alone.rates) - 2 <= len(noise) == len(wanted), name
+    for ours, theirs in zip(noise, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3), name
 
 
 QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1), ("partial gradient", 2, 2)]
@@ -260,7 +279,7 @@ QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1), (
 @pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
 @pytest.mark.parametrize(("name", "saved_on", "resumed_on"), [*QUICK, *((name, 1, 1) for name in RECIPES)])
 def test_a_resumed_run_ends_as_one_that_did_not_stop(name: str, saved_on: int, resumed_on: int, tmp_path: Path) -> None:
-    check(name, "ddp", saved_on, resumed_on, tmp_path / "x.ckpt")
+    check([name], "ddp", saved_on, resumed_on, tmp_path)
 
 
 @pytest.mark.full
@@ -275,9 +294,8 @@ def test_a_resumed_run_ends_as_one_that_did_not_stop(name: str, saved_on: int, r
 def test_on_any_ranks_a_resumed_run_ends_as_one_that_did_not_stop(
     strategy: str, saved_on: int, resumed_on: int, tmp_path: Path
 ) -> None:
-    for number, name in enumerate(RECIPES):
-        if strategy == "ddp" or "partial" not in name:
-            check(name, strategy, saved_on, resumed_on, tmp_path / f"{number}.ckpt")
+    names = [name for name in RECIPES if strategy == "ddp" or "partial" not in name]
+    check(names, strategy, saved_on, resumed_on, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointed_models import DropBlock, LateStack, Stack, assert_same, fit, taken
 from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import loader, quiet_trainer, regression_batches
-from test_activation_checkpointing import DropBlock, LateStack, Stack, assert_same, fit, taken
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard

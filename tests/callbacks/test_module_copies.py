@@ -37,9 +37,9 @@ from lightning_mp import (
     TokenLearningRate,
     UnderflowMonitor,
     WarmupCosine,
-    pipelined_loss,
 )
 from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.pipelining import pipelined_loss
 
 WIDTH, VOCABULARY = 16, 32
 

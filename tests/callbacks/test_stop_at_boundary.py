@@ -159,8 +159,11 @@ def test_it_saves_what_callbacks_after_it_in_the_list_have_counted(tmp_path: Pat
     ("arguments", "message"),
     [
         ({"signals": ["TERM"]}, "'TERM' is no signal here; give names such as 'SIGTERM'"),
-        ({"max_seconds": 0}, r"max_seconds=0\): it must be a positive number, or None"),
-        ({"max_seconds": float("nan")}, r"max_seconds=nan\): it must be a positive number, or None"),
+        ({"max_seconds": 0}, r"max_seconds=0\): it must be a positive finite number of seconds. None"),
+        (
+            {"max_seconds": float("nan")},
+            r"max_seconds=nan\): it must be a positive finite number of seconds. None",
+        ),
         ({"filename": "{epoch}"}, r"filename='{epoch}'\): it must be a name in which only {step} is filled in"),
         ({"filename": Path("last")}, r"filename=PosixPath\('last'\)\): it must be a name"),
     ],

@@ -183,11 +183,11 @@ def test_the_one_that_was_written_last_is_taken(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "b.ckpt", "the link leads nowhere"
 
 
-def cut_file(path: Path) -> None:
+def split_file(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 30)
 
 
-def cut_shard(path: Path) -> None:
+def split_shard(path: Path) -> None:
     os.truncate(path / "inner" / "shard", 50)
 
 
@@ -195,8 +195,8 @@ def lose_shard(path: Path) -> None:
     (path / "inner" / "shard").unlink()
 
 
-def cut_marker(path: Path) -> None:
-    cut_file(marker_path(path))
+def split_marker(path: Path) -> None:
+    split_file(marker_path(path))
 
 
 def lose_marker(path: Path) -> None:
@@ -206,10 +206,10 @@ def lose_marker(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "damage", "message"),
     [
-        (write_file, cut_file, r"passes over .*new\.ckpt: the file ends too early.*delete it"),
+        (write_file, split_file, r"passes over .*new\.ckpt: the file ends too early.*delete it"),
         *[
             (write_directory, damage, r"passes over .*new\.ckpt: it has no valid \.complete\.json.*AtomicCheckpoints")
-            for damage in (cut_shard, lose_shard, cut_marker, lose_marker)
+            for damage in (split_shard, lose_shard, split_marker, lose_marker)
         ],
     ],
 )
@@ -340,3 +340,43 @@ def test_a_pytorch_lightning_trainer_is_refused() -> None:
     trainer = pytorch_lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(MisconfigurationException, match=r"use `import lightning\.pytorch as pl`"):
         AtomicCheckpoints().setup(trainer, Regression(), "fit")  # type: ignore[arg-type]
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    (path / "shard").write_text("weights")
+    return path
+
+
+def test_of_a_link_to_a_folder_only_the_link_is_removed(tmp_path: Path) -> None:
+    """As ``ModelCheckpoint(save_last="link")`` makes it."""
+    target, link = folder(tmp_path / "step=1.ckpt"), tmp_path / "last.ckpt"
+    link.symlink_to(target)
+    remove_checkpoint(link)
+    assert [path.name for path in tmp_path.iterdir()] == ["step=1.ckpt"]
+    assert (target / "shard").read_text() == "weights"
+
+
+def test_a_folder_can_be_removed_after_a_kill_while_one_of_that_name_was_removed(tmp_path: Path) -> None:
+    folder(tmp_path / ".step=1.ckpt.removed")
+    remove_checkpoint(folder(tmp_path / "step=1.ckpt"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_brings_a_marker_gets_its_own(tmp_path: Path) -> None:
+    """A strategy may mark what it writes; that marker is about to be another one, of another size."""
+    path = tmp_path / "step=1.ckpt"
+    marker_path(folder(begin_checkpoint(path))).write_text("{}")
+    commit_checkpoint(path)
+    assert is_complete(path)
+
+
+class Interrupted:
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_file_is_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        AtomicCheckpointIO().save_checkpoint({"module": Interrupted()}, tmp_path / "step=1.ckpt")
+    assert list(tmp_path.iterdir()) == []

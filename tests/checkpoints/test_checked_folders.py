@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 
-from lightning_mp import AtomicCheckpoints, consolidate_checkpoint
+from lightning_mp import AtomicCheckpoints
+from lightning_mp.checkpoints import consolidate_checkpoint
 from lightning_mp.checkpoints.atomic import marker_path
 from lightning_mp.checkpoints.checked_folder import CheckedReader, load_shards
 

@@ -120,7 +120,7 @@ PLAN = {"net.0": "column", "net.2": "row"}
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.full
 def test_a_hung_rank_of_a_sharded_model_is_named(ranks: int, rank: int, arguments: Any, tmp_path: Path) -> None:
-    """D44. The others wait in different collectives, of shards, of copies or of cut layers, and only it is named."""
+    """D44. The others wait in different collectives, of shards, of copies or of split layers, and only it is named."""
 
     def hangs(each: int) -> None:
         strategy = FSDP2Strategy("net.0", process_group_backend="gloo", **arguments)
@@ -224,7 +224,7 @@ def test_who_is_named() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), True])
 def test_a_wrong_timeout_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"RankWatchdog\(timeout_seconds=.*must be a positive number of seconds"):
+    with pytest.raises(ValueError, match=r"RankWatchdog\(timeout_seconds=.*a positive finite number of seconds"):
         RankWatchdog(timeout_seconds=seconds)
 
 

@@ -68,14 +68,15 @@ def goes_on(run: Run, straight: Result) -> None:
         pytest.param("model parallel", False, 1, (2,), marks=pytest.mark.full),
         ("fsdp2", True, 0, (16,)),
         *[
+            # One process before every operation; the others before every sixth or eighth.
             pytest.param(kind, last, 0, range(first, 60, stride), marks=pytest.mark.full)
             for kind, first, stride in (
                 ("single", 1, 1),
-                ("fsdp1", 3, 6),
-                ("fsdp1, one file", 2, 4),
-                ("model parallel", 1, 3),
-                ("fsdp2", 2, 3),
-                ("fsdp2, one file", 1, 4),
+                ("fsdp1", 3, 8),
+                ("fsdp1, one file", 2, 6),
+                ("model parallel", 1, 6),
+                ("fsdp2", 2, 6),
+                ("fsdp2, one file", 1, 6),
             )
             for last in (False, True)
         ],

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_mp import AtomicCheckpoints, AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
+from lightning_mp.checkpoints.sharded import without_a_made_up_step
 
 pytestmark = [
     # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -167,3 +168,13 @@ def test_a_folder_of_lightnings_strategies_becomes_a_file(make: Any, tmp_path: P
     assert our_state["state"].keys() == their_state["state"].keys()
     for number, values in their_state["state"].items():
         assert all(torch.equal(our_state["state"][number][name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("gradient", [None, torch.ones(3)], ids=["none", "of a window"])
+def test_asking_for_the_state_before_the_first_step_leaves_gradients_alone(gradient: Any) -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = gradient
+    with without_a_made_up_step(torch.optim.AdamW([parameter])):
+        assert parameter.grad is not None
+    assert parameter.grad is gradient
+    assert gradient is None or gradient.equal(torch.ones(3))

@@ -172,8 +172,12 @@ def check(post_mortem: OverflowPostMortem, case: Case) -> None:
     assert report.note == ""
     assert len(report.findings) == 1, report
     finding = report.findings[0]
-    culprit = finding.culprit
-    assert (culprit.phase, culprit.module, culprit.tensor) == (case.phase, case.module, case.tensor), report
+    first = finding.first_overflow
+    assert (first.phase, first.module, first.tensor) == (
+        case.phase,
+        case.module,
+        case.tensor,
+    ), report
     assert (finding.verdict, finding.finite_in_fp32) == (case.verdict, case.finite_in_fp32), report
     assert (finding.finite_scale is not None) == (case.finite_scale is not None)
     assert (finding.batch_idx, finding.rank) == (2, 0)
@@ -200,8 +204,8 @@ def test_without_a_loss_scale(tmp_path: Path) -> None:
     module = Planted(partial(TimesInBackward, factor=INF), optimizer=fused_adamw)
     report = fit(module, AutocastPrecision("bf16-mixed"), tmp_path).reports[0]
     (finding,) = report.findings
-    assert (report.loss_scale, finding.verdict, finding.culprit.module) == (1.0, "model", PLACE)
-    assert finding.culprit.dtype == "bfloat16"
+    assert (report.loss_scale, finding.verdict, finding.first_overflow.module) == (1.0, "model", PLACE)
+    assert finding.first_overflow.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
@@ -211,7 +215,7 @@ def test_the_micro_batch_of_a_window_is_named(optimizer: Any, tmp_path: Path) ->
     (report,) = post_mortem.reports
     (finding,) = report.findings
     assert (report.step_index, finding.micro_batch, finding.num_micro_batches, finding.batch_idx) == (1, 1, 3, 4)
-    assert finding.culprit.module == PLACE
+    assert finding.first_overflow.module == PLACE
 
 
 @pytest.mark.parametrize(("micro_batches", "weight"), [(1, 1.0), (4, 1.0), (1, 64.0)])
@@ -268,7 +272,7 @@ def test_an_overflow_by_chance_comes_again(optimizer: Any, source: str, tmp_path
     wanted: list[float] = []
     module = Planted(partial(ByChance, factor=1e6), planted=[], optimizer=optimizer)
     report = fit(module, ours(), tmp_path).reports[0]
-    assert (report.step_index, report.findings[0].culprit.module) == (2, PLACE)
+    assert (report.step_index, report.findings[0].first_overflow.module) == (2, PLACE)
 
 
 def test_fp32_draws_the_same_random_numbers(tmp_path: Path) -> None:
@@ -283,7 +287,7 @@ def test_fp32_draws_the_same_random_numbers(tmp_path: Path) -> None:
 
     module = Planted(partial(ByChance, factor=1.0), planted=[])
     (finding,) = fit(module, ours(), tmp_path).reports[0].findings
-    assert (finding.culprit.module, finding.finite_in_fp32, finding.verdict) == (PLACE, False, "model")
+    assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, False, "model")
 
 
 def test_weights_in_16_bit_are_not_tried_in_fp32(tmp_path: Path) -> None:
@@ -302,7 +306,7 @@ def test_weights_in_16_bit_are_not_tried_in_fp32(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="Optimizer step . was skipped"):
         trainer.fit(Lowered(partial(TimesInForward, factor=1e6)), loader(numbered_batches(4)))
     (finding,) = post_mortem.reports[0].findings
-    assert (finding.culprit.module, finding.finite_in_fp32, finding.verdict) == (PLACE, None, "model")
+    assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, None, "model")
 
 
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
@@ -328,7 +332,7 @@ def test_under_torch_compile(compiled: str, optimizer: Any, tmp_path: Path) -> N
         module = torch.compile(module, backend="eager")
     post_mortem = fit(module, ours(), tmp_path)
     finding = post_mortem.reports[0].findings[0]
-    assert (finding.culprit.phase, finding.culprit.module, finding.verdict) == ("forward", PLACE, "range")
+    assert (finding.first_overflow.phase, finding.first_overflow.module, finding.verdict) == ("forward", PLACE, "range")
     assert "body.1.up.weight" in post_mortem.reports[0].parameters
 
 
@@ -347,14 +351,14 @@ def test_a_sum_of_finite_gradients_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="every gradient is finite, their sum is not"):
         trainer.fit(Plain(identity), loader(numbered_batches(4)))
     (finding,) = post_mortem.reports[0].findings
-    assert (finding.verdict, finding.micro_batch, finding.culprit) == ("sum", 3, None)
+    assert (finding.verdict, finding.micro_batch, finding.first_overflow) == ("sum", 3, None)
 
 
 def test_weights_that_were_broken_all_along(tmp_path: Path) -> None:
     module = Planted(identity, planted=[])
     module.embedding.weight.data[:] = math.nan
     report = fit(module, ours(), tmp_path, num_batches=1).reports[0]
-    assert report.findings[0].culprit.module == "embedding"
+    assert report.findings[0].first_overflow.module == "embedding"
     assert report.findings[0].verdict == "weights"
 
 
@@ -412,9 +416,9 @@ def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
         trainer.fit(module, loader(batches))
     report = post_mortem.reports[0]
     (finding,) = report.findings
-    assert (finding.verdict, finding.culprit.phase) == ("scale", "backward")
+    assert (finding.verdict, finding.first_overflow.phase) == ("scale", "backward")
     module.load_state_dict(module.then)
-    assert finding.culprit.module in {name for name, _ in module.named_modules()}
+    assert finding.first_overflow.module in {name for name, _ in module.named_modules()}
     batch = batches[report.step_index]
     assert not module.is_finite(batch, report.loss_scale)
     assert module.is_finite(batch, finding.finite_scale)

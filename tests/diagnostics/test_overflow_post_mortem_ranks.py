@@ -99,7 +99,7 @@ def test_the_rank_at_fault_is_named_on_every_rank(kind: Any, optimizer: Any, tmp
         (finding,) = report.findings
         assert report.step_index == 1
         assert (finding.rank, finding.micro_batch, finding.verdict) == (1, 1, "scale")
-        assert (finding.culprit.phase, finding.culprit.module) == ("backward", "body.1.place")
+        assert (finding.first_overflow.phase, finding.first_overflow.module) == ("backward", "body.1.place")
         assert report.parameters[-1] == "embedding.weight"
         assert all((a == b).all() for a, b in zip(weights, expected, strict=True))
         assert losses == expected_losses
@@ -115,7 +115,7 @@ def test_two_ranks_go_wrong_in_two_places(tmp_path: Path) -> None:
     make = partial(Both, partial(TimesInForward, factor=1e6), rank=1)
     reports = run_ranks(lambda rank: train(rank, make, tmp_path)[0], 2)
     assert reports[0] == reports[1]
-    places = [(f.rank, f.culprit.phase, f.culprit.module, f.verdict) for f in reports[0][0].findings]
+    places = [(f.rank, f.first_overflow.phase, f.first_overflow.module, f.verdict) for f in reports[0][0].findings]
     assert places == [(0, "loss", "", "model"), (1, "forward", "body.1.place", "range")]
 
 
@@ -145,7 +145,7 @@ def test_a_stock_plugin_under_ddp(tmp_path: Path) -> None:
     reports = run_ranks(lambda rank: train(rank, make, tmp_path, stock=True)[0], 2)
     assert reports[0] == reports[1]
     (finding,) = reports[0][0].findings
-    assert (finding.rank, finding.verdict, finding.culprit.module) == (1, "model", "body.1.place")
+    assert (finding.rank, finding.verdict, finding.first_overflow.module) == (1, "model", "body.1.place")
 
 
 def test_ranks_that_may_decide_differently_are_refused(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_an_outcome_that_is_told_out_of_turn_is_replayed_later(moment: str, tmp_
     trainer.fit(module, batches, val_dataloaders=loader(numbered_batches(1)) if moment == "validation" else None)
     (report,) = post_mortem.reports
     assert (report.step_index, report.note) == (2, "")
-    assert report.findings[0].culprit.module == "body.1.place"
+    assert report.findings[0].first_overflow.module == "body.1.place"
     assert report.parameters[-1] == "embedding.weight"
 
 
@@ -200,7 +200,7 @@ def test_an_outcome_that_is_told_inside_of_the_next_window_is_replayed(tmp_path:
     trainer.fit(module, loader(numbered_batches(8)))
     (report,) = post_mortem.reports
     assert (report.step_index, report.note) == (1, "")
-    assert report.findings[0].culprit.module == "body.1.place"
+    assert report.findings[0].first_overflow.module == "body.1.place"
 
 
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
@@ -323,7 +323,7 @@ def test_reports_lie_beside_the_checkpoints(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning) as caught:
         trainer.fit(module, loader(numbered_batches(5)))
     written = json.loads((tmp_path / "kept" / "overflow_step_2.json").read_text())
-    assert written["findings"][0]["culprit"]["module"] == "body.1.place"
+    assert written["findings"][0]["first_overflow"]["module"] == "body.1.place"
     assert written["findings"][0]["verdict"] == "range"
     assert (written["loss_scale"], written["ranks"]) == (SCALE, [0])
     text = "\n".join(str(warning.message) for warning in caught)
@@ -371,7 +371,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [0, True, 1.5])
 def test_wrong_arguments_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"max_replays=.*positive whole number"):
+    with pytest.raises(ValueError, match=r"max_replays=.*whole number of skipped steps, 1 or more"):
         OverflowPostMortem(replay=True, max_replays=value)
     with pytest.raises(ValueError, match=r"replay='yes'.*must be True or False"):
         OverflowPostMortem(replay="yes")

@@ -376,7 +376,7 @@ def test_a_module_that_returns_its_own_weight_keeps_no_hook_on_it() -> None:
 
 @pytest.mark.parametrize("batch", [-1, 1.5, True, "0"])
 def test_a_wrong_batch_is_refused(batch: Any) -> None:
-    with pytest.raises(ValueError, match=r"it is the number of a training batch, counted from 0. Use 0"):
+    with pytest.raises(ValueError, match=r"it must be a whole number, 0 or more. Training batches are counted from 0"):
         PrecisionAudit(batch=batch)
 
 

@@ -52,4 +52,4 @@ def test_the_trainer_of_the_page_is_built():
     built = {}
     exec(code()[1].replace("L.Trainer(", "Trainer("), {"Trainer": built.update})
     assert isinstance(built["strategy"], PipelineParallelStrategy)
-    assert (built["strategy"].stages, built["strategy"].chunks, built["devices"]) == (2, 8, 4)
+    assert (built["strategy"].stages, built["strategy"].microbatches, built["devices"]) == (2, 8, 4)

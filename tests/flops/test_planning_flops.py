@@ -110,7 +110,7 @@ def test_what_a_convention_needs_is_asked_for_by_name(missing: str) -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True])
 def test_counts_must_be_positive_integers(bad: float) -> None:
-    with pytest.raises(ValueError, match="`parameters` must be a positive integer, got"):
+    with pytest.raises(ValueError, match="`parameters` must be a whole number, 1 or more, got"):
         flops_per_token(bad, convention="6N")
 
 

@@ -61,19 +61,26 @@ def found_under(layout: Layout, rank: int, *, scaled: bool = False) -> tuple[Any
     "ignore:The run ended after", "ignore:max_steps=1 ends before", "ignore:`training_step` ret"
 )
 @pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in STRATEGIES]
+    ("ranks", "quick"), [(2, True), *(pytest.param(ranks, False, marks=pytest.mark.full) for ranks in (2, 4))]
 )
-def test_a_callback_finds_the_whole_model_on_every_rank(strategy: str) -> None:
-    layout = STRATEGIES[strategy]
+def test_a_callback_finds_the_whole_model_on_every_rank(ranks: int, quick: bool) -> None:
+    """Under all strategies for so many ranks, one after the other in the same processes."""
+    layouts = {name: layout for name, layout in STRATEGIES.items() if (name in QUICK, layout.ranks) == (quick, ranks)}
+    assert layouts
+
+    def found(rank: int) -> dict[str, Any]:
+        return {name: found_under(layout, rank, scaled="fp16" in name) for name, layout in layouts.items()}
+
+    expected = {name: expected_of(layout) for name, layout in layouts.items()}
+    assert run_ranks(found, ranks) == [expected] * ranks
+
+
+def expected_of(layout: Layout) -> tuple[Any, ...]:
     whole = layout.model(1, plants=False)
     whole.norm.requires_grad_(False)
     shapes = sorted((tuple(p.shape), p.requires_grad, 4) for p in whole.parameters())
     products = MatmulParameters(sum(p.numel() for p in whole.parameters() if p.ndim == 2), frozen=0)
-    expected = shapes, products, tokens_for(sum(p.numel() for p in whole.parameters()), 0.25)
-    assert (
-        run_ranks(lambda rank: found_under(layout, rank, scaled="fp16" in strategy), layout.ranks)
-        == [expected] * layout.ranks
-    )
+    return shapes, products, tokens_for(sum(p.numel() for p in whole.parameters()), 0.25)
 
 
 @pytest.mark.parametrize("which", ["all", "trainable", "non_embedding"])

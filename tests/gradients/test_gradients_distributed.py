@@ -78,7 +78,7 @@ def spread(tensor, place, known_meshes):
     if place is None:
         return tensor.clone()
     mesh, placements = known_meshes[place[0]], place[1]
-    # Each rank cuts its own piece: a broadcast from rank 0 would hide where a non-finite number is.
+    # Each rank splits its own piece: a broadcast from rank 0 would hide where a non-finite number is.
     local = distribute_tensor(tensor, mesh, finished(placements), src_data_rank=None).to_local().clone()
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
@@ -439,8 +439,8 @@ def tensor_parallel(model):
 def sequence_parallel(model):
     """The gradients of the norm arrive as sums that are still to be made."""
     mesh = init_device_mesh("cpu", (2,))
-    cut_input = PrepareModuleInput(input_layouts=(R,), desired_input_layouts=(S1,))
-    return parallelize_module(parallelize_module(model, mesh, cut_input), mesh, SP_PLAN)
+    split_input = PrepareModuleInput(input_layouts=(R,), desired_input_layouts=(S1,))
+    return parallelize_module(parallelize_module(model, mesh, split_input), mesh, SP_PLAN)
 
 
 def both(model):
@@ -450,7 +450,7 @@ def both(model):
 
 
 MODELS = {
-    # name: (how the model is cut, ranks, ranks that share the batch between them)
+    # name: (how the model is split, ranks, ranks that share the batch between them)
     "FSDP2": (fsdp2, 2, 2),
     "tensor parallel with a plain norm": (tensor_parallel, 2, 1),
     "sequence parallel": (sequence_parallel, 2, 1),
@@ -484,9 +484,9 @@ def train(model, batches, world_size, share, num_shares, *, overflow_here):
     return scales, norms, saw_partial_sums, {name: whole(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("cut", MODELS)
-def test_a_parallel_model_trains_as_on_one_process(cut):
-    parallelize, world_size, num_shares = MODELS[cut]
+@pytest.mark.parametrize("split", MODELS)
+def test_a_parallel_model_trains_as_on_one_process(split):
+    parallelize, world_size, num_shares = MODELS[split]
     generator = torch.Generator().manual_seed(8)
     batches = [(torch.randn(4, 6, 8, generator=generator), torch.randn(4, 6, 3, generator=generator)) for _ in range(4)]
     torch.manual_seed(9)
@@ -507,7 +507,7 @@ def test_a_parallel_model_trains_as_on_one_process(cut):
     scales, norms, _, weights = train(model, batches, 1, 0, 1, overflow_here=True)
     assert scales == [1024.0, 512.0, 512.0, 1024.0]
     for rank_scales, rank_norms, saw_partial_sums, rank_weights in results:
-        assert saw_partial_sums == (cut == "sequence parallel")
+        assert saw_partial_sums == (split == "sequence parallel")
         assert rank_scales == scales
         assert rank_norms == results[0][1]
         assert rank_norms == pytest.approx(norms, rel=1e-4)

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from gloo import process_group, run_ranks
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit
 
+from lightning_mp import PipelineParallelStrategy
 from lightning_mp.gradients import bucketed_all_reduce
 from lightning_mp.gradients.bucketed_all_reduce import buckets, reduce_gradients_
-from lightning_mp.strategies.pipeline import PipelineParallelStrategy
+from lightning_mp.gradients.clipping import clip_by_whole_norm_
+from lightning_mp.gradients.replication import GradientReplication
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -99,3 +101,20 @@ def test_a_window_is_reduced_once(model, per_window):
         assert steps == 1  # 22 samples in batches of 8, two copies: one window of two, shortened
         assert len(reduced) == per_window * steps
         assert own in reduced
+
+
+@pytest.mark.parametrize(("max_norm", "wanted"), [(-1.0, 3.0), (0.0, 3.0), (1.5, 1.5)])
+def test_a_largest_norm_of_zero_leaves_gradients_alone(max_norm, wanted):
+    parameter = torch.nn.Parameter(torch.zeros(9))
+    parameter.grad = torch.ones(9)
+    ranks = GradientReplication.every_rank()
+    clip_by_whole_norm_(torch.optim.SGD([parameter], lr=0.1), max_norm, ranks, torch.device("cpu"))
+    assert float(parameter.grad.norm()) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_buckets_count_the_bytes_of_the_sum_and_hold_one_device():
+    """16-bit gradients are widened before they are sent."""
+    half = [torch.zeros(10, dtype=torch.bfloat16) for _ in range(2)]
+    assert [len(bucket) for bucket in buckets(half, 79)] == [1, 1]
+    assert [len(bucket) for bucket in buckets(half, 80)] == [2]
+    assert [len(bucket) for bucket in buckets([torch.zeros(1), torch.zeros(1, device="meta")], 80)] == [1, 1]

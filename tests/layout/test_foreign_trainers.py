@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lightning_mp import (
     AccumulationScheduler,
     ActivationCheckpointing,
-    AtomicCheckpointIO,
     AutocastPrecision,
     BudgetForecast,
     ChinchillaBudget,
@@ -41,6 +40,7 @@ from lightning_mp import (
     UnderflowMonitor,
     WarmupCosine,
 )
+from lightning_mp.checkpoints import AtomicCheckpointIO
 
 ADVICE = r"use `import lightning\.pytorch as pl`, not `import pytorch_lightning as pl`"
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, StepOutcome
+from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
 from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.diagnostics import StepOutcome
 
 pytestmark = pytest.mark.gpu
 

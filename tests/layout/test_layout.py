@@ -51,6 +51,14 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines
 
 
+def imported_modules(file: Path) -> set[str]:
+    """Every part of the names of the modules that a file imports, also inside of functions."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {part for name in names for part in name.split(".")}
+
+
 def distribution_name(requirement: str) -> str:
     """The normalised name in a requirement such as `Foo_bar[extra]>=1`."""
     return re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement).group()).lower()
@@ -139,3 +147,11 @@ def test_file_names_of_tests_are_unique():
     names = [file.name for file in (ROOT / "tests").rglob("*.py")]
     assert sorted(names) == sorted(set(names))
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_no_test_file_takes_from_another():
+    """What two of them share is in tests/support: a test is then moved or split without looking who uses it."""
+    files = list((ROOT / "tests").rglob("*.py"))
+    tests = {file.stem for file in files if file.name.startswith("test_")}
+    taken = {f"{name_of(file)} imports {name}" for file in files for name in imported_modules(file) if name in tests}
+    assert taken == set()

@@ -121,7 +121,7 @@ def test_a_device_without_16_bit_autocast_is_refused(precision: str, monkeypatch
 def test_lbfgs_under_the_plugin_is_refused() -> None:
     refused(
         "AutocastPrecision('16-mixed') cannot be used with LBFGS, which evaluates the loss several times in one step:"
-        " its own evaluations would be scaled, and nobody could unscale them for it. Use a precision without a loss"
+        " its own evaluations would be scaled, and could not be unscaled. Use a precision without a loss"
         " scale ('bf16-mixed', 'bf16-true' or '32-true'), or another optimizer.",
         Lbfgs(),
         tokens(),

@@ -90,7 +90,7 @@ def test_what_is_offered_for_tuples_lands(
 
 def test_exact_landing_beside_a_count_function_is_refused() -> None:
     refused(
-        "landing='exact' trims labels, and with count= nobody knows what that does to the count."
+        "landing='exact' trims labels, and with count= it is not known how that changes the count."
         " Give trim= too, choose landing='floor' or landing='ceil', or leave count= out.",
         TokenModel(),
         tokens(),

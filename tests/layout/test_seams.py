@@ -18,10 +18,11 @@ from torch import nn
 from torch.amp import GradScaler
 
 from lightning_mp.callbacks._common import log_host_number
-from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core import private_api, private_loop_api, private_sharding_api
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 
 SEAMS = ast.parse(Path(private_api.__file__).read_text())
+LOOP_SEAMS = ast.parse(Path(private_loop_api.__file__).read_text())
 SHARDING_SEAMS = ast.parse(Path(private_sharding_api.__file__).read_text())
 
 # No class has them as attributes, so the list cannot; `test_grad_scaler_keeps_its_state...` guards them.
@@ -68,12 +69,12 @@ def test_every_private_name_that_the_seams_touch_is_listed():
     """Attributes of others and imported functions."""
     attributes = {
         node.attr
-        for node in (*ast.walk(SEAMS), *ast.walk(SHARDING_SEAMS))
+        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(SHARDING_SEAMS))
         if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
     imported = {
         alias.name
-        for node in (*ast.walk(SEAMS), *ast.walk(SHARDING_SEAMS))
+        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(SHARDING_SEAMS))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
@@ -91,7 +92,8 @@ def test_every_private_name_that_the_seams_touch_is_listed():
 
 
 def test_every_seam_is_exported():
-    for tree, exported in ((SEAMS, private_api.__all__), (SHARDING_SEAMS, private_sharding_api.__all__)):
+    for tree, module in ((SEAMS, private_api), (LOOP_SEAMS, private_loop_api), (SHARDING_SEAMS, private_sharding_api)):
+        exported = module.__all__
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         # A private function of torch under a public name.
         functions |= {
@@ -388,6 +390,20 @@ def test_the_trainer_has_its_callbacks_and_its_profiler():
     replaced = [mine, Callback()]
     private_api.set_callbacks(trainer, replaced)
     assert trainer.callbacks is replaced
+
+
+def test_the_loop_keeps_its_limits_where_the_seams_write_them():
+    trainer = quiet_trainer(min_steps=3, max_steps=5)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    known = vars(trainer.fit_loop).keys() | vars(trainer.fit_loop.epoch_loop).keys() | vars(progress).keys()
+    assert {"max_batches", "min_steps", "max_steps", "is_last_batch"} <= known
+    assert private_loop_api.min_steps_of(trainer) == 3
+    private_loop_api.set_min_steps(trainer, None)
+    private_loop_api.set_max_steps(trainer, 7)
+    assert (private_loop_api.min_steps_of(trainer), trainer.max_steps) == (None, 7)
+    before = private_loop_api.replace_end_of_epoch(trainer, (4, True))
+    assert (trainer.fit_loop.max_batches, trainer.is_last_batch) == (4, True)
+    assert private_loop_api.replace_end_of_epoch(trainer, before) == (4, True)
 
 
 def test_a_replaced_list_of_callbacks_is_the_one_that_lightning_calls():

@@ -45,7 +45,9 @@ class FrozenEnd(PipelinedMLP):
 def test_a_pipeline_stage_that_is_frozen(frozen: slice, fused: bool) -> None:
     def rank_(rank: int, devices: int = 2) -> tuple[list[tuple[float, bool]], float]:
         plugin, outcomes = AutocastPrecision("16-mixed", scaler=scaler()), Outcomes()
-        strategy = PipelineParallelStrategy(stages=2, chunks=2, split_points=["layers.3"]) if devices == 2 else "auto"
+        strategy = (
+            PipelineParallelStrategy(stages=2, microbatches=2, split_points=["layers.3"]) if devices == 2 else "auto"
+        )
         module = FrozenEnd(frozen, fused)
         fit_pipeline(module, strategy, devices, plugin=plugin, callbacks=[outcomes], max_epochs=1, limit_val_batches=0)
         assert plugin.scaler is not None

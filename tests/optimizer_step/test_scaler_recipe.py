@@ -183,7 +183,7 @@ def test_a_step_of_scaled_gradients_past_the_plugin_is_refused_before_it_changes
     with pytest.raises(
         RuntimeError,
         match=r"\w+\.step\(\) was called on the optimizer itself, past \w+\('16-\w+'\): its gradients are scaled by"
-        r" 1024, and nobody has unscaled, checked or clipped them\. Call step\(\) of what Lightning hands out",
+        r" 1024, and they were not unscaled, checked or clipped\. Call step\(\) of what Lightning hands out",
     ):
         quiet_trainer(plugins=[plugin()]).fit(made, loader(regression_batches(2)))
     for now, then in zip(weights(made), before, strict=True):

@@ -13,14 +13,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch.optim import lr_scheduler
 
-from lightning_mp import (
-    AutocastPrecision,
-    LossScaleFloorError,
-    LossScaler,
-    MasterWeightsPrecision,
-    OverflowMonitor,
-    OverflowPostMortem,
-)
+from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor, OverflowPostMortem
+from lightning_mp.diagnostics import LossScaleFloorError
 
 OVERFLOWS = (0, 3, 4, 9)
 NUM_BATCHES = 12

@@ -49,7 +49,7 @@ def run(strategy, devices, callbacks, module=PipelinedGPT, **trainer_args):
 def both(callbacks, **trainer_args):
     """On one process, and on each of two stages."""
     [wanted] = run(lambda: "ddp", 1, callbacks, **trainer_args)
-    return wanted, run(lambda: PipelineParallelStrategy(chunks=4), 2, callbacks, **trainer_args)
+    return wanted, run(lambda: PipelineParallelStrategy(microbatches=4), 2, callbacks, **trainer_args)
 
 
 def test_a_budget_by_parameters_is_that_of_the_whole_model():
@@ -61,14 +61,14 @@ def test_a_budget_by_parameters_is_that_of_the_whole_model():
         return budget.budget_tokens, budget.tokens_spent, module.train_losses
 
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
-    got = run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=4), 2), 2)
+    got = run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2)
     assert wanted[0] == wanted[1] == round(0.05 * sum(p.numel() for p in PipelinedGPT().parameters()))
     for budget, spent, losses in got:
         assert (budget, spent) == wanted[:2]
         assert losses == pytest.approx(wanted[2], rel=1e-4)
 
 
-def test_windows_are_weighted_by_tokens_over_batches_and_chunks():
+def test_windows_are_weighted_by_tokens_over_batches_and_microbatches():
     """Promise 4."""
     wanted, got = both(lambda: [AccumulationScheduler({0: 1, 2: 2}, unit="step", weight_by="token")])
     for _, losses, steps in got:
@@ -88,9 +88,9 @@ def test_lost_gradients_are_counted_on_all_stages():
             assert metrics[name] == pytest.approx(wanted[0][name], abs=2e-3)
 
 
-@pytest.mark.parametrize("convention", ["exact", "6N"])
+@pytest.mark.parametrize("convention", ["exact", pytest.param("6N", marks=pytest.mark.full)])
 def test_operations_are_those_of_the_whole_model_over_all_stages(convention):
-    """The first chunk goes through once more to show its shape, and does not count."""
+    """The first microbatch goes through once more to show its shape, and does not count."""
 
     def work(strategy, devices):
         def rank(_):
@@ -101,12 +101,12 @@ def test_operations_are_those_of_the_whole_model_over_all_stages(convention):
         return run_ranks(rank, devices)
 
     [wanted] = work(lambda: "ddp", 1)
-    for got in work(lambda: PipelineParallelStrategy(chunks=4), 2):
+    for got in work(lambda: PipelineParallelStrategy(microbatches=4), 2):
         assert got.model_flops_per_token == wanted.model_flops_per_token > 0
         assert got.peak_flops_per_second == 2 * wanted.peak_flops_per_second
 
 
-@pytest.mark.parametrize("pattern", ["Block", "model.blocks.2"])
+@pytest.mark.parametrize("pattern", ["Block", pytest.param("model.blocks.2", marks=pytest.mark.full)])
 def test_activations_are_recomputed_on_the_stages_that_have_the_modules(pattern):
     """A stage without any does not complain."""
     wanted, got = both(lambda: [ActivationCheckpointing(pattern)])
@@ -136,7 +136,7 @@ def test_the_post_mortem_names_parameters_of_all_stages(tmp_path):
         plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2**12))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the report
-            fit(Exploding(), PipelineParallelStrategy(chunks=4), 2, plugin=plugin, callbacks=[callback])
+            fit(Exploding(), PipelineParallelStrategy(microbatches=4), 2, plugin=plugin, callbacks=[callback])
         return [report.parameters for report in callback.reports]
 
     first, second = run_ranks(rank, 2)

@@ -4,10 +4,11 @@ import pytest
 import torch
 from gloo import run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from pipelined_models import PipelinedGPT, PipelinedMLP, fit
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled
 
-from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
-from lightning_mp.strategies.pipeline import PipelineParallelStrategy
+from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, PipelineParallelStrategy
+from lightning_mp.pipelining.checkpoints import OptimizerParts
 
 PLUGINS = {
     "32-true": lambda: None,
@@ -25,7 +26,7 @@ def run(model, kind, precision, path=None, ckpt_path=None, **trainer_args):
         module = model(torch.optim.AdamW, lr=1e-2)
         trainer = fit(
             module,
-            strategy or PipelineParallelStrategy(chunks=4),
+            strategy or PipelineParallelStrategy(microbatches=4),
             devices,
             plugin=PLUGINS[precision](),
             ckpt_path=ckpt_path,
@@ -102,7 +103,6 @@ def test_the_best_checkpoint_is_loaded_for_a_test(tmp_path):
         module = PipelinedMLP()
         saver = ModelCheckpoint(tmp_path, monitor="val_loss")
         trainer = fit(module, PipelineParallelStrategy(), 2, callbacks=[saver], enable_checkpointing=True)
-        from pipelined_models import labelled
 
         before = trainer.callback_metrics["val_loss"]
         after = trainer.validate(module, labelled(10), ckpt_path="best", verbose=False, weights_only=False)
@@ -131,3 +131,46 @@ def test_names_that_are_missing_are_told_with_the_whole_model_in_mind(tmp_path):
         return True
 
     assert run_ranks(rank, 2) == [True, True]
+
+
+@pytest.mark.full
+def test_an_optimizer_with_states_from_the_start_goes_on_from_its_checkpoint(tmp_path):
+    """Adagrad has its states before the first step, for all parameters that it has seen."""
+
+    def rank(strategy, devices, path, ckpt_path=None, max_epochs=1):
+        module = PipelinedMLP(torch.optim.Adagrad, lr=0.1)
+        trainer = fit(module, strategy, devices, max_epochs=max_epochs, ckpt_path=ckpt_path)
+        held = len(trainer.optimizers[0].state)
+        trainer.save_checkpoint(path)
+        return module.train_losses, held, sum(1 for _ in module.parameters())
+
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    [(wanted, *_)] = run_ranks(lambda _: rank("ddp", 1, tmp_path / "one.ckpt", max_epochs=2), 1)
+    begun = run_ranks(lambda _: rank(PipelineParallelStrategy(), 2, first), 2)
+    gone_on = run_ranks(lambda _: rank(PipelineParallelStrategy(), 2, second, str(first), 2), 2)
+    for (losses, held, own), (later, *_) in zip(begun, gone_on, strict=True):
+        assert held == own
+        assert losses + later == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_optimizers_part_is_found_by_place_and_its_groups_are_compared():
+    parts = OptimizerParts(groups=((0,), (1, 2)), names=("a", "b", "c"), numbers=(2, 0))
+    groups = [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0, "params": ["b", "c"]}]
+    state = {"state": {"a": {"step": 1}, "c": {"step": 3}}, "param_groups": groups}
+    assert parts.own(state) == {
+        "state": {0: {"step": 3}, 1: {"step": 1}},
+        "param_groups": [{"lr": 1.0, "params": [1]}, {"lr": 2.0, "params": [0]}],
+    }
+    with pytest.raises(
+        ValueError, match=r"groups of \[1\] parameters, and configure_optimizers made groups of \[1, 2\]"
+    ):
+        parts.own({**state, "param_groups": groups[:1]})
+
+
+def test_checkpoints_that_cannot_be_loaded_are_refused_with_what_to_do(tmp_path):
+    strategy = PipelineParallelStrategy()
+    with pytest.raises(MisconfigurationException, match="a folder with shards.*consolidate_checkpoint"):
+        strategy.load_checkpoint(tmp_path)
+    strategy.optimizers = []
+    with pytest.raises(ValueError, match="state of 1 optimizers, and configure_optimizers made 0"):
+        strategy.load_optimizer_state_dict({"optimizer_states": [{}]})

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_mp import AutocastPrecision, PipelineParallelStrategy, pipelined_loss
+from lightning_mp import AutocastPrecision, PipelineParallelStrategy
+from lightning_mp.pipelining import pipelined_loss
 
 
 class Module(pl.LightningModule):

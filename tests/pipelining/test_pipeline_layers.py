@@ -1,4 +1,4 @@
-"""How a model says what its layers are, where it is cut, and what it is told if that cannot be."""
+"""How a model says what its layers are, where it is split, and what it is told if that cannot be."""
 
 import copy
 import re
@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import RankError, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -17,31 +17,32 @@ from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import PipelineLayer, PipelineParallelStrategy, pipelined_loss
-from lightning_mp.modules.stage_placeholder import StagePlaceholder, cut_of, full_model
+from lightning_mp import PipelineParallelStrategy
+from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model, stage_split_of
+from lightning_mp.pipelining import PipelineLayer, pipelined_loss
 from lightning_mp.pipelining.layers import loss_of, pipeline_input, read_layers
-from lightning_mp.pipelining.partition import cut_model
-from lightning_mp.pipelining.partition_points import balanced_cuts, named_cuts
+from lightning_mp.pipelining.partition import split_model
+from lightning_mp.pipelining.partition_points import balanced_split_points, named_split_points
 from lightning_mp.strategies.pipeline_setup import description
 
 
 def brute_force(costs, stages):
-    def worst(cuts):
-        bounds = [0, *cuts, len(costs)]
+    def worst(splits):
+        bounds = [0, *splits, len(costs)]
         return max(sum(costs[a:b]) for a, b in pairwise(bounds))
 
-    return min(worst(cuts) for cuts in combinations(range(1, len(costs)), stages - 1))
+    return min(worst(splits) for splits in combinations(range(1, len(costs)), stages - 1))
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 5))
-def test_no_other_cut_has_a_cheaper_slowest_stage(costs, stages):
+def test_no_other_split_has_a_cheaper_slowest_stage(costs, stages):
     if len(costs) < stages:
-        with pytest.raises(ValueError, match=f"{len(costs)} layers cannot be cut into {stages} stages"):
-            balanced_cuts(costs, stages)
+        with pytest.raises(ValueError, match=f"{len(costs)} layers cannot be split into {stages} stages"):
+            balanced_split_points(costs, stages)
         return
-    cuts = balanced_cuts(costs, stages)
-    bounds = [*cuts, len(costs)]
-    assert cuts[0] == 0
+    splits = balanced_split_points(costs, stages)
+    bounds = [*splits, len(costs)]
+    assert splits[0] == 0
     assert all(a < b for a, b in pairwise(bounds))
     assert max(sum(costs[a:b]) for a, b in pairwise(bounds)) == brute_force(costs, stages)
 
@@ -56,21 +57,21 @@ def test_no_other_cut_has_a_cheaper_slowest_stage(costs, stages):
         (["*", "c"], r"'\*' fits 4 layers.*Layers in order: a, b, c, d"),
     ],
 )
-def test_named_cuts_that_cannot_be(names, says):
+def test_named_splits_that_cannot_be(names, says):
     with pytest.raises(ValueError, match=says):
-        named_cuts(["a", "b", "c", "d"], names, 3)
+        named_split_points(["a", "b", "c", "d"], names, 3)
 
 
-def test_a_cut_model_has_what_its_stage_holds_and_says_where_the_rest_is():
+def test_a_split_model_has_what_its_stage_holds_and_says_where_the_rest_is():
     whole = PipelinedGPT()
     model = copy.deepcopy(whole)
-    cut = cut_model(model, read_layers(model), [0, 2], 0)
+    split = split_model(model, read_layers(model), [0, 2], 0)
     names = {name for name, _ in model.named_parameters()}
     assert {name.split(".")[1] for name in names} == {"token_embedding", "position_embedding", "blocks"}
     assert all(name.startswith("model.blocks.0.") for name in names if "blocks" in name)
-    assert cut_of(model) is cut
-    assert cut.holders == {"model.token_embedding.weight": (0, 1)}
-    assert cut.names_of == {"model.token_embedding.weight": ("model.token_embedding.weight", "model.head.weight")}
+    assert stage_split_of(model) is split
+    assert split.holders == {"model.token_embedding.weight": (0, 1)}
+    assert split.names_of == {"model.token_embedding.weight": ("model.token_embedding.weight", "model.head.weight")}
     with pytest.raises(
         RuntimeError, match=r"model\.blocks\.1 is on stage 1 of the pipeline, and this rank has stage 0"
     ):
@@ -111,7 +112,7 @@ def test_layers_that_cannot_be(layers, says):
     if layers is not None:
         module.pipeline_layers = lambda: layers(module)
     with pytest.raises(MisconfigurationException, match=says):
-        cut_model(module, read_layers(module), [0, 1], 0)
+        split_model(module, read_layers(module), [0, 1], 0)
 
 
 def test_a_layer_of_code_is_checked():
@@ -143,8 +144,8 @@ def test_a_loss_must_be_a_scalar(returned):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"stages": 0}, r"stages=0\): it must be a whole number of 1 or more"),
-        ({"chunks": 2.0}, r"chunks=2\.0\)"),
+        ({"stages": 0}, r"stages=0\): it must be a whole number, 1 or more"),
+        ({"microbatches": 2.0}, r"microbatches=2\.0\)"),
         ({"find_unused_parameters": True}, r"find_unused_parameters=...\) is not known.*it takes accelerator"),
         ({"schedule": "zero bubble"}, r"schedule='zero bubble'\): it must be one of \('1f1b', 'gpipe'\)"),
     ],
@@ -189,7 +190,7 @@ REFUSED = {
     ),
     "copies of the model": (
         lambda: fit(PipelinedMLP(), PipelineParallelStrategy(), 2, callbacks=[StochasticWeightAveraging(0.1)]),
-        "cannot be used with StochasticWeightAveraging, which copies the model before it is cut",
+        "cannot be used with StochasticWeightAveraging, which copies the model before it is split",
     ),
     "SyncBatchNorm": (
         lambda: fit(PipelinedMLP(), PipelineParallelStrategy(), 2, sync_batchnorm=True),
@@ -234,15 +235,15 @@ def test_what_cannot_be_is_refused_with_what_to_do(case):
     assert any(re.search(says, told, re.DOTALL) for told in run_ranks(rank, 2))
 
 
-def test_a_cut_model_is_not_cut_again():
+def test_a_split_model_is_not_split_again():
     def rank(_):
         module = PipelinedMLP()
         fit(module, PipelineParallelStrategy(), 2, max_epochs=1)
         fit(module, PipelineParallelStrategy(), 2, max_epochs=1)  # the same stages go on
-        with pytest.raises(MisconfigurationException, match="cut into 2 stages by an earlier run, and this"):
+        with pytest.raises(MisconfigurationException, match="split into 2 stages by an earlier run, and this"):
             fit(module, PipelineParallelStrategy(1), 2)
         with pytest.raises(
-            MisconfigurationException, match=r"cut before \['layers\.\d'\] by an earlier run.*layers\.4"
+            MisconfigurationException, match=r"split before \['layers\.\d'\] by an earlier run.*layers\.4"
         ):
             fit(module, PipelineParallelStrategy(split_points=["layers.4"]), 2)
         return len(module.train_losses)
@@ -261,14 +262,66 @@ def test_its_name_is_known():
 
 def test_each_stage_says_what_it_holds_and_how_long_it_is_idle():
     model = PipelinedGPT()
-    cut = cut_model(model, read_layers(model), [0, 2], 1)
-    told = description(cut, chunks=3, replicas=2, schedule="1f1b")
+    split = split_model(model, read_layers(model), [0, 2], 1)
+    told = description(split, microbatches=3, replicas=2, schedule="1f1b")
     assert "2 stages, 2 copies of the model. stage 0: model.token_embedding to model.blocks.0, 3,744 parameters" in told
     assert "stage 1: model.blocks.1 to model.head, 6,736 parameters" in told
-    assert "With 3 chunks per batch stages of equal work are idle 25.0% of a step (1f1b" in told
+    assert "With 3 microbatches per batch stages of equal work are idle 25.0% of a step (1f1b" in told
 
 
 def test_a_module_needs_no_trainer():
     module = PipelinedMLP()
     [batch] = labelled(4)
     assert pipelined_loss(module, batch).requires_grad
+
+
+class Unused(PipelinedMLP):
+    def __init__(self):
+        super().__init__()
+        self.layers[4].append(nn.Bilinear(2, 2, 2))
+
+    def pipeline_layers(self):
+        return [*self.layers[:4], PipelineLayer(lambda hidden, batch: self.layers[4][0](hidden), self.layers[4])]
+
+
+class OtherNames(PipelinedMLP):
+    """Values of evaluation may have names of their own; within a loop they stay."""
+
+    def pipeline_loss(self, output, batch):
+        loss = super().pipeline_loss(output, batch)
+        late = self.training and len(self.train_losses) == 1
+        return {"loss": loss} | ({} if self.training else {"error": loss}) | ({"late": loss} if late else {})
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "says"),
+    [
+        (Unused, 4, r"layers\.4\.2\.weight, layers\.4\.2\.bias got no gradient.*requires_grad_\(False\)"),
+        (OtherNames, 2, r"pipeline_loss returned \['loss', 'late'\], and \['loss'\] the first time"),
+    ],
+)
+def test_what_would_let_stages_wait_for_each_other_is_refused(model, devices, says):
+    def rank(_):
+        fit(model(), PipelineParallelStrategy(2), devices, max_epochs=1, limit_val_batches=1, val_check_interval=1)
+
+    with pytest.raises(RankError, match=f"(?s){says}"):
+        run_ranks(rank, devices)
+
+
+def test_layers_of_other_stages_are_freed_one_by_one():
+    """No rank needs memory for the whole model."""
+    module = PipelinedMLP()
+    freed = []
+
+    def count(_):
+        freed.append(sum(layer[0].weight.untyped_storage().nbytes() == 4 for layer in layers))
+
+    layers = list(module.layers)
+    split_model(module, read_layers(module), [0, 2], 0, bring_to_life=count)
+    assert freed == [0, 0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("arguments", [{"stages": True}, {"microbatches": True}])
+def test_a_flag_is_no_number(arguments):
+    with pytest.raises(ValueError, match="=True.: it must be a whole number of 1 or more"):
+        PipelineParallelStrategy(**arguments)

@@ -8,12 +8,13 @@ import torch
 from gloo import run_ranks
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, token_batches
+from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, losses_of, token_batches
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_mp import PipelineLayer, PipelineParallelStrategy, pipelined_loss, pipelined_output
+from lightning_mp import PipelineParallelStrategy
+from lightning_mp.pipelining import PipelineLayer, pipelined_loss, pipelined_output
 
 
 class LabelsSometimes(PipelinedGPT):
@@ -34,7 +35,7 @@ class LabelsSometimes(PipelinedGPT):
 @pytest.mark.full
 @pytest.mark.parametrize("trains_on_labels", [True, False])
 def test_training_and_validation_may_have_batches_of_different_kinds(trains_on_labels):
-    """Chunks are weighted by tokens where there are labels, whichever loop was the first."""
+    """Microbatches are weighted by tokens where there are labels, whichever loop was the first."""
 
     def rank(strategy: Any, devices: int) -> Any:
         batches = [{"input_ids": ids, "labels": labels} for ids, labels in token_batches(16, 8)]
@@ -46,7 +47,7 @@ def test_training_and_validation_may_have_batches_of_different_kinds(trains_on_l
         return module.train_losses + module.val_losses
 
     wanted = run_ranks(lambda _: rank("ddp", 1), 1)[0]
-    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(chunks=4), 2), 2):
+    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
@@ -57,7 +58,7 @@ class EndsInCode(PipelinedMLP):
         return [*self.layers, PipelineLayer(lambda hidden, batch: 2 * hidden)]
 
 
-def test_a_stage_that_holds_all_modules_is_not_cut_again():
+def test_a_stage_that_holds_all_modules_is_not_split_again():
     """The others would not take part in it, and wait."""
 
     def rank(_):
@@ -119,6 +120,124 @@ def test_outputs_have_no_gradients_on_one_device_either():
 
 
 @pytest.mark.parametrize("split_points", [[1], 5, [None]])
-def test_cuts_are_names(split_points):
+def test_splits_are_names(split_points):
     with pytest.raises(ValueError, match=r"PipelineParallelStrategy\(split_points=.*names of layers"):
         PipelineParallelStrategy(2, split_points=split_points)
+
+
+class Turned(nn.Module):
+    """Returns a tensor whose memory is in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, mask=None):
+        mask = x > 0 if mask is None else mask
+        return torch.tanh(self.linear(x)).t().contiguous().t() * 1, mask.t().contiguous().t()
+
+
+class TurnedModel(PipelinedMLP):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Turned() for _ in range(4))
+
+    def pipeline_loss(self, output, batch):
+        return F.mse_loss(output[0] * output[1], batch[1])
+
+
+def test_layers_may_return_masks_and_tensors_of_any_layout():
+    [wanted] = run_ranks(lambda _: losses_of(TurnedModel(), "ddp", 1, max_epochs=1), 1)
+    # Microbatches of several rows: of one row every layout is the same.
+    for got in run_ranks(
+        lambda _: losses_of(TurnedModel(), PipelineParallelStrategy(microbatches=2), 2, max_epochs=1), 2
+    ):
+        assert got == pytest.approx(wanted, rel=2e-6)
+
+
+class Llama(PipelinedMLP):
+    """A model of transformers: each block takes positions and mask from its microbatch."""
+
+    def __init__(self):
+        super().__init__(torch.optim.AdamW, lr=1e-2)
+        from huggingface_models import llama
+
+        del self.layers
+        torch.manual_seed(3)
+        self.model = llama()
+
+    def pipeline_layers(self):
+        model = self.model.model
+
+        def layer(block):
+            def run(hidden, batch):
+                positions = torch.arange(hidden.shape[1])[None]
+                keep = torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+                keep = keep & batch["attention_mask"].bool()[:, None, None, :]
+                mask = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+                embeddings = model.rotary_emb(hidden, positions)
+                return block(hidden, attention_mask=mask, position_ids=positions, position_embeddings=embeddings)
+
+            return PipelineLayer(run, block)
+
+        return [model.embed_tokens, *map(layer, model.layers), model.norm, self.model.lm_head]
+
+    def pipeline_loss(self, logits, batch):
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), **self.optimizer_args)
+
+
+class WholeLlama(Llama):
+    def training_step(self, batch, batch_idx):
+        loss = self.model(**batch).loss
+        self.train_losses.append(float(loss.detach()))
+        return loss
+
+
+@pytest.mark.full
+def test_a_llama_of_transformers_trains_as_by_its_own_forward():
+    from huggingface_models import collated_by_transformers
+
+    def rank(model, strategy, devices):
+        module = model()
+        loader = collated_by_transformers()
+        fit(module, strategy, devices, train=loader, validate=loader, max_epochs=1, limit_train_batches=4)
+        return module.train_losses
+
+    [wanted] = run_ranks(lambda _: rank(WholeLlama, "ddp", 1), 1)
+    for losses in run_ranks(lambda _: rank(Llama, PipelineParallelStrategy(microbatches=2), 2), 2):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+class Summed(PipelinedGPT):
+    """Divides by a number that the batch brings, as trainers do that accumulate over batches."""
+
+    def pipeline_input(self, batch):
+        return batch["ids"]
+
+    def training_step(self, batch, batch_idx):
+        loss = pipelined_loss(self, batch)
+        self.train_losses.append(float(loss.detach()))
+        return loss
+
+    def pipeline_loss(self, output, batch):
+        total = F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return total / batch["num_items_in_batch"]
+
+
+def test_a_loss_that_is_divided_by_a_number_of_the_batch_adds_up_over_microbatches():
+    def rank(strategy, devices):
+        module = Summed()
+        batches = [
+            {"ids": ids, "labels": labels, "num_items_in_batch": int((labels >= 0).sum())}
+            for ids, labels in token_batches(16, 8)
+        ]
+        loader = DataLoader(batches, batch_size=None)
+        fit(module, strategy, devices, train=loader, limit_val_batches=0, max_epochs=1)
+        return module.train_losses
+
+    [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
+    for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2):
+        assert losses == pytest.approx(wanted, rel=2e-6)

@@ -1,17 +1,21 @@
 """What a run of PipelineParallelStrategy does besides training as one process: overflows, odd batches, other loops."""
 
+import itertools
+import os
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, token_batches
+from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, losses_of, token_batches
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, pipelined_loss, pipelined_output
-from lightning_mp.strategies.pipeline import PipelineParallelStrategy
+from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, PipelineParallelStrategy
+from lightning_mp.pipelining import pipelined_loss, pipelined_output
+from lightning_mp.pipelining.microbatches import batch_digest
 
 
 class OverflowOnOneRank(Callback):
@@ -52,17 +56,17 @@ def test_all_stages_skip_when_one_rank_overflows(ranks, stages, fused):
             assert outcomes == results[0][0]
 
 
-def test_a_batch_is_the_same_in_any_number_of_chunks():
+def test_a_batch_is_the_same_in_any_number_of_microbatches():
     """Also in one that does not divide it, and when rows have different numbers of labels, or none at all."""
 
-    def rank(_, chunks):
+    def rank(_, microbatches):
         module = PipelinedGPT()
-        fit(module, PipelineParallelStrategy(chunks=chunks), 2, train=token_batches(14, 7), max_epochs=1)
+        fit(module, PipelineParallelStrategy(microbatches=microbatches), 2, train=token_batches(14, 7), max_epochs=1)
         return module.train_losses, module.val_losses
 
     [(wanted, wanted_val)] = run_ranks(lambda _: one_process(), 1)
-    for chunks in (1, 3, 20):
-        losses, val_losses = run_ranks(lambda r, chunks=chunks: rank(r, chunks), 2)[0]
+    for microbatches in (1, 3, 20):
+        losses, val_losses = run_ranks(lambda r, microbatches=microbatches: rank(r, microbatches), 2)[0]
         assert losses == pytest.approx(wanted, rel=2e-6)
         assert val_losses == pytest.approx(wanted_val, rel=2e-6)
 
@@ -98,7 +102,7 @@ def test_predictions_of_all_samples_are_on_all_stages():
         return trainer.predict(module, labelled(10))
 
     [wanted] = run_ranks(lambda r: rank(r, lambda: "ddp", 1), 1)
-    for got in run_ranks(lambda r: rank(r, lambda: PipelineParallelStrategy(chunks=3), 2), 2):
+    for got in run_ranks(lambda r: rank(r, lambda: PipelineParallelStrategy(microbatches=3), 2), 2):
         for ours, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
 
@@ -121,7 +125,7 @@ class Manual(PipelinedMLP):
         self.train_losses.append(float(loss.detach()))
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_manual_optimization(devices):
     def rank(_, strategy, devices):
         module = Manual()
@@ -161,7 +165,7 @@ def test_frozen_layers_may_thaw_at_an_epoch():
 
 
 class Normed(PipelinedMLP):
-    """Running statistics, which see each chunk once."""
+    """Running statistics, which see each microbatch once."""
 
     def __init__(self):
         super().__init__()
@@ -172,11 +176,11 @@ class Normed(PipelinedMLP):
 def test_the_pass_that_finds_out_shapes_leaves_no_trace_in_running_statistics():
     def rank(_):
         module = Normed()
-        fit(module, PipelineParallelStrategy(chunks=2), 2, train=labelled(16), max_epochs=1)
+        fit(module, PipelineParallelStrategy(microbatches=2), 2, train=labelled(16), max_epochs=1)
         return [int(m.num_batches_tracked) for m in module.modules() if isinstance(m, nn.BatchNorm1d)]
 
     tracked = run_ranks(rank, 2)
-    assert set(tracked[0] + tracked[1]) == {4}  # 2 batches of 2 chunks
+    assert set(tracked[0] + tracked[1]) == {4}  # 2 batches of 2 microbatches
 
 
 def test_a_model_without_memory_comes_to_life_stage_by_stage():
@@ -242,3 +246,104 @@ def test_on_one_device_the_same_module_runs_its_layers():
         wanted = layer(wanted)
     assert torch.equal(pipelined_output(module, (x, x)), wanted)
     assert torch.equal(pipelined_loss(module, (x, x)), nn.functional.mse_loss(wanted, x))
+
+
+class Draws(PipelinedMLP):
+    """Notes its dropout masks, and what its steps draw themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4))
+        self.masks, self.drawn = [], []
+        for layer in self.layers:
+            layer[1].register_forward_hook(self._note)
+
+    def _note(self, module, args, output):
+        if module.training:
+            self.masks.append(tuple((output != 0).flatten().tolist()))
+
+    def training_step(self, batch, batch_idx):
+        self.drawn.append(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_dropout_masks_differ_and_steps_still_draw_the_same(devices):
+    """Stages have one seed: their first layers must not drop the same places, nor steps see different noise."""
+
+    def rank(_):
+        torch.manual_seed(1)
+        module = Draws()
+        fit(module, PipelineParallelStrategy(2, 2), devices, train=labelled(16, 8), max_epochs=1)
+        return module.masks, module.drawn
+
+    results = run_ranks(rank, devices)
+    masks = list(itertools.chain.from_iterable(masks for masks, _ in results))
+    assert len(masks) == len(set(masks)) >= 16
+    assert all(drawn == results[0][1] for _, drawn in results)
+    assert len(set(results[0][1])) == len(results[0][1])
+
+
+class Looks(PipelinedMLP):
+    """Looks at losses and outputs of one batch wherever it likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.seen.append(float(pipelined_loss(self, batch)))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.seen.append(float(pipelined_output(self, batch).square().mean()))
+        self.seen.append(float(pipelined_loss(self, batch)))
+
+
+def test_losses_and_outputs_of_one_batch_do_not_get_in_each_others_way():
+    """Under no_grad after a loop in inference mode, too: what is kept for shapes must serve both."""
+
+    def rank(strategy, devices):
+        module = Looks()
+        module.register_buffer("of_rank", torch.tensor(float(os.environ["RANK"])))
+        trainer = fit(module, strategy, devices, train=labelled(16, 8), validate=labelled(16, 8))
+        # What is in no layer starts from rank 0, too; and nothing that was wrapped is left.
+        assert module.of_rank == 0
+        assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
+        return module.seen, module.train_losses, module.val_losses
+
+    [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
+    for got in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=2), 2), 2):
+        for ours, theirs in zip(got, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-6)
+
+
+def test_digests_tell_order_and_shape():
+    batch = torch.arange(6.0).view(2, 3)
+    assert batch_digest(batch) == batch_digest([batch.clone()])
+    assert batch_digest(batch) != batch_digest(batch.flip(0))
+    assert batch_digest(torch.zeros(2, 3)) != batch_digest(torch.zeros(3, 2))
+
+
+def test_layers_thaw_at_an_epoch_without_a_validation_between():
+    arguments = {"limit_val_batches": 0, "max_epochs": 2}
+    [wanted] = run_ranks(lambda _: losses_of(Frozen(), "ddp", 1, **arguments), 1)
+    strategy = {"split_points": ["layers.2"]}
+    got = run_ranks(lambda _: losses_of(Frozen(), PipelineParallelStrategy(**strategy), 2, **arguments), 2)
+    assert got[0] == pytest.approx(wanted, rel=2e-6)
+    assert got[1] == got[0]
+
+
+@pytest.mark.full
+def test_batches_are_compared_at_the_start_of_every_evaluation():
+    """Training data may be the same on all stages, and validation data not."""
+
+    def rank(number):
+        x = torch.full((8, 6), float(number))
+        other = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=4)
+        with pytest.raises(MisconfigurationException, match=r"different batches .stage 0 and stage 1."):
+            fit(PipelinedMLP(), PipelineParallelStrategy(), 2, validate=other)
+
+    run_ranks(rank, 2)

@@ -18,12 +18,12 @@ from lightning_mp.strategies.pipeline import PipelineParallelStrategy
 PLUGINS: dict[str, Any] = {
     "32-true": lambda: None,
     "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
-    # A scale at which chunks, which weigh less than the batch, overflow where the batch does.
+    # A scale at which microbatches, which weigh less than the batch, overflow where the batch does.
     "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2**12)),
     "bf16-true": lambda: MasterWeightsPrecision("bf16-true"),
 }
 QUICK = ("32-true", "16-mixed")
-# What chunks and stages may change: the order in which gradients are summed, in the format of the products.
+# What microbatches and stages may change: the order in which gradients are summed, in the format of the products.
 TOLERANCE = {"32-true": 2e-6, "bf16-mixed": 4e-3, "16-mixed": 1e-3, "bf16-true": 2e-2}
 
 
@@ -84,7 +84,7 @@ def test_two_stages_train_as_one_process(model, accumulate, clip, schedule, prec
     """D45, D17: losses and weights, with clipping and windows."""
     args = {"accumulate_grad_batches": accumulate, **clip}
     [wanted] = run_ranks(lambda _: run(model(), "ddp", 1, precision, **args), 1)
-    strategy = {"schedule": schedule, "chunks": 4}
+    strategy = {"schedule": schedule, "microbatches": 4}
     got = run_ranks(lambda _: run(model(), PipelineParallelStrategy(**strategy), 2, precision, **args), 2)
     check_same(got[0], wanted, TOLERANCE[precision])
     assert got[1].losses == got[0].losses

@@ -337,11 +337,11 @@ def test_wrong_arguments_are_refused():
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, precision="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Unknown `gradient_sync` 'step'. Use one of window, micro_batch"):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, gradient_sync="step")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`micro_batches` must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match="`micro_batches` must be a whole number, 1 or more, got 0"):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, micro_batches=0)
     with pytest.raises(ValueError, match=r"`layers` \(2\) cannot be shared out evenly to 4 stages"):
         communication_per_step(SIZE, ParallelLayout(stages=4), tokens_per_micro_batch=8)
     with pytest.raises(ValueError, match="Use copies in place of shards"):
         ParallelLayout(stages=2, shards=2)
-    with pytest.raises(ValueError, match="ParallelLayout.tensor must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match=r"ParallelLayout\(tensor=0\): it must be a whole number, 1 or more"):
         ParallelLayout(tensor=0)

@@ -1,6 +1,7 @@
 """Bytes, times and layouts of ``lightning-mp layouts``, against numbers worked out by hand and published ones."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from lightning_mp.flops.hardware import find_chip
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.parallel_plan import plan_parallelism, usual_layouts
+from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
 
 WORDS = ("--params", "6_738_415_616", "--layers", "32", "--width", "4096", "--vocab", "32000")
 SIZE = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
@@ -157,7 +158,20 @@ def test_wrong_input_is_one_line(capsys):
     assert "--machine 'TPU' is not known. Known: DGX A100" in refused(capsys, *WORDS, "--machine", "TPU")
     assert "--gpus must be a whole number, got '2.5'" in refused(capsys, *WORDS, "--gpus", "2.5")
     assert "--params (1000000) leaves nothing for 32 blocks" in refused(capsys, "--params", "1M", *WORDS[2:])
-    with pytest.raises(ValueError, match="Machine.gpus_per_node must be above 0, got 0"):
+    with pytest.raises(ValueError, match=r"Machine\(gpus_per_node=0\): it must be a positive finite number"):
         Machine("mine", "A100", 0, 1, 1)
-    with pytest.raises(ValueError, match="DecoderSize.layers must be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"DecoderSize\(layers=0\): it must be a whole number, 1 or more"):
         DecoderSize(0, 1, 1, 1, 1, 1)
+
+
+def plan(**seconds: Any) -> ParallelPlan:
+    return ParallelPlan(ParallelLayout(copies=2), 1, (), 0.0, 0.0, **seconds, compute_seconds=1.0, bubble=0.25)
+
+
+@pytest.mark.parametrize(("awaited", "bound_by"), [(0.0, "compute"), (0.5, "compute"), (0.6, "waiting")])
+def test_a_step_waits_when_more_than_half_of_it_is_no_computing(awaited: float, bound_by: str) -> None:
+    assert plan(inside_seconds=0.1, between_seconds=0.2, awaited_seconds=awaited).bound_by == bound_by
+
+
+def test_the_wire_is_compared_with_computing_alone() -> None:
+    assert plan(inside_seconds=3.0, between_seconds=2.0, awaited_seconds=0.5).wire_to_compute_ratio == 3.0

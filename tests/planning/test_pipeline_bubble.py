@@ -130,9 +130,9 @@ def test_the_two_conventions_tell_the_same_time(pair):
 @pytest.mark.parametrize("bad", [0, -1, 2.5, True, "4"])
 @pytest.mark.parametrize("function", [bubble_fraction, bubble_to_ideal_ratio])
 def test_what_is_no_count_is_refused(function, bad):
-    with pytest.raises(ValueError, match="`stages` must be a positive integer, got "):
+    with pytest.raises(ValueError, match="`stages` must be a whole number, 1 or more, got "):
         function(bad, 4)
-    with pytest.raises(ValueError, match="`micro_batches` must be a positive integer, got "):
+    with pytest.raises(ValueError, match="`micro_batches` must be a whole number, 1 or more, got "):
         function(4, bad)
 
 

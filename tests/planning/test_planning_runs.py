@@ -68,7 +68,7 @@ def test_wrong_records_are_refused_with_the_place():
         read_runs([good, {**good, "loss": -1}])
     with pytest.raises(ValueError, match="run 2 has no column parameters"):
         read_runs([good, {"D": 2e9, "loss": 3.2}])
-    with pytest.raises(ValueError, match="`loss` of a run must be a positive finite number, got 0"):
+    with pytest.raises(ValueError, match=r"Run\(loss=0.*\): it must be a positive finite number"):
         Run(parameters=1.0, tokens=1.0, loss=0)
 
 

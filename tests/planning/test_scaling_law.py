@@ -172,7 +172,7 @@ def test_a_prediction_more_than_ten_times_outside_is_warned_about_with_the_range
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_wrong_constants_are_refused_by_name(field, value):
     constants = {"E": 1.0, "A": 1.0, "B": 1.0, "alpha": 0.5, "beta": 0.5, field: value}
-    with pytest.raises(ValueError, match=f"`{field}` of a scaling law must be a positive finite number, got {value}"):
+    with pytest.raises(ValueError, match=rf"ParametricLaw\({field}={value}\): it must be a positive finite number"):
         ParametricLaw(name="", source="", counts="", trained=RANGE, **constants)
 
 

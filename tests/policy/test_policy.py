@@ -9,7 +9,7 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from policy_models import LOW, RULES, WIDTH, Classifier, Evaluated, batches, nothing_is_left, train
+from policy_models import LOW, RULES, WIDTH, Classifier, Evaluated, batches, failing, nothing_is_left, train
 from small_models import loader, quiet_trainer, sgd, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -128,19 +128,7 @@ def test_attention_that_returns_weights_runs_in_fp32_on_the_cpu_and_says_so():
 
 @pytest.mark.parametrize("where", ["training_step", "on_before_optimizer_step", "forward", "backward"])
 def test_after_an_exception_nothing_is_left(where: str):
-    class Fails(Classifier):
-        pass
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ArithmeticError(where)
-
-    module = Fails()
-    if where == "backward":
-        module.body.gain.register_hook(fail)
-    elif where == "forward":
-        module.body.down.register_forward_hook(fail)
-    else:
-        setattr(Fails, where, fail)
+    module = failing(Classifier, where, lambda m: (m.body.gain, m.body.down))
     with pytest.raises(ArithmeticError, match=where):
         train(PrecisionPolicy(RULES), module)
     assert nothing_is_left(module)

@@ -10,7 +10,7 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from policy_models import LOW, ByHand, nothing_is_left
+from policy_models import LOW, ByHand, dtypes_of_operations, failing, nothing_is_left
 from small_models import adamw, loader, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,13 +52,7 @@ class Net(pl.LightningModule):
         x, y = batch
         logits = self(x)
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-        self.dtypes = {
-            "logits": logits.dtype,
-            "softmax": F.softmax(logits, -1).dtype,
-            "layer_norm": F.layer_norm(logits, (CLASSES,)).dtype,
-            "loss": loss.dtype,
-            "linear": F.linear(x, self.stem.weight).dtype,
-        }
+        self.dtypes = dtypes_of_operations(x, self.stem.weight, logits, loss)
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -319,19 +313,7 @@ class CountOfCasts(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("kind", [Net, Manual], ids=["automatic", "manual"])
 @pytest.mark.parametrize("where", ["forward", "backward", "on_before_optimizer_step"])
 def test_after_an_exception_nothing_is_left(where: str, kind: Any) -> None:
-    class Fails(kind):
-        pass
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ArithmeticError(where)
-
-    module = Fails()
-    if where == "backward":
-        module.up.weight.register_hook(fail)
-    elif where == "forward":
-        module.down.register_forward_hook(fail)
-    else:
-        setattr(Fails, where, fail)
+    module = failing(kind, where, lambda m: (m.up.weight, m.down))
     with pytest.raises(ArithmeticError, match=where):
         train(module)
     assert nothing_is_left(module)

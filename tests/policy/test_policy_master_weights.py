@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import DTYPES, KINDS, CountCasts, master_weights, scale_of
-from policy_models import CLASSES, RULES, WIDTH, ByHand, Classifier, batches, nothing_is_left
+from policy_models import CLASSES, RULES, WIDTH, ByHand, Classifier, batches, failing, nothing_is_left
 from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -367,19 +367,7 @@ def test_frozen_weights_keep_their_bits_in_the_dtype_of_their_module() -> None:
 @pytest.mark.parametrize("kind", [Trained, Manual], ids=["automatic", "manual"])
 @pytest.mark.parametrize("where", ["forward", "backward", "on_before_optimizer_step"])
 def test_after_an_exception_nothing_is_left(where: str, kind: Any) -> None:
-    class Fails(kind):
-        pass
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ArithmeticError(where)
-
-    module = Fails()
-    if where == "backward":
-        module.body.gain.register_hook(fail)
-    elif where == "forward":
-        module.body.down.register_forward_hook(fail)
-    else:
-        setattr(Fails, where, fail)
+    module = failing(kind, where, lambda m: (m.body.gain, m.body.down))
     with pytest.raises(ArithmeticError, match=where):
         train(module=module)
     assert nothing_is_left(module)

@@ -7,11 +7,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchao.float8  # noqa: F401  # once, before the ranks are forked
+from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import adamw, loader, quiet_trainer, weights
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -183,21 +184,12 @@ def test_tensor_parallel_layers_multiply_in_fp8():
     assert losses == pytest.approx(alone.losses, abs=0.01)
 
 
-class FSDP1OnCPU(FSDPStrategy):
-    """Lightning lets only GPUs have FSDP1; on a CPU torch wants to be told its device."""
-
-    def _setup_model(self, model: nn.Module) -> FullyShardedDataParallel:
-        return FullyShardedDataParallel(
-            model, mixed_precision=self.mixed_precision_config, device_id=torch.device("cpu"), **self.kwargs
-        )
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.full
 def test_fsdp1_is_close_to_ddp(recipe):
     def run(rank: int) -> Any:
         module, reference = Net(), Net()
-        fsdp1 = FSDP1OnCPU(process_group_backend="gloo", auto_wrap_policy={nn.Linear})
+        fsdp1 = CpuFsdp(auto_wrap_policy={nn.Linear})
         plugin = Float8Precision(recipe)
         quiet_trainer(devices=2, strategy=fsdp1, plugins=[plugin]).fit(module, loader(batches(rank, 10)))
         train(rank, reference, Float8Precision(recipe), "ddp", 10)

@@ -14,7 +14,7 @@ from lightning_mp.demo.module import LanguageModel
 from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
 from lightning_mp.precision.fp8.layer_filter import choose_float8_layers
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 STEPS, BATCH_SIZE, BLOCK_TOKENS = 300, 8, 64
 BF16_SEEDS = (0, 1, 2)

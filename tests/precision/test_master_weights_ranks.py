@@ -172,7 +172,7 @@ def test_model_parallel_equals_ddp(parallelism: type[Regression], storage: str) 
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+@pytest.mark.parametrize("storage", ["fp32", pytest.param("remainder", marks=pytest.mark.full)])
 def test_a_second_fit_under_fsdp2_goes_on_from_the_masters_of_the_first(storage: str) -> None:
     def train(rank: int, sharded: bool) -> list[Tensor]:
         module = (Sharded if sharded else Regression)(OPTIMIZERS["adamw_foreach"])

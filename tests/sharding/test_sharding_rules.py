@@ -68,3 +68,18 @@ def test_a_unit_that_takes_half_of_a_tie_is_refused() -> None:
 def test_what_cannot_be_read_is_refused(shard: Any) -> None:
     with pytest.raises(ValueError, match=r"FSDP2Strategy\(shard=.*a number of parameters of 1 or more"):
         read_shard(shard)
+
+
+def test_the_tenth_block_is_not_inside_of_the_first() -> None:
+    blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(11))
+    blocks[10].weight = blocks[1].weight
+    assert repeated_blocks(nn.ModuleDict({"blocks": blocks})) == [f"blocks.{i}" for i in range(10) if i != 1]
+    with pytest.raises(ValueError, match=r"blocks\.1\.weight and blocks\.10\.weight are one parameter"):
+        unit_names(nn.ModuleDict({"blocks": blocks}), ("blocks.1",))
+
+
+def test_half_of_a_tie_is_no_unit_of_that_size_and_layers_without_weights_are_none_at_all() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+    model[2].weight = model[0].weight
+    assert units_by_size(model, 20) == ["1"]
+    assert repeated_blocks(nn.ModuleList([nn.Tanh(), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2)])) == ["2", "3"]

@@ -37,32 +37,33 @@ def fit(module: Any, strategy: str, batches: Any, init_scale: float = 1024.0, **
     return full, monitor.skipped_steps, trainer.precision_plugin.scaler.get_scale(), monitor.grad_norm
 
 
-@pytest.mark.parametrize(
-    "clip",
-    [
-        {},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
-    ],
-    ids=["unclipped", "norm", "value"],
-)
+CLIPS: dict[str, dict[str, Any]] = {
+    "unclipped": {},
+    "norm": {"gradient_clip_val": 0.1},
+    "value": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+}
+
+
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw, sgd])
 @pytest.mark.full
-def test_it_equals_ddp(optimizer: Any, clip: dict[str, Any]) -> None:
+def test_it_equals_ddp(optimizer: Any) -> None:
     """D04, D14, D17: our own scaler, any clipping, fused or not; an overflow on one rank skips on both."""
 
-    def train(rank: int, strategy: str) -> Any:
-        module = Regression(optimizer, overflows=[2] if rank == 1 else [])
-        return fit(module, strategy, BATCHES[rank], **clip)
+    def train(rank: int) -> Any:
+        def one(strategy: str, clip: dict[str, Any]) -> Any:
+            return fit(Regression(optimizer, overflows=[2] if rank == 1 else []), strategy, BATCHES[rank], **clip)
 
-    fsdp = run_ranks(lambda rank: train(rank, "fsdp"), 2)
-    expected, *decisions, norm = run_ranks(lambda rank: train(rank, "ddp"), 2)[0]
-    assert decisions == [1, 512.0]
-    for ours, *our_decisions, our_norm in fsdp:
-        assert our_decisions == decisions
-        assert our_norm == pytest.approx(norm, rel=1e-3)
-        for a, b in zip(ours, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+        return [(one("fsdp", clip), one("ddp", clip)) for clip in CLIPS.values()]
+
+    ranks = run_ranks(train, 2)
+    for number, clip in enumerate(CLIPS):
+        expected, *decisions, norm = ranks[0][number][1]
+        assert decisions == [1, 512.0]
+        for (ours, *our_decisions, our_norm), _ in (found[number] for found in ranks):
+            assert our_decisions == decisions, clip
+            assert our_norm == pytest.approx(norm, rel=1e-3), clip
+            for a, b in zip(ours, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=f"{clip}: {{}}".format)
 
 
 def test_fused_optimizers_clip_true_gradients_by_value() -> None:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_mp import AtomicCheckpoints, MasterWeightsPrecision, OverflowMonitor, latest_checkpoint
+from lightning_mp import AtomicCheckpoints, MasterWeightsPrecision, OverflowMonitor
+from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.checkpoints.atomic import marker_path, previous_path
 from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy

@@ -9,9 +9,13 @@ import pytest
 import torch
 from fsdp2_runs import Recorded, ResumableLoader, batches, fp16, fsdp2, model
 from gloo import run_ranks
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch import nn
+
+from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
 
 class Manual(Regression):
@@ -122,3 +126,53 @@ def test_an_optimizer_over_fewer_parameters_is_refused(tmp_path: Path) -> None:
             )
 
     run_ranks(run, 2)
+
+
+def refusal(strategy: Any, module: pl.LightningModule | None = None, **arguments: Any) -> str:
+    def run(rank: int) -> str:
+        with pytest.raises((ValueError, MisconfigurationException)) as caught:
+            quiet_trainer(devices=2, strategy=strategy, **arguments).fit(
+                module or model(), loader(regression_batches(1)), loader(regression_batches(1))
+            )
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+    return first
+
+
+def test_a_rule_that_matches_nothing_says_what_there_is() -> None:
+    message = refusal(fsdp2("model.block.*"))
+    assert "FSDP2Strategy: 'model.block.*' fits no module of Recorded" in message
+    assert "model.blocks.0" in message
+    assert "Classes: Linear (9)" in message
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    message = refusal(fsdp2(replicate_size=3))
+    assert message.startswith(
+        "FSDP2Strategy(replicate_size=3, tensor_parallel_size=1) needs a multiple of 3 ranks, and"
+    )
+
+
+def test_a_stock_scaler_is_refused() -> None:
+    message = refusal(fsdp2(), plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))])
+    assert "Use Trainer(plugins=[lightning_mp.AutocastPrecision('16-mixed')])" in message
+
+
+# Lightning's word of models that are built in `configure_model`, as this one is; the refusal says more.
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_callbacks_that_have_copied_the_model_are_refused() -> None:
+    message = refusal(fsdp2(), callbacks=[EMAWeightAveraging(decay=0.9)])
+    assert message.startswith("FSDP2Strategy cannot be used with EMAWeightAveraging, which copies the model before")
+
+
+@pytest.mark.parametrize("size", [0, True, 1.5])
+def test_sizes_are_whole_numbers(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of 1 or more"):
+        FSDP2Strategy(replicate_size=size)
+
+
+def test_a_plan_without_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=1 splits none"):
+        FSDP2Strategy(tensor_parallel_plan="auto")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -85,20 +85,32 @@ def train(
     return full_weights(trained)
 
 
-def assert_trained_alike(
-    precision: str, both: Sequence[bool], last: Sequence[bool], callbacks: Callable[[], list[Any]]
-) -> None:
-    module = partial(Resting, both, last)
-    start = {name: value.detach() for name, value in module().state_dict().items()}
-    expected = train(0, 1, precision, module, callbacks)
-    first, second = run_ranks(partial(train, devices=2, precision=precision, module=module, callbacks=callbacks), 2)
-    for name, before in start.items():
-        assert torch.equal(first[name], second[name]), name
-        moved, should = first[name].float() - before, expected[name].float() - before
-        # 16-bit gradients of products that are summed in another order, three epochs long
-        tolerance = 1e-5 if precision == "32-true" else 0.03 * float(should.abs().max()) + 2e-3
-        torch.testing.assert_close(moved, should, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
-    assert any(not torch.equal(first[name], before) for name, before in start.items())
+class Cell(NamedTuple):
+    """One run: its precision, which layers are used in which micro-batch, and its callbacks."""
+
+    precision: str
+    both: Sequence[bool]
+    last: Sequence[bool]
+    callbacks: Callable[[], list[Any]]
+
+    def train(self, rank: int, devices: int) -> dict[str, Tensor]:
+        return train(rank, devices, self.precision, partial(Resting, self.both, self.last), self.callbacks)
+
+
+def assert_trained_alike(cells: Sequence[Cell]) -> None:
+    """All of them one after the other in the same two processes."""
+    ranks = run_ranks(lambda rank: [cell.train(rank, 2) for cell in cells], 2)
+    for cell, first, second in zip(cells, *ranks, strict=True):
+        start = {name: value.detach() for name, value in Resting(cell.both, cell.last).state_dict().items()}
+        expected = cell.train(0, 1)
+        for name, before in start.items():
+            assert torch.equal(first[name], second[name]), (cell, name)
+            moved, should = first[name].float() - before, expected[name].float() - before
+            # 16-bit gradients of products that are summed in another order, three epochs long
+            tolerance = 1e-5 if cell.precision == "32-true" else 0.03 * float(should.abs().max()) + 2e-3
+            message = partial("{cell}, {name}: {}".format, cell=cell, name=name)
+            torch.testing.assert_close(moved, should, rtol=0, atol=tolerance, msg=message)
+        assert any(not torch.equal(first[name], before) for name, before in start.items())
 
 
 def windows(size: int) -> list[Any]:
@@ -118,37 +130,41 @@ NEVER = [False] * MICRO_BATCHES
 LAST_OF_TWO = [False, True] * (MICRO_BATCHES // 2)
 FIRST_OF_TWO = [True, False] * (MICRO_BATCHES // 2)
 
-PRECISIONS = [
-    "bf16-mixed",
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("32-true", "16-mixed", "bf16-true")),
-]
+QUICK = ("bf16-mixed",)
+OTHERS = ("32-true", "16-mixed", "bf16-true")
+PRECISIONS = pytest.mark.parametrize("precisions", [QUICK, pytest.param(OTHERS, marks=pytest.mark.full)])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("both", "last"),
+    ("both", "last", "precisions"),
     [
-        (LAST_OF_TWO, ALWAYS),
-        pytest.param(FIRST_OF_TWO, LAST_OF_TWO, marks=pytest.mark.full),
-        pytest.param(LAST_OF_TWO, FIRST_OF_TWO, marks=pytest.mark.full),
+        (LAST_OF_TWO, ALWAYS, QUICK),
+        pytest.param(LAST_OF_TWO, ALWAYS, OTHERS, marks=pytest.mark.full),
+        pytest.param(FIRST_OF_TWO, LAST_OF_TWO, QUICK + OTHERS, marks=pytest.mark.full),
+        pytest.param(LAST_OF_TWO, FIRST_OF_TWO, QUICK + OTHERS, marks=pytest.mark.full),
     ],
-    ids=["fresh in the last micro-batch", "rests in the last micro-batch", "a unit that rests in the last micro-batch"],
+    ids=[
+        "fresh in the last micro-batch",
+        "fresh in the last micro-batch, other precisions",
+        "rests in the last micro-batch",
+        "a unit that rests in the last micro-batch",
+    ],
 )
 def test_layers_that_rest_in_some_micro_batches_of_a_window(
-    both: Sequence[bool], last: Sequence[bool], precision: str
+    both: Sequence[bool], last: Sequence[bool], precisions: Sequence[str]
 ) -> None:
     """Before torch 2.15 fresh 16-bit gradients beside fp32 sums end in an assertion of torch (pytorch#196996)."""
-    assert_trained_alike(precision, both, last, partial(windows, 2))
+    assert_trained_alike([Cell(precision, both, last, partial(windows, 2)) for precision in precisions])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_unit_that_nobody_uses(precision: str) -> None:
+@PRECISIONS
+def test_a_unit_that_nobody_uses(precisions: Sequence[str]) -> None:
     """Before torch 2.15 the first backward without a reduction asks it for gradients, also in the middle of a run."""
-    assert_trained_alike(precision, NEVER, NEVER, windows_that_grow)
+    assert_trained_alike([Cell(precision, NEVER, NEVER, windows_that_grow) for precision in precisions])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("window", [1, 2])
-def test_units_that_are_unfrozen(window: int, precision: str) -> None:
+@PRECISIONS
+def test_units_that_are_unfrozen(precisions: Sequence[str]) -> None:
     """Before torch 2.15 a unit that was frozen in the first forward has no dtypes, and its gradients get the wrong."""
-    assert_trained_alike(precision, ALWAYS, ALWAYS, partial(windows_and_thaw, window))
+    thawed = [partial(windows_and_thaw, window) for window in (1, 2)]
+    assert_trained_alike([Cell(each, ALWAYS, ALWAYS, callbacks) for each in precisions for callbacks in thawed])

@@ -5,10 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_runs import ResumableLoader, batches, fp16, fsdp2, model
+from fsdp2_runs import (
+    Blocks,
+    PostNorm,
+    ResumableLoader,
+    batches,
+    fp16,
+    fsdp2,
+    model,
+)
 from gloo import run_ranks
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import loader, quiet_trainer
+from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -91,3 +100,44 @@ def test_a_run_starts_after_one_that_failed_in_the_middle_of_a_step(place: str) 
     for losses, wanted in run_ranks(run, 2):
         assert losses == wanted
         assert len(losses) == 2
+
+
+class Fails(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise RuntimeError("planted")
+
+
+def test_step_methods_are_given_back_and_a_second_run_keeps_the_shards() -> None:
+    def run(rank: int) -> Any:
+        module = Blocks()
+        data = loader(regression_batches(2))
+        with pytest.raises(RuntimeError, match="planted"):
+            quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()], callbacks=[Fails()]).fit(module, data)
+        left = {name for name in vars(module) if name.endswith("_step")}
+        shards = [p.to_local().data_ptr() for p in module.parameters()]
+        trainer = quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()])
+        trainer.fit(module, data)
+        assert [p.to_local().data_ptr() for p in module.parameters()] == shards
+        other = quiet_trainer(devices=2, strategy=fsdp2(PostNorm))
+        with pytest.raises(
+            MisconfigurationException, match=r"gathers weights in torch.float16, and precision is now '3"
+        ):
+            other.fit(module, data)
+        return left | {name for name in vars(module) if name.endswith("_step")}, trainer.global_step
+
+    assert run_ranks(run, 2) == [(set(), 2)] * 2
+
+
+def test_a_step_method_that_the_module_itself_was_given_is_given_back() -> None:
+    def run(rank: int) -> bool:
+        module = Regression()
+
+        def step(batch: Any, batch_idx: int) -> Any:
+            return Regression.training_step(module, batch, batch_idx)
+
+        module.training_step = step
+        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[fp16()])
+        trainer.fit(module, loader(regression_batches(1)))
+        return vars(module)["training_step"] is step
+
+    assert run_ranks(run, 2) == [True, True]

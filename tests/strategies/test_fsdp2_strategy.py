@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
+from fsdp2_runs import Blocks, PostNorm, assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
 from gloo import run_ranks
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reductions_counter import ReductionsPerStep
@@ -110,7 +109,7 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks: int, arguments: dict[str, A
     assert all(torch.isfinite(value).all() for value in found[0]["weights"].values())
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("sync", ["window", pytest.param("micro_batch", marks=pytest.mark.full)])
 def test_gradients_are_reduced_once_per_window_or_micro_batch(sync: Any) -> None:
     """D37, D53: two blocks with their norms apart, and the rest: five reductions."""
 
@@ -271,26 +270,6 @@ def test_ranks_start_from_the_weights_of_rank_zero() -> None:
 # -- with others -------------------------------------------------------------------------------------------------------
 
 
-class PostNorm(nn.Module):
-    """Ends with its norm, where a second run stops early."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + nn.functional.dropout(self.up(self.before(x)).relu(), 0.5, self.training))
-
-
-class Blocks(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(PostNorm(), PostNorm(), nn.Linear(WIDTH, 1))
-
-
 @pytest.mark.full
 def test_activation_checkpointing_goes_inside_of_the_units() -> None:
     """To the last bit, dropout included, with norms that are gathered apart from their block."""
@@ -354,32 +333,6 @@ def test_parameters_that_nothing_gathers_in_manual_optimization_are_refused() ->
             quiet_trainer(devices=2, strategy=fsdp2("net.2")).fit(Own(), loader(regression_batches(1)))
 
     run_ranks(run, 2)
-
-
-class Fails(Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        raise RuntimeError("planted")
-
-
-def test_step_methods_are_given_back_and_a_second_run_keeps_the_shards() -> None:
-    def run(rank: int) -> Any:
-        module = Blocks()
-        data = loader(regression_batches(2))
-        with pytest.raises(RuntimeError, match="planted"):
-            quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()], callbacks=[Fails()]).fit(module, data)
-        left = {name for name in vars(module) if name.endswith("_step")}
-        shards = [p.to_local().data_ptr() for p in module.parameters()]
-        trainer = quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()])
-        trainer.fit(module, data)
-        assert [p.to_local().data_ptr() for p in module.parameters()] == shards
-        other = quiet_trainer(devices=2, strategy=fsdp2(PostNorm))
-        with pytest.raises(
-            MisconfigurationException, match=r"gathers weights in torch.float16, and precision is now '3"
-        ):
-            other.fit(module, data)
-        return left | {name for name in vars(module) if name.endswith("_step")}, trainer.global_step
-
-    assert run_ranks(run, 2) == [(set(), 2)] * 2
 
 
 class Validated(Regression):
@@ -450,51 +403,38 @@ trainer:
     assert (strategy.shard, strategy.tensor_parallel_plan) == (read, {"*.up": "column", "*.down": "row"})
 
 
-def refusal(strategy: Any, module: pl.LightningModule | None = None, **arguments: Any) -> str:
-    def run(rank: int) -> str:
-        with pytest.raises((ValueError, MisconfigurationException)) as caught:
-            quiet_trainer(devices=2, strategy=strategy, **arguments).fit(
-                module or model(), loader(regression_batches(1)), loader(regression_batches(1))
-            )
-        return str(caught.value)
+class Evaluated(Regression):
+    """The last layer is in no unit but the model itself, and gathered for the whole step."""
 
-    first, second = run_ranks(run, 2)
-    assert first == second
-    return first
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+        self.gathered = not isinstance(self.net[2].weight, DTensor)
 
-
-def test_a_rule_that_matches_nothing_says_what_there_is() -> None:
-    message = refusal(fsdp2("model.block.*"))
-    assert "FSDP2Strategy: 'model.block.*' fits no module of Recorded" in message
-    assert "model.blocks.0" in message
-    assert "Classes: Linear (9)" in message
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.test_step(batch, batch_idx)
+        return batch[1]
 
 
-def test_sizes_that_do_not_divide_are_refused() -> None:
-    message = refusal(fsdp2(replicate_size=3))
-    assert message.startswith(
-        "FSDP2Strategy(replicate_size=3, tensor_parallel_size=1) needs a multiple of 3 ranks, and"
-    )
+@pytest.mark.parametrize("loop", ["test", "predict"])
+def test_nothing_stays_gathered_after_testing_and_prediction(loop: str) -> None:
+    def run(rank: int) -> Any:
+        module = Evaluated()
+        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[fp16()])
+        if loop == "test":
+            trainer.test(module, loader(regression_batches(1)), verbose=False)
+        else:
+            trainer.predict(module, loader(regression_batches(1)), return_predictions=False)
+        return module.gathered, {type(parameter) for parameter in module.parameters()}
+
+    assert run_ranks(run, 2) == [(True, {DTensor})] * 2
 
 
-def test_a_stock_scaler_is_refused() -> None:
-    message = refusal(fsdp2(), plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))])
-    assert "Use Trainer(plugins=[lightning_mp.AutocastPrecision('16-mixed')])" in message
+def test_buffers_start_from_those_of_rank_zero() -> None:
+    def run(rank: int) -> list[float]:
+        module = Regression()
+        module.register_buffer("offset", torch.full((3,), float(rank + 1)))
+        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[fp16()])
+        trainer.fit(module, loader(regression_batches(1)))
+        return module.offset.tolist()
 
-
-# Lightning's word of models that are built in `configure_model`, as this one is; the refusal says more.
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
-def test_callbacks_that_have_copied_the_model_are_refused() -> None:
-    message = refusal(fsdp2(), callbacks=[EMAWeightAveraging(decay=0.9)])
-    assert message.startswith("FSDP2Strategy cannot be used with EMAWeightAveraging, which copies the model before")
-
-
-@pytest.mark.parametrize("size", [0, True, 1.5])
-def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of 1 or more"):
-        FSDP2Strategy(replicate_size=size)
-
-
-def test_a_plan_without_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=1 cuts none"):
-        FSDP2Strategy(tensor_parallel_plan="auto")
+    assert run_ranks(run, 2) == [[1.0] * 3] * 2

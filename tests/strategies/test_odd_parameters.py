@@ -1,5 +1,6 @@
 """Odd parameters under sharding: trained as on one process, or refused at set-up by name."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -115,13 +116,27 @@ def fit(rank: int, kind: str, where: str, precision: str) -> list[float] | str:
     return module.losses
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["float64", "a float64 layer", "a float64 scale"])
-@pytest.mark.parametrize("where", ["FSDP2", pytest.param("TP", marks=pytest.mark.full)])
-def test_float64_is_trained_as_on_one_process(where: str, kind: str, precision: str) -> None:
-    expected = fit(0, kind, "one process", precision)
-    for losses in run_ranks(partial(fit, kind=kind, where=where, precision=precision), 2):
-        assert losses == pytest.approx(expected, rel=1e-12 if (kind, where) == ("float64", "FSDP2") else 5e-3)
+def fits(rank: int, cells: Sequence[tuple[str, str, str]]) -> list[list[float] | str]:
+    """One cell of kind, strategy and precision after the other in the same processes."""
+    return [fit(rank, *cell) for cell in cells]
+
+
+@pytest.mark.parametrize(
+    ("where", "precisions"),
+    [
+        ("FSDP2", ("32-true", "bf16-mixed")),
+        pytest.param("FSDP2", ("16-mixed",), marks=pytest.mark.full),
+        pytest.param("TP", ("32-true", "bf16-mixed", "16-mixed"), marks=pytest.mark.full),
+    ],
+)
+def test_float64_is_trained_as_on_one_process(where: str, precisions: tuple[str, ...]) -> None:
+    kinds = ("float64", "a float64 layer", "a float64 scale")
+    cells = [(kind, where, precision) for kind in kinds for precision in precisions]
+    for on_rank in run_ranks(partial(fits, cells=cells), 2):
+        for (kind, _, precision), losses in zip(cells, on_rank, strict=True):
+            expected = fit(0, kind, "one process", precision)
+            tolerance = 1e-12 if (kind, where) == ("float64", "FSDP2") else 5e-3
+            assert losses == pytest.approx(expected, rel=tolerance), (kind, precision)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", *(pytest.param(p, marks=pytest.mark.full) for p in ("16-mixed",))])
@@ -133,28 +148,28 @@ def test_batch_norms_under_fsdp1_are_those_of_one_process(where: str, precision:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "where", "precision", "says"),
-    [
-        ("complex", "FSDP2", "bf16-mixed", r"blocks.0.rotation, blocks.1.rotation of Module are complex"),
-        ("complex", "TP", "32-true", r"cannot shard complex parameters.*torch.view_as_real"),
-        ("complex", "FSDP1", "bf16-mixed", r"FSDPStrategy cannot shard complex parameters"),
-        ("sparse", "FSDP2", "32-true", r"cannot reduce sparse gradients, and blocks.0.table"),
-        ("sparse", "TP", "bf16-mixed", r"blocks.1.table of Module have sparse=True. Leave sparse out"),
-        ("sparse", "FSDP1", "bf16-true", r"FSDPStrategy cannot reduce sparse gradients"),
-        ("float64", "FSDP1", "bf16-mixed", r"blocks.0.up.weight.* are float64: they would be rounded"),
-        ("tied", "FSDP1", "bf16-mixed", r"blocks.0.up.weight and blocks.1.up.weight are one parameter.*two units"),
-        ("tied", "FSDP1", "bf16-true", r"each of which would free what the other needs"),
-        ("weight norm", "TP", "bf16-mixed", r"blocks.0.up has parametrizations.weight.original0.*Let it be 'whole'"),
-        ("old weight norm", "TP", "bf16-mixed", r"blocks.0.up has weight_g, weight_v"),
-        ("spectral norm", "TP", "32-true", r"blocks.0.up has parametrizations.weight.original"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused_by_name(kind: str, where: str, precision: str, says: str) -> None:
-    for message in run_ranks(partial(fit, kind=kind, where=where, precision=precision), 2):
-        assert isinstance(message, str)
-        with pytest.raises(ValueError, match=says):
-            raise ValueError(message)
+REFUSED = [
+    ("complex", "FSDP2", "bf16-mixed", r"blocks.0.rotation, blocks.1.rotation of Module are complex"),
+    ("complex", "TP", "32-true", r"cannot shard complex parameters.*torch.view_as_real"),
+    ("complex", "FSDP1", "bf16-mixed", r"FSDPStrategy cannot shard complex parameters"),
+    ("sparse", "FSDP2", "32-true", r"cannot reduce sparse gradients, and blocks.0.table"),
+    ("sparse", "TP", "bf16-mixed", r"blocks.1.table of Module have sparse=True. Leave sparse out"),
+    ("sparse", "FSDP1", "bf16-true", r"FSDPStrategy cannot reduce sparse gradients"),
+    ("float64", "FSDP1", "bf16-mixed", r"blocks.0.up.weight.* are float64: they would be rounded"),
+    ("tied", "FSDP1", "bf16-mixed", r"blocks.0.up.weight and blocks.1.up.weight are one parameter.*two units"),
+    ("tied", "FSDP1", "bf16-true", r"each of which would free what the other needs"),
+    ("weight norm", "TP", "bf16-mixed", r"blocks.0.up has parametrizations.weight.original0.*Let it be 'whole'"),
+    ("old weight norm", "TP", "bf16-mixed", r"blocks.0.up has weight_g, weight_v"),
+    ("spectral norm", "TP", "32-true", r"blocks.0.up has parametrizations.weight.original"),
+]
+
+
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    for on_rank in run_ranks(partial(fits, cells=[cell for *cell, _ in REFUSED]), 2):
+        for (*cell, says), message in zip(REFUSED, on_rank, strict=True):
+            assert isinstance(message, str), cell
+            with pytest.raises(ValueError, match=says):
+                raise ValueError(message)
 
 
 class OwnPolicy(Module):
@@ -166,7 +181,7 @@ class OwnPolicy(Module):
 
 
 class OwnPlan(Module):
-    """Cut by its own ``configure_model``."""
+    """Split by its own ``configure_model``."""
 
     def configure_model(self) -> None:
         parallelize_module(self.blocks[0], self.device_mesh["tensor_parallel"], {"up": ColwiseParallel()})
@@ -189,7 +204,7 @@ def test_fp16_over_a_users_own_bf16_policy_is_refused() -> None:
     assert "give param_dtype=torch.float16 or None" in message
 
 
-def test_tensor_parallelism_on_a_model_that_cuts_itself_names_configure_model() -> None:
+def test_tensor_parallelism_on_a_model_that_splits_itself_names_configure_model() -> None:
     own = partial(refused, module=OwnPlan, strategy=partial(fsdp2, tensor_parallel_size=2), precision="bf16-mixed")
     message, _ = run_ranks(own, 2)
     assert "OwnPlan.configure_model has spread blocks.0.up.weight over ranks already" in message

@@ -6,7 +6,6 @@ D02, D03, D04, D05, D14, D16, D17, D19, D20, D21: what goes wrong there with sto
 import math
 import re
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from small_models import loader, quiet_trainer, weights
 from strategy_rows import STRATEGIES, distributed
 from strategy_runs import (
-    ACCUMULATION,
     CELLS,
     CLIPPING,
     GRADIENT_WINDOW,
     LOSS_WINDOW,
     NUM_WINDOWS,
     ONE_PROCESS,
-    PRECISIONS,
     Cell,
     Layout,
     Net,
@@ -50,12 +47,6 @@ REFUSALS = {
     r"^FSDP1.*; .*remainder;": r"storage='remainder'\) cannot be used with .* Leave storage out",
     r"fp16 reduction; (bf16|fp8)": r"reduced in fp16, and nothing scales the loss .* or reduce in bf16",
     r"static graph; .*; 3": r"static_graph=True.* Leave static_graph out",
-}
-
-# One cell of every strategy; together every precision, clipping and accumulation.
-SPANNING = {
-    strategy: Cell(list(PRECISIONS)[(index + 4) % len(PRECISIONS)], list(CLIPPING)[index % 3], ACCUMULATION[index % 2])
-    for index, strategy in enumerate(STRATEGIES)
 }
 
 
@@ -199,19 +190,6 @@ def test_the_tolerance_tells_wrong_runs_apart(cell: Cell) -> None:
             check_weights(
                 single(cell).weights, run.weights, tolerance("", cell.precision), storage_rounding(cell.precision)
             )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.full
-def test_a_cell_of_every_strategy(strategy: str) -> None:
-    for cell, runs in run_cells(strategy, [SPANNING[strategy]]):
-        check(strategy, cell, runs)
-
-
-def test_these_cells_span_the_matrix() -> None:
-    assert {(cell.clipping, cell.accumulation) for cell in SPANNING.values()} == set(product(CLIPPING, ACCUMULATION))
-    assert {cell.precision for cell in SPANNING.values()} == set(PRECISIONS)
-    assert any(refusal(*item) for item in SPANNING.items())
 
 
 @pytest.mark.full

@@ -50,21 +50,24 @@ def train_two_meshes(rank: int, plugin: Any, *, fused: bool = False) -> Any:
     return trainer.precision_plugin.scaler.get_scale(), module.run
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-def test_ranks_of_two_meshes_skip_together(fused: bool) -> None:
+def test_ranks_of_two_meshes_skip_together() -> None:
     """D02: only one rank of four sees the inf, on a mesh that the optimizer's first gradient is not on."""
-    runs = run_ranks(
-        lambda rank: train_two_meshes(
-            rank, AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=64.0)), fused=fused
-        ),
-        4,
-    )
-    for scale, run in runs:
-        assert scale == 32.0
-        assert run.stepped == [True, True, False, True, True, True]
-        assert all(torch.equal(a, b) for a, b in zip(run.weights, runs[0][1].weights, strict=True))
+
+    def unfused_and_fused(rank: int) -> Any:
+        scalers = [LossScaler(init_scale=64.0) for _ in range(2)]
+        plugins = [AutocastPrecision("16-mixed", scaler=scaler) for scaler in scalers]
+        return [
+            train_two_meshes(rank, plugin, fused=fused) for fused, plugin in zip((False, True), plugins, strict=True)
+        ]
+
+    for runs in zip(*run_ranks(unfused_and_fused, 4), strict=True):
+        for scale, run in runs:
+            assert scale == 32.0
+            assert run.stepped == [True, True, False, True, True, True]
+            assert all(torch.equal(a, b) for a, b in zip(run.weights, runs[0][1].weights, strict=True))
 
 
+@pytest.mark.full
 def test_stock_ranks_of_two_meshes_do_not() -> None:
     """D02, the reason for the test above: when this fails, torch has repaired it."""
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
@@ -97,25 +100,25 @@ class OneShardedWeight(OneWeight):
             fully_shard(self.up, mesh=self.device_mesh["data_parallel"])
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", ["DDP", *SHARDED])
-def test_gradients_are_reduced_in_fp32(strategy: str, precision: str) -> None:
+def test_gradients_are_reduced_in_fp32(strategy: str) -> None:
     """D18: the mean of 1 and 2^-12 has 13 significant bits, more than fp16 and bf16 have."""
     layout = STRATEGIES[strategy]
 
-    def fit(rank: int) -> Tensor:
+    def fit(rank: int, precision: Any) -> list[Any]:
         made = layout.make()
         if isinstance(made, CpuFsdp):
             made.kwargs.pop("auto_wrap_policy")
         module = (OneShardedWeight if type(made) is ModelParallelStrategy else OneWeight)()
         scaler = LossScaler(init_scale=1.0) if precision == "16-mixed" else None
-        plugin = AutocastPrecision(precision, scaler=scaler)  # type: ignore[arg-type]
+        plugin = AutocastPrecision(precision, scaler=scaler)
         trainer = quiet_trainer(devices=layout.ranks, strategy=made, plugins=[plugin])
         trainer.fit(module, loader([torch.full((1, 2), [1.0, 2.0**-12][rank % 2])]))
-        return module.run.weights[0]
+        return module.run.weights[0].tolist()
 
-    for weight in run_ranks(fit, layout.ranks):
-        assert weight.tolist() == [[-(1.0 + 2.0**-12) / 2] * 2] * 2
+    wanted = [[-(1.0 + 2.0**-12) / 2] * 2] * 2
+    found = run_ranks(lambda rank: [fit(rank, precision) for precision in ("16-mixed", "bf16-mixed")], layout.ranks)
+    assert found == [[wanted, wanted]] * layout.ranks
 
 
 class Buffers(Net):
@@ -138,37 +141,41 @@ class ShardedBuffers(Buffers):
     configure_model = ParallelNet.configure_model
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "16-true", "bf16-true"])
 @pytest.mark.parametrize("strategy", ["DDP", "FSDP1, full shard", "FSDP2"])
 @pytest.mark.full
 # Batch norms become units of their own, in fp32, and torch says so.
 @pytest.mark.filterwarnings("ignore:Both mixed precision and an auto_wrap_policy were specified to FSDP")
-def test_buffers_stay_fp32_for_a_whole_run(strategy: str, precision: str) -> None:
+def test_buffers_stay_fp32_for_a_whole_run(strategy: str) -> None:
     """D49: Lightning's FSDP "mixed" holds them in 16 bit."""
     layout = STRATEGIES[strategy]
     data = regression_batches(3)
+    precisions: list[Any] = ["16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 
-    def fit(rank: int) -> Any:
+    def fit(rank: int, precision: Any) -> Any:
         made = layout.make()
         if isinstance(made, CpuFsdp):
             made.kwargs.pop("auto_wrap_policy")  # torch warns that it would leave out batch norms
         module = (ShardedBuffers if isinstance(made, ModelParallelStrategy) else Buffers)()
         mixed = precision.endswith("mixed")
-        plugin = AutocastPrecision(precision) if mixed else MasterWeightsPrecision(precision)  # type: ignore[arg-type]
+        plugin = AutocastPrecision(precision) if mixed else MasterWeightsPrecision(precision)
         trainer = quiet_trainer(devices=2, strategy=made, plugins=[plugin])
         trainer.fit(module, loader(data))
         return module.seen, module.table, module.batch_norm.running_mean
 
-    # Master weights and FSDP1 itself cast batches.
-    dtype = torch.bfloat16 if "bf16" in precision else torch.float16
-    casts = precision.endswith("true") or strategy.startswith("FSDP1")
-    expected = nn.BatchNorm1d(WIDTH)
-    for x, _ in data:
-        expected(x.to(dtype).float() if casts else x)
-    for dtypes, table, mean in run_ranks(fit, 2):
-        assert dtypes == [[torch.float32] * 3] * 3
-        assert table.tolist() == [1.0 + 2.0**-20] * WIDTH
-        torch.testing.assert_close(mean, expected.running_mean, rtol=1e-5, atol=1e-6)
+    def running_mean(precision: str) -> Tensor:
+        """Master weights and FSDP1 itself cast batches."""
+        dtype = torch.bfloat16 if "bf16" in precision else torch.float16
+        casts = precision.endswith("true") or strategy.startswith("FSDP1")
+        norm = nn.BatchNorm1d(WIDTH)
+        for x, _ in data:
+            norm(x.to(dtype).float() if casts else x)
+        return norm.running_mean
+
+    for on_rank in run_ranks(lambda rank: [fit(rank, precision) for precision in precisions], 2):
+        for precision, (dtypes, table, mean) in zip(precisions, on_rank, strict=True):
+            assert dtypes == [[torch.float32] * 3] * 3, precision
+            assert table.tolist() == [1.0 + 2.0**-20] * WIDTH, precision
+            torch.testing.assert_close(mean, running_mean(precision), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])

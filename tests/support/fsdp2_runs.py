@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from small_models import ResumableLoader, loader, quiet_trainer
+from small_models import WIDTH, Regression, ResumableLoader, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -125,3 +125,23 @@ def assert_same_on_ranks(ranks: list[dict[str, Any]]) -> None:
             assert other[name] == first[name], name
         for name, value in first["weights"].items():
             assert torch.equal(other["weights"][name], value), name
+
+
+class PostNorm(nn.Module):
+    """Ends with its norm, where a second run stops early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + nn.functional.dropout(self.up(self.before(x)).relu(), 0.5, self.training))
+
+
+class Blocks(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(PostNorm(), PostNorm(), nn.Linear(WIDTH, 1))

@@ -25,7 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "process_group", "run_ranks"]
+__all__ = ["RankError", "process_group", "run_group", "run_ranks"]
 
 # Ranks compute on the CPU, wherever they run; and the driver of a GPU does not survive a fork.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -91,6 +91,16 @@ def process_group(timeout_seconds: float = 60) -> Iterator[None]:
     yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_group(function: Callable[[int], Any], world_size: int) -> list[Any]:
+    """:func:`run_ranks` for functions that run without a Trainer: inside of a :func:`process_group`."""
+
+    def in_group(rank: int) -> Any:
+        with process_group():
+            return function(rank)
+
+    return run_ranks(in_group, world_size)
 
 
 @functools.cache

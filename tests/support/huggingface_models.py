@@ -176,3 +176,40 @@ def plugin(precision: str, init_scale: float = 2.0**10) -> AutocastPrecision:
 def label_tokens(batches: Iterable[Batch]) -> int:
     """Labels that a causal model can use: every one but -100 and the first of each row, which nothing predicts."""
     return sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+
+
+class HuggingFace(pl.LightningModule):
+    def __init__(self, kind: str, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1}
+        if kind == "llama":
+            config = LlamaConfig(
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=8,
+                **sizes,
+            )
+            self.model: nn.Module = LlamaForCausalLM(config)
+        else:
+            config = GPT2Config(
+                n_positions=8,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                resid_pdrop=dropout,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                **sizes,
+            )
+            self.model = GPT2LMHeadModel(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, fused=True)

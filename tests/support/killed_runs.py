@@ -27,15 +27,15 @@ from lightning_mp import (
     FSDP2Strategy,
     LossScaler,
     PipelineParallelStrategy,
-    pipelined_loss,
 )
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
 from lightning_mp.checkpoints.latest import latest_checkpoint
+from lightning_mp.pipelining import pipelined_loss
 
 # Tokens of each micro-batch, by the data that a rank sees; the budget is two epochs of two of them.
 LENGTHS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6], 2: [5, 7, 3, 9, 4, 8, 2], 3: [8, 2, 6, 4, 10, 5, 3]}
 TOKENS = {1: 100, 2: 100, 4: 200}
-VOCABULARY = 12  # two ranks can cut it
+VOCABULARY = 12  # two ranks can split it
 PLAN = {"embedding": "vocabulary", "head": "column_gather"}
 
 
@@ -69,7 +69,7 @@ KINDS = {
     "fsdp2, tensor": _fsdp2(data_ranks=1, tensor_parallel_size=2, tensor_parallel_plan=PLAN),
     "fsdp2, hybrid": _fsdp2(4, 4, replicate_size=2),
     "fsdp2, 2-D": _fsdp2(4, 2, tensor_parallel_size=2, tensor_parallel_plan=PLAN),
-    "pipeline": Kind(lambda: PipelineParallelStrategy(chunks=2), 2, 1),
+    "pipeline": Kind(lambda: PipelineParallelStrategy(microbatches=2), 2, 1),
 }
 # kept, since Python complains of one that is forgotten before it has ended
 killers: list[subprocess.Popen[bytes]] = []
@@ -85,7 +85,7 @@ class ShardsItself(TokenModel):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
 
-class CutsItself(TokenModel):
+class SplitsItself(TokenModel):
     """As PipelineParallelStrategy wants it."""
 
     pipeline_layers = ("embedding", "head")
@@ -97,7 +97,7 @@ class CutsItself(TokenModel):
         return pipelined_loss(self, batch)
 
 
-MODULES = {"model parallel": ShardsItself, "pipeline": CutsItself}
+MODULES = {"model parallel": ShardsItself, "pipeline": SplitsItself}
 
 
 class StepLog(Callback):

@@ -1,4 +1,4 @@
-"""LightningModules that say how to cut themselves, and short fits of them, for tests of the pipeline."""
+"""LightningModules that say how to split themselves, and short fits of them, for tests of the pipeline."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ def losses_of(module: PipelinedMLP, strategy: Any, devices: int, **arguments: An
 
 
 def labelled(samples: int = 22, batch_size: int = 8) -> DataLoader:
-    """Regression; the last batch is shorter, and its chunks are of two sizes."""
+    """Regression; the last batch is shorter, and its microbatches are of two sizes."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, 6, generator=generator)
     return DataLoader(TensorDataset(x, x.flip(1) ** 2), batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""Modules that run out of memory when and where a test says, and plain loops with the same chunks."""
+"""Modules that run out of memory when and where a test says, and plain loops with the same microbatches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -74,18 +74,18 @@ class Notes:
         self.rows: list[tuple[int, int]] = []
 
 
-def chunked_loop(
+def microbatched_loop(
     model: Limited, batches: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], window: int = 1
 ) -> list[list[Tensor]]:
-    """Plain PyTorch: micro-batch ``i`` in chunks of ``sizes[i]`` rows, their mean weighed by rows; the gradients."""
+    """Plain PyTorch: micro-batch ``i`` in microbatches of ``sizes[i]`` rows, weighed by rows; the gradients."""
     optimizer = model.configure_optimizers()
     gradients = []
     for index, ((x, y), rows) in enumerate(zip(batches, sizes, strict=True)):
         before = [p.grad for p in model.parameters()]
         optimizer.zero_grad()
-        for chunk_x, chunk_y in zip(x.split(list(rows)), y.split(list(rows)), strict=True):
-            loss = nn.functional.mse_loss(model.net(chunk_x).to(y.dtype), chunk_y)
-            (loss * (len(chunk_x) / len(x)) / window).backward()
+        for microbatch_x, microbatch_y in zip(x.split(list(rows)), y.split(list(rows)), strict=True):
+            loss = nn.functional.mse_loss(model.net(microbatch_x).to(y.dtype), microbatch_y)
+            (loss * (len(microbatch_x) / len(x)) / window).backward()
         if index % window:
             for p, gradient in zip(model.parameters(), before, strict=True):
                 p.grad = gradient + p.grad

@@ -1,5 +1,6 @@
 """A model that calls its norms, softmax and loss as functions, and runs of it under a policy."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -58,13 +59,7 @@ class Classifier(pl.LightningModule):
         x, y = batch
         logits = self(x)
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-        self.dtypes = {
-            "logits": logits.dtype,
-            "softmax": F.softmax(logits, -1).dtype,
-            "layer_norm": F.layer_norm(logits, (CLASSES,)).dtype,
-            "loss": loss.dtype,
-            "linear": F.linear(x, self.stem.weight).dtype,
-        }
+        self.dtypes = dtypes_of_operations(x, self.stem.weight, logits, loss)
         self.losses.append(loss.detach())
         return loss
 
@@ -127,3 +122,34 @@ def nothing_is_left(module: nn.Module) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not torch.overrides._get_current_function_mode_stack()
     )
+
+
+def failing(kind: type[pl.LightningModule], where: str, watched: Callable[[Any], tuple[Tensor, nn.Module]]) -> Any:
+    """A module whose runs end in an ArithmeticError: in a weight's backward, in a layer's forward or in a hook."""
+
+    class Fails(kind):  # type: ignore[misc, valid-type]
+        pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ArithmeticError(where)
+
+    module = Fails()
+    weight, layer = watched(module)
+    if where == "backward":
+        weight.register_hook(fail)
+    elif where == "forward":
+        layer.register_forward_hook(fail)
+    else:
+        setattr(Fails, where, fail)
+    return module
+
+
+def dtypes_of_operations(x: Tensor, weight: Tensor, logits: Tensor, loss: Tensor) -> dict[str, torch.dtype]:
+    """What functional operations give under the precision that is active."""
+    return {
+        "logits": logits.dtype,
+        "softmax": F.softmax(logits, -1).dtype,
+        "layer_norm": F.layer_norm(logits, logits.shape[-1:]).dtype,
+        "loss": loss.dtype,
+        "linear": F.linear(x, weight).dtype,
+    }

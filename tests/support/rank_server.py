@@ -6,8 +6,10 @@ along in pieces. So ``gloo.py`` starts this file once for each test process and 
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -186,6 +188,7 @@ def _pattern(of_filter: Any) -> str:
 
 
 def _preload() -> None:
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # as in conftest.py
     logging.getLogger().addHandler(logging.NullHandler())  # as under pytest: Lightning then adds none of its own
     for name in PRELOAD:
         with suppress(ImportError):

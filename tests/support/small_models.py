@@ -93,7 +93,7 @@ def regression_batches(num_batches: int, batch_size: int = 4, width: int = WIDTH
 
 
 def token_batches(lengths: Sequence[int], batch_size: int = 2, vocabulary: int = 11) -> list[list[Tensor]]:
-    """One batch per length: that many loss-bearing tokens in all, the rest of the rows padded with -100."""
+    """One batch per length: that many target tokens in all, the rest of the rows padded with -100."""
     generator = torch.Generator().manual_seed(2)
     batches = []
     for tokens in lengths:

@@ -35,7 +35,7 @@ class UnusedLayerNet(Net):
 
 
 class ParallelNet(Net):
-    """Cuts and shards itself as ``ModelParallelStrategy`` wants it."""
+    """Splits and shards itself as ``ModelParallelStrategy`` wants it."""
 
     def configure_model(self) -> None:
         if isinstance(self.up.weight, DTensor):
@@ -63,7 +63,7 @@ def _shard_layers(net: Net, mesh: DeviceMesh) -> None:
 
 
 class PipelinedNet(Net):
-    """Says how it is cut: inside of the residual block, so that both stages have something to multiply in fp8."""
+    """Says how it is split: inside of the residual block, so that both stages have something to multiply in fp8."""
 
     def pipeline_layers(self) -> list[Any]:
         def up(x: Tensor, batch: Any) -> Tensor:

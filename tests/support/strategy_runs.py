@@ -83,7 +83,7 @@ class Run:
 
 
 class Net(pl.LightningModule):
-    """Two layers that tensor parallelism cuts, and a norm and a head that it leaves whole.
+    """Two layers that tensor parallelism splits, and a norm and a head that it leaves whole.
 
     The head has no bias: the errors of a single number do not average out.
     """

@@ -80,13 +80,13 @@ Through a subclass for tests that tells torch to use the CPU. Under autocast FSD
 floating-point batches to 16 bit, targets too, and gathers all parameters in 16 bit. With a `policy` that names modules
 it does neither.""",
     "`ModelParallelStrategy`": """\
-The model shards and cuts itself in `configure_model`.""",
+The model shards and splits itself in `configure_model`.""",
     "`FSDP2Strategy`": """\
 The model knows nothing of it: `FSDP2Strategy(shard=nn.Linear)`, with `replicate_size=2`, and with
 `tensor_parallel_size=2` and `tensor_parallel_plan={"up": "column", "down": "row"}`.""",
     "`PipelineParallelStrategy`": """\
-Experimental. Two stages, cut in the middle of the residual block; up to 4 chunks per batch, of different sizes where 4
-does not divide it.""",
+Experimental. Two stages, split in the middle of the residual block; up to 4 microbatches per batch, of different sizes
+where 4 does not divide it.""",
 }
 
 _NOT_VERIFIED = """

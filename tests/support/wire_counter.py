@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Collective", "CollectiveCounter", "socket_bytes_sent"]
+from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts
+
+__all__ = ["Collective", "CollectiveCounter", "CountsTheStep", "PartsCounter", "socket_bytes_sent"]
 
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -73,6 +76,29 @@ class CollectiveCounter(TorchDispatchMode):
             ranks = dist.distributed_c10d._resolve_process_group(group).size()
             size = _bytes(args[0]) * (ranks if name == "all_gather" else 1)
         self.seen.append(Collective(name, ranks, size))
+
+
+class PartsCounter(CollectiveCounter):
+    """Sees also what happens inside of operations on logits in parts."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, InParts) for kind in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def names(self) -> list[str]:
+        return [collective.name for collective in self.seen]
+
+
+class CountsTheStep(Callback):
+    """Everything that goes over the wire in one training step."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.counter = PartsCounter()
+        self.counter.__enter__()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.counter.__exit__(None, None, None)
 
 
 def _bytes(tensors: Any) -> int:

@@ -16,7 +16,7 @@ COUNTS = [6, 3, 11, 8, 2, 9, 7]
 
 
 class Parallel(TokenModel):
-    """The head is cut by columns; the embedding stays a plain tensor on both ranks."""
+    """The head is split by columns; the embedding stays a plain tensor on both ranks."""
 
     def configure_model(self) -> None:
         if not isinstance(self.head.weight, DTensor):

@@ -1,4 +1,4 @@
-"""Attention that is not cut by heads, tables of embeddings in parts, and stock clipping, against one process."""
+"""Attention that is not split by heads, tables of embeddings in parts, and stock clipping, against one process."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lightning_mp.gradients.clipping import clip_norm_, let_clip_over_meshes
 from lightning_mp.tensor_parallel.known_models import Style
-from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
+from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 from lightning_mp.tensor_parallel.plan import Plan, check_divisible, resolve_plan
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -96,7 +96,7 @@ def test_fewer_key_value_heads_than_ranks_are_refused_with_a_plan_that_works() -
 @pytest.mark.parametrize("rest", ["auto", "auto_sequence"])
 @pytest.mark.parametrize(("make", "gathered"), [(llama, LLAMA), (gpt2, GPT2)])
 def test_attention_on_all_heads_equals_one_process(make: Any, gathered: dict[str, Style], rest: Any) -> None:
-    """In blocks cut along the sequence, too, where gradients are sums over ranks until they are scattered."""
+    """In blocks split along the sequence, too, where gradients are sums over ranks until they are scattered."""
     for weights in run_ranks(lambda rank: trained(make, 2, {**gathered, "*": rest}), 2):
         check(weights, trained(make, 1))
 
@@ -105,13 +105,13 @@ def test_attention_on_all_heads_equals_one_process(make: Any, gathered: dict[str
 
 
 def test_gradients_on_two_meshes_are_clipped_by_one_norm() -> None:
-    """Cut, whole on all ranks, and one that has no gradient."""
+    """Split, whole on all ranks, and one that has no gradient."""
 
     def run(rank: int) -> Any:
         with process_group():
             layers = [nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 4)]
             before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
-            cut_layer(layers[0], "column", init_device_mesh("cpu", (2,)), shared=SharedInput())
+            split_layer(layers[0], "column", init_device_mesh("cpu", (2,)), shared=SharedInput())
             parameters = [parameter for layer in layers for parameter in layer.parameters()]
             for parameter in parameters[:-2]:
                 parameter.grad = parameter.detach().clone()
@@ -157,17 +157,17 @@ def test_stock_clipping_equals_one_process(ranks: int, freeze: str) -> None:
 def test_a_table_in_parts_gives_rows_and_gradients_of_the_whole(padding: int | None) -> None:
     def run(rank: int) -> None:
         with process_group():
-            whole, cut = (nn.Embedding(8, 4, padding_idx=padding) for _ in range(2))
-            cut.load_state_dict(whole.state_dict())
-            cut_layer(cut, "vocabulary", init_device_mesh("cpu", (2,)), shared=SharedInput())
+            whole, split = (nn.Embedding(8, 4, padding_idx=padding) for _ in range(2))
+            split.load_state_dict(whole.state_dict())
+            split_layer(split, "vocabulary", init_device_mesh("cpu", (2,)), shared=SharedInput())
             ids = torch.tensor([[0, 1, 1, 3], [4, 6, 7, 6]])
             factor = torch.arange(32.0).view(2, 4, 4)
             (whole(ids) * factor).sum().backward()
-            (cut(ids) * factor).sum().backward()
-            assert torch.equal(cut(ids), whole(ids))
-            assert torch.equal(cut.weight.grad.full_tensor(), whole.weight.grad)
-            assert cut.weight.to_local().shape == (4, 4)
-            assert not torch.equal(F.embedding(ids % 4, cut.weight.to_local()), whole(ids))
+            (split(ids) * factor).sum().backward()
+            assert torch.equal(split(ids), whole(ids))
+            assert torch.equal(split.weight.grad.full_tensor(), whole.weight.grad)
+            assert split.weight.to_local().shape == (4, 4)
+            assert not torch.equal(F.embedding(ids % 4, split.weight.to_local()), whole(ids))
 
     run_ranks(run, 2)
 
@@ -176,5 +176,7 @@ def test_a_table_in_parts_gives_rows_and_gradients_of_the_whole(padding: int | N
 def test_a_table_that_needs_all_of_its_rows_is_refused(argument: dict[str, Any]) -> None:
     model = nn.ModuleDict({"table": nn.Embedding(8, 4, **argument)})
     (name,) = argument
-    with pytest.raises(ValueError, match=f"table has {name}=.* cannot be cut as 'vocabulary'. Leave that out, or let"):
+    with pytest.raises(
+        ValueError, match=f"table has {name}=.* cannot be split as 'vocabulary'. Leave that out, or let"
+    ):
         resolve_plan(model, {"table": "vocabulary"})

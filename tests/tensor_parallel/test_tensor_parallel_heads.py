@@ -1,4 +1,4 @@
-"""Style "column_qkv": queries, keys and values in one matrix, cut so that a rank has whole heads."""
+"""Style "column_qkv": queries, keys and values in one matrix, split so that a rank has whole heads."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,18 @@ import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, batches, fp16, fsdp2, full_weights, model, train
 from gloo import process_group, run_ranks
+from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
 from small_models import loader, quiet_trainer
-from test_tensor_parallel_plan import HuggingFace
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from lightning_mp import MasterWeightsPrecision
-from lightning_mp.checkpoints.fused_qkv import FusedOrder, fused_orders
-from lightning_mp.tensor_parallel.layers import SharedInput, cut_layer
+from lightning_mp.checkpoints.fused_qkv import FusedOrder, convert_optimizer_states, fused_orders, hold_in_rank_order
+from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 from lightning_mp.tensor_parallel.plan import check_divisible, resolve_plan
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -29,7 +29,7 @@ TENSOR = {"tensor_parallel_size": 2}
 
 
 @pytest.mark.parametrize(("ranks", "dim"), [(1, 0), (2, 0), (3, 1), (6, 0)])
-def test_a_cut_in_rank_order_gives_each_rank_its_rows_of_each_matrix(ranks: int, dim: int) -> None:
+def test_a_split_in_rank_order_gives_each_rank_its_rows_of_each_matrix(ranks: int, dim: int) -> None:
     matrices = [torch.arange(12 * 5).view(12, 5) + 1000 * number for number in range(3)]
     matrices = [matrix if dim == 0 else matrix.t() for matrix in matrices]
     whole = torch.cat(matrices, dim)
@@ -58,7 +58,7 @@ class HeadsSeen(Callback):
         F.scaled_dot_product_attention = nn.functional.scaled_dot_product_attention = self.plain
 
 
-@pytest.mark.parametrize("kind", ["demo", "gpt2"])
+@pytest.mark.parametrize("kind", ["demo", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_attention_runs_on_the_heads_of_the_rank(kind: str) -> None:
     def run(rank: int) -> Any:
         seen = HeadsSeen()
@@ -210,7 +210,7 @@ def test_heads_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match=r"attn has num_heads=2, which 4 ranks do not divide"):
         check_divisible(gpt2, resolve_plan(gpt2, "auto"), 4)
     with pytest.raises(
-        ValueError, match=r"up is cut as 'column_qkv', which is for .* it has 64 outputs, no multiple of 3"
+        ValueError, match=r"up is split as 'column_qkv', which is for .* it has 64 outputs, no multiple of 3"
     ):
         check_divisible(gpt, {"model.blocks.0.mlp.up": "column_qkv"}, 2)
     whole = {"*.query_key_value": "column_gather", "*.output": "row_split", "*": "auto"}
@@ -218,15 +218,48 @@ def test_heads_that_ranks_cannot_share_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("style", "bias"), [("column", Shard(0)), ("column_qkv", Shard(0)), ("row", Replicate())])
-def test_the_bias_of_a_conv1d_is_cut_as_its_outputs_are(style: Any, bias: Any) -> None:
+def test_the_bias_of_a_conv1d_is_split_as_its_outputs_are(style: Any, bias: Any) -> None:
     """Held whole it would be right, too, and cost a copy of its gradient and moments on each rank."""
     from transformers.pytorch_utils import Conv1D
 
     def run(rank: int) -> Any:
         with process_group():
             layer = Conv1D(12, 4)
-            cut_layer(layer, style, init_device_mesh("cpu", (2,)), shared=SharedInput())
+            split_layer(layer, style, init_device_mesh("cpu", (2,)), shared=SharedInput())
             return layer.bias.placements == (bias,), layer.weight.placements
 
     by_outputs = style != "row"
     assert run_ranks(run, 2) == [(True, (Shard(1 if by_outputs else 0),))] * 2
+
+
+def test_ranks_that_divide_a_fused_matrix_must_divide_its_parts() -> None:
+    """Four queries, four keys and four values are twelve rows, and three ranks share none of them evenly."""
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 12)})
+    with pytest.raises(ValueError, match=r"qkv is split as 'column_qkv' along a dimension of 4, which 3 ranks do not"):
+        check_divisible(model, {"qkv": "column_qkv"}, 3)
+
+
+def test_moments_of_another_shape_have_no_order_for_a_fused_matrix() -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 6, bias=False)})
+    hold_in_rank_order(model["qkv"], 2, dim_of_weight=0)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    convert_optimizer_states(model, [optimizer])
+    model["qkv"](torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"Adafactor holds 'row_var' of shape \(6, 1\) .* its order cannot be known"):
+        optimizer.state_dict()
+
+
+def test_a_state_that_was_loaded_can_be_loaded_again() -> None:
+    """What a checkpoint holds is not put into the order of ranks with it."""
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 6)})
+    hold_in_rank_order(model["qkv"], 2, dim_of_weight=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer_states(model, [optimizer])
+    (model["qkv"](torch.ones(1, 4)) * torch.arange(6.0)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    wanted = state["state"][0]["exp_avg"].clone()
+    for _ in range(2):
+        optimizer.load_state_dict(state)
+        assert optimizer.state_dict()["state"][0]["exp_avg"].equal(wanted)

@@ -1,4 +1,4 @@
-"""Style "vocab_parallel_head": logits cut by vocabulary, the loss of parts, and the whole for everybody else."""
+"""Style "vocab_parallel_head": logits split by vocabulary, the loss of parts, and the whole for everybody else."""
 
 import copy
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from gloo import process_group, run_ranks
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F
-from wire_counter import CollectiveCounter
+from wire_counter import CountsTheStep, PartsCounter
 
 from lightning_mp import AutocastPrecision
-from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, cut_logits
-from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts, VocabParallelSplit
+from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, split_logits
+from lightning_mp.tensor_parallel.vocab_parallel_tensor import VocabParallelSplit
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -27,18 +27,6 @@ WHOLE = torch.randn(BATCH, TOKENS, VOCABULARY, generator=RANDOM, dtype=torch.flo
 LABELS = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=RANDOM)
 SOME = LABELS.masked_fill(torch.rand(BATCH, TOKENS, generator=RANDOM) < 0.3, -100)
 WEIGHT = torch.rand(VOCABULARY, generator=RANDOM, dtype=torch.float64)
-
-
-class Counter(CollectiveCounter):
-    """Sees also what happens inside of operations on logits in parts."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, InParts) for kind in types):
-            return NotImplemented
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def names(self) -> list[str]:
-        return [collective.name for collective in self.seen]
 
 
 def flat(logits: Tensor, labels: Tensor = LABELS, **arguments: Any) -> Tensor:
@@ -94,18 +82,20 @@ WITH_THE_WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check(name: str, loss_of: Callable[[Tensor], Tensor], cut: VocabParallelSplit, dtype: torch.dtype) -> Counter:
+def check(
+    name: str, loss_of: Callable[[Tensor], Tensor], split: VocabParallelSplit, dtype: torch.dtype
+) -> PartsCounter:
     whole = WHOLE.to(dtype, copy=True).requires_grad_()
-    part = cut.own(WHOLE, 2).to(dtype).clone().requires_grad_()
+    part = split.own(WHOLE, 2).to(dtype).clone().requires_grad_()
     expected = loss_of(whole * 1)
-    with Counter() as counter:
-        loss = loss_of(cut_logits(part * 1, cut))
+    with PartsCounter() as counter:
+        loss = loss_of(split_logits(part * 1, split))
         loss.sum().backward()
     expected.sum().backward()
     assert type(loss) is Tensor, name
     tolerance = {} if dtype == torch.float64 else {"rtol": 1e-2, "atol": 1e-3}
     torch.testing.assert_close(loss.detach(), expected.detach(), msg=lambda text: f"{name}: {text}", **tolerance)
-    gradient = cut.own(whole.grad, 2)
+    gradient = split.own(whole.grad, 2)
     torch.testing.assert_close(part.grad, gradient, msg=lambda text: f"{name}, gradient: {text}", **tolerance)
     return counter
 
@@ -117,15 +107,15 @@ def test_it_is_torchs_cross_entropy_and_nothing_is_gathered(ranks: int) -> None:
 
     def run(rank: int) -> None:
         with process_group():
-            cut = VocabParallelSplit(dist.group.WORLD)
+            split = VocabParallelSplit(dist.group.WORLD)
             for name, loss_of in IN_PARTS.items():
-                seen = check(name, loss_of, cut, torch.float64).names()
+                seen = check(name, loss_of, split, torch.float64).names()
                 assert seen == ["all_reduce"] * (4 if name == "twice" else 2), name
             for name, loss_of in WITH_THE_WHOLE.items():
-                assert "all_gather" in check(name, loss_of, cut, torch.float64).names(), name
+                assert "all_gather" in check(name, loss_of, split, torch.float64).names(), name
             for dtype in (torch.float16, torch.bfloat16):
                 for loss_of in (under_autocast, flat, lambda logits: flat(logits.float())):
-                    check(f"{dtype}", loss_of, cut, dtype)
+                    check(f"{dtype}", loss_of, split, dtype)
 
     run_ranks(run, ranks)
 
@@ -147,8 +137,8 @@ def test_twelve_bytes_per_row_go_over_the_wire() -> None:
 def test_the_loss_is_fp32_under_autocast_and_of_the_logits_dtype_without() -> None:
     def run(rank: int) -> Any:
         with process_group():
-            cut = VocabParallelSplit(dist.group.WORLD)
-            logits = cut_logits(cut.own(WHOLE, 2).to(torch.float16).clone().requires_grad_() * 100, cut)
+            split = VocabParallelSplit(dist.group.WORLD)
+            logits = split_logits(split.own(WHOLE, 2).to(torch.float16).clone().requires_grad_() * 100, split)
             exact = F.cross_entropy(100 * WHOLE.to(torch.float16).double().flatten(0, 1), LABELS.flatten()).item()
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = flat(logits)
@@ -162,9 +152,9 @@ def test_the_loss_is_fp32_under_autocast_and_of_the_logits_dtype_without() -> No
 def test_everybody_else_sees_the_whole() -> None:
     def run(rank: int) -> None:
         with process_group():
-            cut = VocabParallelSplit(dist.group.WORLD)
-            part = cut.own(WHOLE, 2).clone().requires_grad_()
-            logits = cut_logits(part * 1, cut)
+            split = VocabParallelSplit(dist.group.WORLD)
+            part = split.own(WHOLE, 2).clone().requires_grad_()
+            logits = split_logits(part * 1, split)
             gradients: list[Tensor] = []
             logits.register_hook(lambda gradient: gradients.append((gradient != 0).any(-1)))
             assert isinstance(logits, VocabParallelLogits)
@@ -180,8 +170,8 @@ def test_everybody_else_sees_the_whole() -> None:
             flat(logits, SOME).backward()
             assert torch.equal(gradients[0], SOME >= 0)
             with torch.no_grad():
-                assert type(cut_logits(part, cut)) is Tensor
-                assert cut_logits(part, cut).equal(WHOLE)
+                assert type(split_logits(part, split)) is Tensor
+                assert split_logits(part, split).equal(WHOLE)
 
     run_ranks(run, 2)
 
@@ -194,8 +184,8 @@ def test_a_label_outside_of_the_vocabulary_is_refused(labels: Tensor, error: typ
 
     def run(rank: int) -> None:
         with process_group():
-            cut = VocabParallelSplit(dist.group.WORLD)
-            logits = cut_logits(cut.own(WHOLE, 2)[0, :2].clone().requires_grad_(), cut)
+            split = VocabParallelSplit(dist.group.WORLD)
+            logits = split_logits(split.own(WHOLE, 2)[0, :2].clone().requires_grad_(), split)
             with pytest.raises(error, match="out of range"):
                 F.cross_entropy(logits, labels)
             with pytest.raises(ValueError, match="batch_size"):
@@ -208,11 +198,11 @@ def test_a_label_outside_of_the_vocabulary_is_refused(labels: Tensor, error: typ
 def test_an_overflow_in_the_columns_of_one_rank_is_in_the_loss_of_all(planted: float) -> None:
     def run(rank: int) -> Any:
         with process_group():
-            cut = VocabParallelSplit(dist.group.WORLD)
-            part = cut.own(WHOLE, 2).clone()
+            split = VocabParallelSplit(dist.group.WORLD)
+            part = split.own(WHOLE, 2).clone()
             part[0, 0, 0] = planted if rank == 1 else 0.0
             part.requires_grad_()
-            loss = flat(cut_logits(part * 1, cut))
+            loss = flat(split_logits(part * 1, split))
             loss.backward()
             return loss.isfinite().item(), part.grad.isfinite().all().item()
 
@@ -257,17 +247,6 @@ def test_logits_of_a_run_are_those_of_one_process(plugin: Any) -> None:
         assert_same(found, alone, atol=2e-3)
         for ours, theirs in zip(logits, (training, evaluation), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
-
-
-class CountsTheStep(Callback):
-    """Everything that goes over the wire in one training step."""
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.counter = Counter()
-        self.counter.__enter__()
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.counter.__exit__(None, None, None)
 
 
 @pytest.mark.full

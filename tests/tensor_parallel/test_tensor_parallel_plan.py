@@ -1,19 +1,17 @@
-"""FSDP2Strategy(tensor_parallel_size=...): layers cut by a plan, alone and with FSDP2, against one process."""
+"""FSDP2Strategy(tensor_parallel_size=...): layers split by a plan, alone and with FSDP2, against one process."""
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
 from gloo import run_ranks
-from huggingface_models import VOCABULARY
+from huggingface_models import VOCABULARY, HuggingFace
 from huggingface_models import gpt2 as huggingface_gpt2
 from lightning.pytorch.plugins import Precision
 from small_models import loader, quiet_trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_mp import AutocastPrecision
 from lightning_mp.tensor_parallel.plan import check_divisible, read_plan, resolve_plan
@@ -41,25 +39,26 @@ def alone() -> dict[str, Any]:
     ids=["tensor", "mlp only", "2-D", "hybrid 2-D", "four"],
 )
 def test_it_equals_one_process(ranks: int, arguments: dict[str, Any], alone: dict[str, Any]) -> None:
-    """D02, D20, D21: fused AdamW over two meshes, norm clipping, fp16; what is not cut is the same on all ranks."""
+    """D02, D20, D21: fused AdamW over two meshes, norm clipping, fp16; what is not split is the same on all ranks."""
 
     def run(rank: int) -> Any:
         strategy = fsdp2(**{"tensor_parallel_size": 2} | arguments)
         module = model()
         found = train(rank, ranks, strategy, module=module, gradient_clip_val=0.5)
         up, norm = module.model.blocks[0].mlp.up.weight, module.model.final_norm.weight
-        return found | {"cut": up.to_local().numel() / up.numel(), "norm dtype": norm.dtype}
+        return found | {"split": up.to_local().numel() / up.numel(), "norm dtype": norm.dtype}
 
     found = run_ranks(run, ranks)
     assert_same_on_ranks(found)
     assert_same(found[0], alone)
     copies = arguments.get("replicate_size", 1)
-    assert found[0]["cut"] == copies / ranks
+    assert found[0]["split"] == copies / ranks
     parts = arguments.get("tensor_parallel_size", 2)
     means = [sum(values) / len(values) for values in zip(*(rank["losses"] for rank in found[::parts]), strict=True)]
     assert means == pytest.approx(alone["losses"], rel=1e-3)
 
 
+@pytest.mark.full
 def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
     def run(rank: int) -> Any:
         return train(rank, 2, fsdp2(tensor_parallel_size=2), plugin=Precision())
@@ -67,43 +66,6 @@ def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
     found = run_ranks(run, 2)
     assert_same_on_ranks(found)
     assert_same(found[0], train(plugin=Precision()), atol=2e-6)
-
-
-class HuggingFace(pl.LightningModule):
-    def __init__(self, kind: str, dropout: float = 0.1) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1}
-        if kind == "llama":
-            config = LlamaConfig(
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=8,
-                **sizes,
-            )
-            self.model: nn.Module = LlamaForCausalLM(config)
-        else:
-            config = GPT2Config(
-                n_positions=8,
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                resid_pdrop=dropout,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                **sizes,
-            )
-            self.model = GPT2LMHeadModel(config)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +95,14 @@ def test_hugging_face_models_equal_one_process(kind: str, ranks: int, arguments:
         module.train()  # as transformers' from_pretrained leaves it in evaluation
         trainer.fit(module, loader([[rows] for rows in ids]))
         units = getattr(trainer.strategy, "unit_names", ())
-        cut = [name for name, p in module.named_parameters() if isinstance(p, DTensor) and p.device_mesh.ndim > 1]
-        return full_weights(module), units, cut
+        split = [name for name, p in module.named_parameters() if isinstance(p, DTensor) and p.device_mesh.ndim > 1]
+        return full_weights(module), units, split
 
     alone, _, _ = run(1)
     parts = arguments.get("tensor_parallel_size", 1)
-    for weights, units, cut in run_ranks(lambda rank: run(ranks, seed=5 + rank % parts), ranks):
+    for weights, units, split in run_ranks(lambda rank: run(ranks, seed=5 + rank % parts), ranks):
         assert len(units) == 2
-        assert bool(cut) is bool(arguments)
+        assert bool(split) is bool(arguments)
         for name, value in alone.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-3, msg=lambda t, n=name: f"{n}: {t}")
 
@@ -148,7 +110,7 @@ def test_hugging_face_models_equal_one_process(kind: str, ranks: int, arguments:
 # -- the plan itself ---------------------------------------------------------------------------------------------------
 
 
-def test_auto_knows_what_it_cuts() -> None:
+def test_auto_knows_what_it_splits() -> None:
     gpt = resolve_plan(model(), "auto")
     assert gpt["model.token_embedding"] == "vocabulary"
     assert gpt["model.head"] == "vocab_parallel_head"
@@ -194,7 +156,7 @@ def test_the_first_rule_wins() -> None:
 
 
 @pytest.mark.parametrize("plan", [{"*.token_embedding": "column"}, {"*.head": "vocabulary"}])
-def test_embeddings_are_cut_by_their_vocabulary_and_nothing_else_is(plan: Any) -> None:
+def test_embeddings_are_split_by_their_vocabulary_and_nothing_else_is(plan: Any) -> None:
     with pytest.raises(ValueError, match="'vocabulary' is for nn.Embedding, and the only style for it"):
         resolve_plan(model(), plan)
 
@@ -211,17 +173,23 @@ def test_parts_that_are_not_equal_are_refused() -> None:
 def test_a_vocabulary_that_ranks_do_not_divide_can_be_left_whole() -> None:
     """Tied weights: the embedding and the head go together."""
     gpt2 = huggingface_gpt2()
-    with pytest.raises(ValueError, match=r"wte is cut as 'vocabulary' along a dimension of 31, .* let it be 'whole'"):
+    with pytest.raises(ValueError, match=r"wte is split as 'vocabulary' along a dimension of 31, .* let it be 'whole'"):
         check_divisible(gpt2, resolve_plan(gpt2, "auto"), 2)
     styles = resolve_plan(gpt2, {"*.wte": "whole", "lm_head": "whole", "*": "auto"})
     check_divisible(gpt2, styles, 2)
     assert styles.keys() == resolve_plan(gpt2, "auto").keys() - {"transformer.wte", "lm_head"}
 
 
-def test_tied_weights_that_would_be_cut_apart_are_refused() -> None:
+def test_tied_weights_that_would_be_split_apart_are_refused() -> None:
     def run(rank: int) -> None:
         strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan={"*.token_embedding": "vocabulary"})
-        with pytest.raises(ValueError, match=r"are one parameter \(tied weights\) and would be cut differently"):
+        with pytest.raises(ValueError, match=r"are one parameter \(tied weights\) and would be split differently"):
             train(rank, 2, strategy, plugin=fp16())
 
     run_ranks(run, 2)
+
+
+def test_norms_of_hugging_face_can_be_named_in_a_plan() -> None:
+    plan: Any = {"*layernorm": "sequence", "*": "auto"}
+    styles = resolve_plan(HuggingFace("llama").model, plan)
+    assert styles["model.layers.1.post_attention_layernorm"] == "sequence"

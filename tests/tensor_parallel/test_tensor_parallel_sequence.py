@@ -1,25 +1,31 @@
-"""Style "sequence": norms, dropout and residuals on parts of the tokens, between layers that are cut."""
+"""Style "sequence": norms, dropout and residuals on parts of the tokens, between layers that are split."""
 
 import warnings
-from collections import Counter as PlainCounter
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
-from gloo import run_ranks
+from gloo import run_group, run_ranks
+from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
 from small_models import loader, quiet_trainer
-from test_tensor_parallel_loss import CountsTheStep
-from test_tensor_parallel_plan import HuggingFace
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from wire_counter import CountsTheStep
 
 from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision
 from lightning_mp.tensor_parallel import dtensor_edges
 from lightning_mp.tensor_parallel.plan import resolve_plan
-from lightning_mp.tensor_parallel.sequence_parallel import check_sequence_styles
+from lightning_mp.tensor_parallel.sequence_parallel import (
+    check_sequence_styles,
+    split_sequence_of_blocks,
+    take_whole_sequence,
+    work_on_parts,
+)
 
 SEQUENCE: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto_sequence"}
 NORM = "model.blocks.0.mlp_norm.weight"
@@ -30,7 +36,7 @@ def bf16() -> AutocastPrecision:
 
 
 class Tokens(Callback):
-    """How many tokens a norm of a block, a layer that is cut and the last norm see, in training and in evaluation."""
+    """How many tokens a norm of a block, a layer that is split and the last norm see, in training and in evaluation."""
 
     def __init__(self) -> None:
         self.seen: dict[str, set[int]] = {}
@@ -188,7 +194,7 @@ def test_an_all_reduce_becomes_a_reduce_scatter_and_an_all_gather(kind: str) -> 
             rows = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))
             trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[count], max_steps=1)
             trainer.fit(module, loader([[rows]]))
-        return PlainCounter(c.name for c in count.counter.seen if c.payload_bytes == activations)
+        return Counter(c.name for c in count.counter.seen if c.payload_bytes == activations)
 
     # The embedding and the head's input; then two blocks with two modules each, forward and backward.
     assert run_ranks(lambda rank: run(rank, "auto"), 2)[0] == {"all_reduce": 2 + 2 * 2 * 2}
@@ -314,3 +320,74 @@ def test_the_automatic_plan_can_be_written_out() -> None:
     nested = nn.ModuleList([nn.ModuleList([nn.LayerNorm(2)])])
     with pytest.raises(ValueError, match="0 is 'sequence' and stands in another such list"):
         check_sequence_styles(nn.ModuleDict({"a": nested}), {"a": "sequence", "a.0": "sequence", "a.0.0": "sequence"})
+
+
+class GivesATuple(nn.Module):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, int]:
+        return hidden * 2, hidden.shape[1]
+
+
+def test_blocks_whose_sequence_is_split_may_give_tuples() -> None:
+    value = torch.arange(8.0).view(1, 4, 2)
+
+    def given(rank: int) -> Any:
+        blocks = nn.ModuleList([GivesATuple(), GivesATuple()])
+        split_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
+        hidden, first = blocks[0](value)
+        hidden, last = blocks[1](hidden)
+        return hidden.tolist(), first, last
+
+    assert run_group(given, 2) == [((4 * value).tolist(), 2, 2)] * 2
+
+
+def test_a_norm_that_sees_all_tokens_has_their_gradient_once() -> None:
+    """A model that is trained in evaluation mode is not split along the sequence."""
+    value = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    alone = nn.LayerNorm(6)
+    alone(value).square().sum().backward()
+
+    def gradient(rank: int) -> Tensor:
+        norm = nn.LayerNorm(6)
+        work_on_parts(norm, init_device_mesh("cpu", (2,)), lambda: False)
+        norm(value).square().sum().backward()
+        return norm.weight.grad.full_tensor()
+
+    for found in run_group(gradient, 2):
+        torch.testing.assert_close(found, alone.weight.grad)
+
+
+class TakesNames(nn.Module):
+    def forward(self, *, causal: bool, hidden: Tensor) -> Tensor:
+        return hidden * 1
+
+
+def test_what_is_gathered_is_the_first_tensor_also_after_other_arguments() -> None:
+    def shape(rank: int) -> Any:
+        module = TakesNames()
+        take_whole_sequence(module, init_device_mesh("cpu", (2,)), lambda: True)
+        return tuple(module(causal=True, hidden=torch.ones(1, 2, 3)).shape)
+
+    assert run_group(shape, 2) == [(1, 4, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("blocks", "styles", "says"),
+    [
+        ([], {}, "blocks is 'sequence' and is empty"),
+        ([nn.Linear(2, 2)], {"blocks.0": "row_split"}, "'row_split' in blocks .* would get a part of the tokens"),
+    ],
+)
+def test_blocks_that_cannot_be_split_along_the_sequence_are_refused(blocks: Any, styles: Any, says: str) -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
+    with pytest.raises(ValueError, match=says):
+        check_sequence_styles(model, {"blocks": "sequence"} | styles)
+
+
+def test_activations_without_samples_are_refused() -> None:
+    def refused(rank: int) -> None:
+        blocks = nn.ModuleList([nn.Linear(4, 4)])
+        split_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match=r"must get activations \[batch, tokens, width\] .* shape \(2, 4\)"):
+            blocks[0](torch.ones(2, 4))
+
+    run_group(refused, 2)

@@ -107,7 +107,7 @@ def test_counting_does_not_change_the_labels():
 
 @given(st.integers(1, 4), st.integers(1, 6), st.booleans(), st.randoms(use_true_random=False))
 def test_the_mask_counts_exactly_the_tokens_that_the_loss_averages_over(rows, columns, shifted, random):
-    """Against cross-entropy itself: each loss-bearing label adds its own gradient, so the sum loss counts them."""
+    """Against cross-entropy itself: each target label adds its own gradient, so the sum loss counts them."""
     labels = torch.tensor([[random.choice([0, 1, IGNORE_INDEX]) for _ in range(columns)] for _ in range(rows)])
     logits = torch.zeros(rows, columns, 2)
     if shifted:  # as Hugging Face's causal models do

@@ -248,7 +248,7 @@ def test_the_account_knows_padding(caplog: pytest.LogCaptureFixture) -> None:
     presented = sum(b["labels"].numel() for b in batches)
     with caplog.at_level("INFO"):
         fit(ChinchillaBudget(tokens=51), FromDict(), batches=batches)
-    assert f"{presented} presented, {presented - 8} without padding, 51 in the loss" in caplog.text
+    assert f"{presented} in the inputs, {presented - 8} without padding, 51 in the loss" in caplog.text
 
 
 def test_making_up_needs_somebody_who_tells() -> None:
@@ -293,8 +293,8 @@ def test_without_checkpoints_there_is_no_file(tmp_path: Path) -> None:
         ({"tokens": "1.5"}, r"tokens=1.5\): it must be a whole number of tokens"),
         ({"flops": 0}, "`flops` must be a positive finite number, got 0"),
         ({"flops": math.nan}, "`flops` must be a positive finite number, got nan"),
-        ({"device_hours": -1}, r"device_hours=-1\) must be a positive number of hours times devices"),
-        ({"tokens_per_parameter": math.inf}, r"tokens_per_parameter=inf\) must be a positive number, for instance 20"),
+        ({"device_hours": -1}, r"device_hours=-1\): it must be a positive finite number of hours times devices"),
+        ({"tokens_per_parameter": math.inf}, r"tokens_per_parameter=inf\): it must be a positive finite number"),
         (
             {"parameters": "active"},
             r"parameters='active'\) is unknown; it must be one of \('all', 'trainable', 'non_emb",

@@ -224,8 +224,8 @@ def test_batches_that_cannot_be_trimmed_are_refused() -> None:
     [
         ({"tokens": 0}, r"ChinchillaBudget\(tokens=0\): it must be a whole number of tokens, 1 or more"),
         ({"tokens": -5}, r"ChinchillaBudget\(tokens=-5\)"),
-        ({"tokens_per_parameter": 0}, "must be a positive number"),
-        ({"tokens_per_parameter": float("nan")}, "must be a positive number"),
+        ({"tokens_per_parameter": 0}, "must be a positive finite number"),
+        ({"tokens_per_parameter": float("nan")}, "must be a positive finite number"),
         ({"tokens": 10, "landing": "soft"}, r"landing='soft' is unknown.*\('exact', 'floor', 'ceil', 'nearest'\)"),
     ],
 )

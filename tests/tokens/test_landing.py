@@ -8,7 +8,7 @@ from lightning_mp.tokens.budget import LastBatch, TokenBudget, split_last_batch
 
 
 def micro_batches(num_ranks, *, at_least=1):
-    """Lists of micro-batches; each holds the loss-bearing tokens of every rank."""
+    """Lists of micro-batches; each holds the target tokens of every rank."""
     counts = st.integers(at_least, 40)
     return st.lists(st.tuples(*[counts] * num_ranks), min_size=1, max_size=30)
 

@@ -8,7 +8,7 @@ from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.audit.asked import AskedPrecision
 from lightning_mp.diagnostics.audit.records import AuditReport, OperationRecord
 
-__all__ = ["Finding", "FindingKind", "find_problems"]
+__all__ = ["AuditFinding", "FindingKind", "find_problems"]
 
 FindingKind = Literal[
     "not_active", "fp32_matmul", "other_format", "not_fp8", "low_precision", "policy", "tensor_cores", "fp64"
@@ -23,7 +23,6 @@ of 8, or of 16 in fp8. "fp64": 64-bit numbers, which GPUs compute 2 to 64 times 
 """
 
 _LOW = ("bf16", "fp16")
-_MOST_NAMES = 4
 _K = TypeVar("_K")
 # What overflows or loses digits in a norm that is written by hand.
 _PARTS_OF_NORMS = ("pow", "mean", "sum", "var", "var_mean", "std", "linalg_vector_norm")
@@ -31,7 +30,7 @@ _TRANSLATED = {"inner": "in_features", "columns": "out_features"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """One thing that is not as it should be.
 
     Attributes:
@@ -50,7 +49,7 @@ class Finding:
         return f"{self.what} {self.advice}"
 
 
-def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[Finding, ...]:
+def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[AuditFinding, ...]:
     """Compares what ran with what was asked for.
 
     Args:
@@ -81,14 +80,14 @@ def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[Finding, 
     return (*found, *_missed_tensor_cores(forward, {row.name for row in report.modules if "Linear" in row.class_name}))
 
 
-def _not_active(report: AuditReport, asked: AskedPrecision) -> Iterator[Finding]:
+def _not_active(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFinding]:
     products = [record for record in report.operations if record.kind == "matmul" and record.phase == "forward"]
     if not asked.is_mixed or not products or any(record.compute != "fp32" for record in products):
         return
     if all(asked.by_policy(record) == "fp32" for record in products):
         return
     names = _modules(products)
-    yield Finding(
+    yield AuditFinding(
         "not_active",
         names,
         f"Mixed precision is not active at all: {asked.precision} was asked for, and every product ran in fp32"
@@ -98,14 +97,14 @@ def _not_active(report: AuditReport, asked: AskedPrecision) -> Iterator[Finding]
     )
 
 
-def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -> Iterator[Finding]:
+def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -> Iterator[AuditFinding]:
     """Products in a format that neither the plugin nor the policy asks for."""
     products = [row for row in forward if row.kind == "matmul" and not asked.by_policy(row)]
     if asked.base in _LOW:
         for operation, rows in _grouped(products, lambda row: row.operation if row.compute == "fp32" else None).items():
             names = _modules(rows)
             inside = "attention" in operation or any(_is_attention_in_parts(row, forward) for row in rows)
-            yield Finding(
+            yield AuditFinding(
                 "fp32_matmul",
                 names,
                 f"{operation} ran in fp32 in a {asked.precision} run: {_places(names)}.",
@@ -116,7 +115,7 @@ def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -
     others = [row for row in products if row.compute in _LOW and asked.base in ("fp16", "bf16", "fp32")]
     for compute, rows in _grouped(others, lambda row: row.compute if row.compute != asked.base else None).items():
         names = _modules(rows)
-        yield Finding(
+        yield AuditFinding(
             "other_format",
             names,
             f"Products ran in {compute} in a {asked.precision} run: {_places(names)}.",
@@ -129,12 +128,12 @@ def _is_attention_in_parts(row: OperationRecord, forward: Sequence[OperationReco
     return any(other.module == row.module and other.operation == "safe_softmax" for other in forward)
 
 
-def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[Finding]:
+def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFinding]:
     called = {record.name for record in report.modules if record.calls}
     in_fp8 = {record.module for record in report.operations if "fp8" in record.compute}
     missing = tuple(name for name in asked.fp8_modules if name in called and name not in in_fp8)
     if missing:
-        yield Finding(
+        yield AuditFinding(
             "not_fp8",
             missing,
             f"Chosen for fp8, and not multiplied in fp8: {_places(missing)}.",
@@ -142,7 +141,7 @@ def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[Finding]:
         )
 
 
-def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -> Iterator[Finding]:
+def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -> Iterator[AuditFinding]:
     def contradiction(row: OperationRecord) -> tuple[str, str, str] | None:
         wanted = asked.by_policy(row)
         in_scope = row.kind in ("matmul", "softmax", "norm", "loss") and row.compute in (*_LOW, "fp32")
@@ -150,7 +149,7 @@ def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -
 
     for (operation, compute, wanted), rows in _grouped(forward, contradiction).items():
         names = _modules(rows)
-        yield Finding(
+        yield AuditFinding(
             "policy",
             names,
             f"{operation} ran in {compute} though the policy says {wanted}: {_places(names)}.",
@@ -161,7 +160,7 @@ def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -
 
 def _low_precision(
     forward: Sequence[OperationRecord], asked: AskedPrecision, norms: Collection[str]
-) -> Iterator[Finding]:
+) -> Iterator[AuditFinding]:
     def what(row: OperationRecord) -> tuple[str, str] | None:
         by_hand = row.module in norms and row.operation in _PARTS_OF_NORMS
         if row.compute not in _LOW or not (by_hand or row.kind in ("softmax", "norm", "loss")) or asked.by_policy(row):
@@ -170,7 +169,7 @@ def _low_precision(
 
     for (operation, compute), group in _grouped(forward, what).items():
         names = _modules(group)
-        yield Finding(
+        yield AuditFinding(
             "low_precision",
             names,
             f"{operation} ran in {compute}: {_places(names)}.",
@@ -180,14 +179,14 @@ def _low_precision(
         )
 
 
-def _fp64(report: AuditReport) -> Iterator[Finding]:
+def _fp64(report: AuditReport) -> Iterator[AuditFinding]:
     modules = [row.name for row in report.modules if "fp64" in (*row.weights, *row.inputs)]
     # torchao computes the scales of fp8 tensors in fp64, on purpose.
     in_fp8 = {row.module for row in report.operations if "fp8" in row.compute}
     operations = [row.module for row in report.operations if row.compute == "fp64" and row.module not in in_fp8]
     names = tuple(dict.fromkeys([*modules, *operations]))
     if names:
-        yield Finding(
+        yield AuditFinding(
             "fp64",
             names,
             f"64-bit floating-point numbers: {_places(names)}.",
@@ -195,7 +194,7 @@ def _fp64(report: AuditReport) -> Iterator[Finding]:
         )
 
 
-def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection[str]) -> Iterator[Finding]:
+def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection[str]) -> Iterator[AuditFinding]:
     missed: dict[tuple[str, int, int], list[OperationRecord]] = {}
     for row in forward:
         multiple = 16 if "fp8" in row.compute else 8
@@ -208,7 +207,7 @@ def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection
     for (dimension, size, multiple), rows in missed.items():
         names = _modules(rows)
         more = -(-size // multiple) * multiple
-        yield Finding(
+        yield AuditFinding(
             "tensor_cores",
             names,
             f"{dimension} is {size}, no multiple of {multiple}: {_places(names)}.",
@@ -232,4 +231,4 @@ def _modules(rows: Sequence[OperationRecord]) -> tuple[str, ...]:
 
 
 def _places(names: Sequence[str]) -> str:
-    return listed([name or "the step around the model" for name in names], _MOST_NAMES)
+    return listed([name or "the step around the model" for name in names])

@@ -1,4 +1,4 @@
-"""One audit of a model that is cut into stages, from those of the stages."""
+"""One audit of a model that is split into stages, from those of the stages."""
 
 from collections.abc import Sequence
 from dataclasses import replace

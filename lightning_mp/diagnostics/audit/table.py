@@ -19,7 +19,6 @@ _COMPILED = (
     " own calls. Audit once without torch.compile to see all of it."
 )
 _UNSEEN = "Not called where it could be seen (compiled, or another module uses their weights): "
-_MOST_UNSEEN = 6
 _LEAST_WIDTH = 80
 
 
@@ -104,7 +103,7 @@ def _joined(dtypes: Sequence[str]) -> str:
 def _notes(report: AuditReport) -> list[str]:
     notes = [_COMPILED] if report.compiled else []
     if report.unseen:
-        notes.append(f"{_UNSEEN}{listed(report.unseen, _MOST_UNSEEN)}.")
+        notes.append(f"{_UNSEEN}{listed(report.unseen)}.")
     return notes
 
 

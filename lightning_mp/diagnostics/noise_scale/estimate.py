@@ -61,7 +61,7 @@ class NoiseScale:
         low: lower end of its 95% confidence interval, 0 if there is none above.
         high: upper end; infinite while :math:`|G|^2` cannot be told from zero.
         batch_samples: samples of the batches that were trained with.
-        tokens_per_sample: mean loss-bearing tokens of a sample; 0 where tokens are not counted.
+        tokens_per_sample: mean target tokens of a sample; 0 where tokens are not counted.
         windows: optimizer steps it comes from.
     """
 

@@ -28,7 +28,7 @@ class NoiseWindow:
         micro_batches: how many had a loss.
         samples: of all of them.
         inverse_sizes: one over the samples of each, added up.
-        tokens: loss-bearing tokens of all of them.
+        tokens: target tokens of all of them.
         first_size: samples of the first one.
         first_weight: what the first one's loss was multiplied by to weigh it.
         norms: of single parameters' gradients in the first one.

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_mp.core.random_state import RandomState, random_state_kept
-from lightning_mp.diagnostics.overflow.culprit import Culprit, find_culprit
-from lightning_mp.diagnostics.overflow.sightings import Place, Role
+from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow, find_first_overflow
+from lightning_mp.diagnostics.overflow.observations import Place, Role
 from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.names import named_modules
@@ -48,12 +48,12 @@ class Trial:
 
     Attributes:
         finite: whether all gradients, and their norms, were.
-        culprit: the first tensor that was not; None if there is none or nobody watched.
+        first_overflow: the first tensor that was not; None if there is none or nobody watched.
         error: why the run could not be made; "" if it was.
     """
 
     finite: bool
-    culprit: Culprit | None = None
+    first_overflow: FirstOverflow | None = None
     error: str = ""
 
 
@@ -96,7 +96,7 @@ class Replay:
         Args:
             micro_batch: what to run.
             scale: loss scale.
-            watched: find the culprit, with hooks on all modules.
+            watched: find the first overflow, with hooks on all modules.
             accumulated: leave the gradients of the last run in place and add to them.
         """
         watch = TensorWatch(self._pl_module) if watched else None
@@ -119,11 +119,11 @@ class Replay:
         try:
             with watch if watch is not None else nullcontext():
                 run()
-            culprit = find_culprit(watch.sightings()) if watch is not None else None
+            first_overflow = find_first_overflow(watch.observations()) if watch is not None else None
             finite = self._gradients_finite()
         except Exception as error:
             return Trial(finite=False, error=f"{type(error).__name__}: {error}")
-        return Trial(finite and culprit is None, culprit)
+        return Trial(finite and first_overflow is None, first_overflow)
 
     def _run_in_policy(self, micro_batch: MicroBatch, scale: float, watch: TensorWatch | None) -> None:
         strategy, plugin = self._trainer.strategy, self._trainer.precision_plugin

@@ -5,12 +5,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_mp.core.messages import listed
-from lightning_mp.diagnostics.overflow.culprit import Culprit
-from lightning_mp.diagnostics.overflow.search import Finding
+from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
+from lightning_mp.diagnostics.overflow.search import OverflowFinding
 
 __all__ = ["OverflowReport"]
 
-_NAMES_IN_TEXT = 5
 _RANKS_IN_TEXT = 4
 
 
@@ -33,7 +32,7 @@ class OverflowReport:
     loss_scale: float
     parameters: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[OverflowFinding] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     note: str = ""
 
@@ -44,15 +43,15 @@ class OverflowReport:
     def __str__(self) -> str:
         lines = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:g}."]
         if self.parameters:
-            lines[0] += f" Non-finite gradients, last layer first: {listed(self.parameters, _NAMES_IN_TEXT)}."
+            lines[0] += f" Non-finite gradients, last layer first: {listed(self.parameters)}."
         for finding in self.findings[:_RANKS_IN_TEXT]:
             lines += _tell(finding, self.loss_scale)
         if len(self.findings) > _RANKS_IN_TEXT:
             others = [str(finding.rank) for finding in self.findings[_RANKS_IN_TEXT:]]
-            lines.append(f"  The same kind of trouble on ranks {listed(others, 20)}.")
+            lines.append(f"  The same kind of trouble on ranks {listed(others, most=12)}.")
         if self.buffers:
             lines.append(
-                f"  Non-finite numbers are now in the buffers {listed(self.buffers, _NAMES_IN_TEXT)}, and stay there: a"
+                f"  Non-finite numbers are now in the buffers {listed(self.buffers)}, and stay there: a"
                 " skipped step does not take back what its forward wrote. Reset them, or go back to a checkpoint."
             )
         if self.note:
@@ -60,35 +59,35 @@ class OverflowReport:
         return "\n".join(lines)
 
 
-def _tell(finding: Finding, loss_scale: float) -> list[str]:
+def _tell(finding: OverflowFinding, loss_scale: float) -> list[str]:
     position = f"micro-batch {finding.micro_batch + 1} of {finding.num_micro_batches}"
     where = f"{position} (batch_idx {finding.batch_idx}) on rank {finding.rank}"
-    if finding.culprit is None:
+    if finding.first_overflow is None:
         return [
             f"  Replay: up to {where} every gradient is finite, their sum is not.",
             f"  {_advice(finding, loss_scale)}",
         ]
-    return [f"  Replay of {where}: {_describe(finding.culprit)}.", f"  {_advice(finding, loss_scale)}"]
+    return [f"  Replay of {where}: {_describe(finding.first_overflow)}.", f"  {_advice(finding, loss_scale)}"]
 
 
-def _describe(culprit: Culprit) -> str:
-    place = culprit.module or "training_step"
-    if culprit.module_class:
-        place += f" ({culprit.module_class})"
-    tensor = f"{culprit.tensor} holds {culprit.kind} ({culprit.dtype}, shape {list(culprit.shape)})"
-    if culprit.largest_input is not None:
-        tensor += f"; what went in reaches {culprit.largest_input:.3g}"
-    if culprit.phase == "data":
+def _describe(first: FirstOverflow) -> str:
+    place = first.module or "training_step"
+    if first.module_class:
+        place += f" ({first.module_class})"
+    tensor = f"{first.tensor} holds {first.kind} ({first.dtype}, shape {list(first.shape)})"
+    if first.largest_input is not None:
+        tensor += f"; what went in reaches {first.largest_input:.3g}"
+    if first.phase == "data":
         return f"the data is at fault: {tensor}"
-    if culprit.phase == "weights":
+    if first.phase == "weights":
         return f"the weights are at fault: in {place}, {tensor}"
-    phase = {"forward": "the forward", "loss": "the loss", "backward": "the backward"}[culprit.phase]
+    phase = {"forward": "the forward", "loss": "the loss", "backward": "the backward"}[first.phase]
     return f"{phase} is where it begins, in {place}: {tensor}"
 
 
-def _advice(finding: Finding, loss_scale: float) -> str:
-    culprit = finding.culprit
-    place = (culprit.module if culprit is not None else "") or "the training step"
+def _advice(finding: OverflowFinding, loss_scale: float) -> str:
+    first = finding.first_overflow
+    place = (first.module if first is not None else "") or "the training step"
     if finding.verdict == "scale" and finding.finite_scale is not None:
         halvings = round(math.log2(loss_scale / finding.finite_scale))
         return (
@@ -99,7 +98,7 @@ def _advice(finding: Finding, loss_scale: float) -> str:
         )
     if finding.verdict == "range":
         return (
-            f"Verdict: too large for {culprit.dtype if culprit is not None else 'fp16'}, whatever the loss scale; in"
+            f"Verdict: too large for {first.dtype if first is not None else 'fp16'}, whatever the loss scale; in"
             f" fp32 it is finite. Use bf16-mixed, or run {place} in fp32 with a PrecisionPolicy, or bring its inputs"
             " down (normalisation, smaller initial weights)."
         )

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mp.diagnostics.overflow.culprit import Culprit
+from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay, Trial
 
-__all__ = ["Finding", "SearchResult", "Verdict", "largest_finite_scale", "search_overflow"]
+__all__ = ["OverflowFinding", "SearchResult", "Verdict", "largest_finite_scale", "search_overflow"]
 
 Verdict = Literal["scale", "range", "model", "data", "weights", "sum"]
 
@@ -16,7 +16,7 @@ AnyRank = Callable[[bool], bool]
 
 
 @dataclass(frozen=True)
-class Finding:
+class OverflowFinding:
     """Where a step overflowed on one rank, and why.
 
     Attributes:
@@ -27,7 +27,7 @@ class Finding:
         verdict: "scale" (finite at a smaller loss scale), "range" (finite in fp32, too large for 16 bit at any scale),
             "model" (not finite at any scale; nor in fp32, where that could be tried), "data" (the batch holds
             non-finite numbers), "weights" (a weight or buffer does), "sum" (finite by itself, not when added up).
-        culprit: the first tensor that was not finite; None for "sum".
+        first_overflow: the first tensor that was not finite; None for "sum".
         finite_scale: the largest power of two below the loss scale at which the micro-batch is finite; None if it was
             not looked for or there is none down to 1.
         finite_in_fp32: whether it is finite in full precision; None if that was not tried.
@@ -38,7 +38,7 @@ class Finding:
     num_micro_batches: int
     batch_idx: int
     verdict: Verdict
-    culprit: Culprit | None
+    first_overflow: FirstOverflow | None
     finite_scale: float | None = None
     finite_in_fp32: bool | None = None
 
@@ -47,7 +47,7 @@ class Finding:
 class SearchResult:
     """A finding of this rank, if any, and what went wrong with the search itself; "" if nothing did."""
 
-    finding: Finding | None
+    finding: OverflowFinding | None
     error: str = ""
 
 
@@ -95,25 +95,29 @@ def search_overflow(
             break
     else:
         return SearchResult(None)
-    seen_somewhere = any_rank(trial.culprit is not None)
+    seen_somewhere = any_rank(trial.first_overflow is not None)
     if not seen_somewhere:
         finding = _finding(rank, window, index, "sum", None) if not trial.finite else None
         return SearchResult(finding)
     finite_scale = _try_scales(replay, micro_batch, trial, loss_scale, any_rank)
-    undecided = trial.culprit is not None and trial.culprit.phase not in ("data", "weights") and finite_scale is None
+    undecided = (
+        trial.first_overflow is not None
+        and trial.first_overflow.phase not in ("data", "weights")
+        and finite_scale is None
+    )
     in_fp32 = replay.run_in_float32(micro_batch) if any_rank(undecided) else None
-    if trial.culprit is None:
+    if trial.first_overflow is None:
         return SearchResult(None)
     finite_in_fp32 = in_fp32.finite if in_fp32 is not None and undecided else None
-    verdict = _verdict(trial.culprit, finite_scale, finite_in_fp32)
-    return SearchResult(_finding(rank, window, index, verdict, trial.culprit, finite_scale, finite_in_fp32))
+    verdict = _verdict(trial.first_overflow, finite_scale, finite_in_fp32)
+    return SearchResult(_finding(rank, window, index, verdict, trial.first_overflow, finite_scale, finite_in_fp32))
 
 
 def _try_scales(
     replay: Replay, micro_batch: MicroBatch, trial: Trial, loss_scale: float, any_rank: AnyRank
 ) -> float | None:
     """The largest scale at which all those ranks are finite that can be at all; None on the others."""
-    in_backward = trial.culprit is not None and trial.culprit.phase == "backward" and loss_scale > 1.0
+    in_backward = trial.first_overflow is not None and trial.first_overflow.phase == "backward" and loss_scale > 1.0
     if not any_rank(in_backward):
         return None
     can_be_finite = replay.run(micro_batch, 1.0).finite and in_backward
@@ -128,10 +132,10 @@ def _try_scales(
     return scale if can_be_finite else None
 
 
-def _verdict(culprit: Culprit, finite_scale: float | None, finite_in_fp32: bool | None) -> Verdict:
-    if culprit.phase == "data":
+def _verdict(first_overflow: FirstOverflow, finite_scale: float | None, finite_in_fp32: bool | None) -> Verdict:
+    if first_overflow.phase == "data":
         return "data"
-    if culprit.phase == "weights":
+    if first_overflow.phase == "weights":
         return "weights"
     if finite_scale is not None:
         return "scale"
@@ -143,8 +147,10 @@ def _finding(
     window: Sequence[MicroBatch],
     index: int,
     verdict: Verdict,
-    culprit: Culprit | None,
+    first_overflow: FirstOverflow | None,
     finite_scale: float | None = None,
     finite_in_fp32: bool | None = None,
-) -> Finding:
-    return Finding(rank, index, len(window), window[index].batch_idx, verdict, culprit, finite_scale, finite_in_fp32)
+) -> OverflowFinding:
+    return OverflowFinding(
+        rank, index, len(window), window[index].batch_idx, verdict, first_overflow, finite_scale, finite_in_fp32
+    )

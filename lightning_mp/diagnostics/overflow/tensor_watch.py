@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core.uncopied import RunHook
-from lightning_mp.diagnostics.overflow.sightings import Place, Role, Sighting, read_sightings, take_reading
+from lightning_mp.diagnostics.overflow.observations import (
+    OverflowObservation,
+    Place,
+    Role,
+    read_observations,
+    take_reading,
+)
 from lightning_mp.modules.names import named_modules
 
 __all__ = ["TensorWatch"]
@@ -24,7 +30,8 @@ class TensorWatch:
 
     In forward each module's inputs and outputs are read. Each of them that needs a gradient goes on as a view of
     itself, so that in backward the gradient that this one call sends to this one input is seen by itself, also where
-    several modules share the input. Parameters are watched too. Nothing is read by the host before :meth:`sightings`.
+    several modules share the input. Parameters are watched too. Nothing is read by the host before
+    :meth:`observations`.
 
     Args:
         root: its submodules are watched; its own ``forward`` is not.
@@ -38,7 +45,7 @@ class TensorWatch:
         ...     loss = net(torch.ones(1, 2)).sum()
         ...     with watch.backward():
         ...         loss.backward()
-        >>> [s.place.tensor for s in watch.sightings() if s.place.module == "1"]
+        >>> [s.place.tensor for s in watch.observations() if s.place.module == "1"]
         ["argument 'input'", 'output', 'gradient of output', "gradient of argument 'input'"]
     """
 
@@ -90,9 +97,9 @@ class TensorWatch:
 
         _map_tensors(value, visit)
 
-    def sightings(self) -> list[Sighting]:
+    def observations(self) -> list[OverflowObservation]:
         """All that was seen, in order; waits for the device."""
-        return read_sightings(self._seen)
+        return read_observations(self._seen)
 
     def _note(self, place: Place, tensor: Tensor) -> None:
         with torch.no_grad():

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_mp.core.number_formats import FORMATS, FP32, FractionLost, NumberFormat, number_format
+from lightning_mp.core.number_formats import FORMATS, FP32, FormatLike, FractionLost, NumberFormat, number_format
 from lightning_mp.gradients import gradient_ops
 
 __all__ = [
@@ -182,7 +182,7 @@ class ExponentHistogram:
         """Share of exact zeros among all values."""
         return self.num_zeros / self.num_values if self.num_values else 0.0
 
-    def fraction_lost(self, target: str | torch.dtype | NumberFormat, scale: float = 1.0) -> FractionLost:
+    def fraction_lost(self, target: FormatLike, scale: float = 1.0) -> FractionLost:
         """What rounding to a format does to ``values * scale``.
 
         It is what :func:`lightning_mp.core.number_formats.fraction_lost` says of a value.
@@ -210,7 +210,7 @@ class ExponentHistogram:
         divisor = max(count, 1)
         return FractionLost(zero / divisor, subnormal / divisor, overflow / divisor, count)
 
-    def headroom_doublings(self, target: str | torch.dtype | NumberFormat) -> float:
+    def headroom_doublings(self, target: FormatLike) -> float:
         """How often all values can be doubled before the largest overflows; negative if it overflows already.
 
         -inf if a value is not finite, inf if all are zero.
@@ -232,7 +232,7 @@ class ExponentHistogram:
 
 def suggested_scale(
     histogram: ExponentHistogram,
-    target: str | torch.dtype | NumberFormat,
+    target: FormatLike,
     scale: float = 1.0,
     *,
     margin_doublings: int = 1,
@@ -270,7 +270,7 @@ def suggested_scale(
     return min(max(2.0 ** (math.frexp(scale)[1] - 1 + doublings), min_scale), max_scale)
 
 
-def narrow_format(target: str | torch.dtype | NumberFormat) -> NumberFormat:
+def narrow_format(target: FormatLike) -> NumberFormat:
     """A format whose limits lie within fp32's bins.
 
     Raises:

@@ -8,9 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightning_mp.core.number_formats import NumberFormat
+from lightning_mp.core.number_formats import FormatLike, NumberFormat
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, narrow_format
 
 if TYPE_CHECKING:
@@ -26,13 +24,11 @@ _ZERO_GAP = 3
 _MAX_LAYERS = 60
 
 
-def plot_exponents(
-    histogram: ExponentHistogram, target: str | torch.dtype | NumberFormat = "fp16", title: str = ""
-) -> "Figure":
+def plot_exponents(histogram: ExponentHistogram, target: FormatLike = "fp16", title: str = "") -> "Figure":
     """Share of values by exponent.
 
     Bars are coloured by what the format does to them: lost (rounded to zero), subnormal, normal, overflow. The shares
-    on top are of the non-zero values. The bar of zeros is cut where it would flatten the rest.
+    on top are of the non-zero values. The bar of zeros is split where it would flatten the rest.
 
     Args:
         histogram: values as the format would hold them, so of loss-scaled gradients.
@@ -75,7 +71,7 @@ def plot_exponents(
 
 
 def plot_exponents_by_layer(
-    histograms: Mapping[str, ExponentHistogram], target: str | torch.dtype | NumberFormat = "fp16", title: str = ""
+    histograms: Mapping[str, ExponentHistogram], target: FormatLike = "fp16", title: str = ""
 ) -> "Figure":
     """One line per layer: how dark a field is says which share of the layer's non-zero values has that exponent.
 

@@ -23,6 +23,7 @@ comparison of the units that ranks have run.
 
 from typing import Literal, get_args
 
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
@@ -103,10 +104,10 @@ def communication_per_step(
     return [transfer for transfer in found if transfer.payload_bytes and transfer.count]
 
 
-def _units(size: DecoderSize, cut: int, low: int, wide: int) -> list[tuple[str, int, int, int, bool]]:
+def _units(size: DecoderSize, split: int, low: int, wide: int) -> list[tuple[str, int, int, int, bool]]:
     """What is gathered at once: its name, weights, bytes of each, how many such units, and whether inside of others."""
-    block, head = size.block_matmul_weights // cut, size.head_weights // cut
-    outside = size.table_weights // cut + size.other_weights
+    block, head = size.block_matmul_weights // split, size.head_weights // split
+    outside = size.table_weights // split + size.other_weights
     if low == wide:
         block, outside = block + size.block_norm_weights, outside + head
         return [("blocks", block, low, size.layers, True), ("outside of blocks", outside, wide, 1, False)]
@@ -121,18 +122,22 @@ def _units(size: DecoderSize, cut: int, low: int, wide: int) -> list[tuple[str, 
 def _sharded(
     size: DecoderSize, layout: ParallelLayout, low: int, wide: int, *, gathers: int, micro_batches: int, syncs: int
 ) -> list[Transfer]:
-    cut, shards, copies = layout.tensor, layout.shards, layout.copies
-    units = _units(size, cut, low, wide)
+    split, shards, copies = layout.tensor, layout.shards, layout.copies
+    units = _units(size, split, low, wide)
     found = [
-        Transfer(f"weights: {name}", "all_gather", n * itemsize, shards, k * (gathers if inner else micro_batches), cut)
+        Transfer(
+            f"weights: {name}", "all_gather", n * itemsize, shards, k * (gathers if inner else micro_batches), split
+        )
         for name, n, itemsize, k, inner in units
     ]
     found += [
-        Transfer(f"gradients: {name}", "reduce_scatter", 4 * n, shards, k * syncs, cut) for name, n, _, k, _ in units
+        Transfer(f"gradients: {name}", "reduce_scatter", 4 * n, shards, k * syncs, split) for name, n, _, k, _ in units
     ]
     if copies > 1:
         found += [
-            Transfer(f"gradients: {name}, among copies", "all_reduce", 4 * n // shards, copies, k * syncs, cut * shards)
+            Transfer(
+                f"gradients: {name}, among copies", "all_reduce", 4 * n // shards, copies, k * syncs, split * shards
+            )
             for name, n, _, k, _ in units
         ]
     return found
@@ -186,8 +191,7 @@ def _check(
         if value not in allowed:
             raise ValueError(f"Unknown `{name}` {value!r}. Use one of {', '.join(allowed)}.")
     for name, number in (("tokens_per_micro_batch", tokens), ("micro_batches", micro_batches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {number!r}.")
+        whole_number(number, name)
     for name, whole, parts, unit in (
         ("layers", size.layers, layout.stages, "stages"),
         ("width", size.width, layout.tensor, "tensor-parallel ranks"),

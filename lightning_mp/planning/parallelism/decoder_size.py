@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lightning_mp.core.arguments import whole_number
+
 __all__ = ["DecoderSize"]
 
 
@@ -39,9 +41,8 @@ class DecoderSize:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value, least = getattr(self, name), 1 if name in ("layers", "width", "vocabulary") else 0
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"DecoderSize.{name} must be an integer of at least {least}, got {value!r}.")
+            minimum = 1 if name in ("layers", "width", "vocabulary") else 0
+            whole_number(getattr(self, name), name, "DecoderSize", minimum=minimum)
 
     @classmethod
     def of(cls, parameters: int, *, layers: int, width: int, vocabulary: int, tied_head: bool = False) -> "DecoderSize":
@@ -53,8 +54,7 @@ class DecoderSize:
             ValueError: tables and norms alone have more than ``parameters``.
         """
         for name, value in (("layers", layers), ("width", width), ("vocabulary", vocabulary)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+            whole_number(value, name)
         table = vocabulary * width
         head = 0 if tied_head else table
         norms = 2 * width

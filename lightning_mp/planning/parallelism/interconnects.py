@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 
+from lightning_mp.core.arguments import positive_number
+
 __all__ = ["Machine", "find_machine", "known_machines"]
 
 
@@ -47,8 +49,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "inside_bytes_per_second", "between_bytes_per_second"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Machine.{name} must be above 0, got {getattr(self, name)!r}.")
+            positive_number(getattr(self, name), name, "Machine")
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lightning_mp.core.arguments import whole_number
+
 __all__ = ["ParallelLayout"]
 
 
@@ -26,15 +28,13 @@ class ParallelLayout:
     shards: int = 1
     """Over how many ranks weights, gradients and optimizer states are sharded (FSDP)."""
     tensor: int = 1
-    """Over how many ranks each layer is cut (TP)."""
+    """Over how many ranks each layer is split (TP)."""
     stages: int = 1
     """Of a pipeline (PP)."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"ParallelLayout.{name} must be a positive integer, got {value!r}.")
+            whole_number(getattr(self, name), name, "ParallelLayout")
         if self.stages > 1 and self.shards > 1:
             raise ValueError(
                 f"ParallelLayout(stages={self.stages}, shards={self.shards}): stages of a pipeline hold whole weights"

@@ -111,7 +111,7 @@ def plan_parallelism(
         machine: a name from :func:`~lightning_mp.planning.parallelism.interconnects.known_machines`, or one's own.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
-        sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is cut over, so that layouts compare
+        sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is split over, so that layouts compare
             at equal activations.
         precision: as in the Trainer.
         tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`.

@@ -15,6 +15,8 @@ arXiv:2104.04473, section 2.2.1. Neither has the time of sending in it, and the 
 
 from typing import Literal
 
+from lightning_mp.core.arguments import whole_number
+
 __all__ = ["bubble_fraction", "bubble_to_ideal_ratio", "kept_micro_batches"]
 
 
@@ -26,7 +28,7 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
 
     Args:
         stages: s, of equal work.
-        micro_batches: m, into which the schedule cuts one batch. Torch's ``Schedule1F1B`` wants at least s.
+        micro_batches: m, into which the schedule splits one batch. Torch's ``Schedule1F1B`` wants at least s.
 
     Returns:
         (s - 1) / (m + s - 1), from 0 to below 1.
@@ -54,7 +56,7 @@ def bubble_to_ideal_ratio(stages: int, micro_batches: int) -> float:
 
     Args:
         stages: s, of equal work.
-        micro_batches: m, into which the schedule cuts one batch.
+        micro_batches: m, into which the schedule splits one batch.
 
     Returns:
         (s - 1) / m.
@@ -80,7 +82,7 @@ def kept_micro_batches(stages: int, micro_batches: int, stage: int, *, schedule:
 
     Args:
         stages: s.
-        micro_batches: m, into which the schedule cuts one batch; under 1F1B at least s.
+        micro_batches: m, into which the schedule splits one batch; under 1F1B at least s.
         stage: which stage, 0 to s - 1.
         schedule: "1f1b" or "gpipe".
 
@@ -108,12 +110,11 @@ def kept_micro_batches(stages: int, micro_batches: int, stage: int, *, schedule:
     if micro_batches < stages:
         raise ValueError(
             f"1F1B needs at least as many `micro_batches` as stages, got {micro_batches} for {stages} stages."
-            " Cut the batch into more, or use 'gpipe'."
+            " Split the batch into more, or use 'gpipe'."
         )
     return stages - stage
 
 
 def _check(stages: int, micro_batches: int) -> None:
     for name, value in (("stages", stages), ("micro_batches", micro_batches)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+        whole_number(value, name)

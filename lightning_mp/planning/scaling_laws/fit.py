@@ -7,17 +7,16 @@ procedure: Huber loss of 1e-3 on log losses, summed, many starts, bootstrap of t
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.planning.scaling_laws.fit_result import Certificate, HeldOut, Outlier, ScalingLawFit
 from lightning_mp.planning.scaling_laws.huber_fit import PARAMETERS, LogRuns, Solutions, minimise, starts
-from lightning_mp.planning.scaling_laws.runs import Run, read_runs
+from lightning_mp.planning.scaling_laws.runs import Run, RunsLike, read_runs
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw, TrainedRange
 
 FEWEST_RUNS = PARAMETERS + 1
@@ -31,7 +30,7 @@ _CHUNK_ELEMENTS = 60_000  # problems times runs: a batch of bootstrap problems t
 
 
 def fit_scaling_law(
-    runs: str | Path | Iterable[Run | Mapping[str, Any]],
+    runs: RunsLike,
     *,
     bootstrap_samples: int = 4000,
     confidence: float = 0.95,
@@ -113,8 +112,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_options(bootstrap_samples: int, confidence: float) -> None:
-    if isinstance(bootstrap_samples, bool) or not isinstance(bootstrap_samples, int) or bootstrap_samples < 100:
-        raise ValueError(f"`bootstrap_samples` must be an integer of at least 100, got {bootstrap_samples!r}.")
+    whole_number(bootstrap_samples, "bootstrap_samples", minimum=100)
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` must lie between 0 and 1, got {confidence!r}. For 95%, write 0.95.")
 

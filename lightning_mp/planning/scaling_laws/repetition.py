@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from lightning_mp.core.arguments import positive_number
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw
 
 
@@ -50,9 +51,7 @@ class ExponentialDecay:
 
     def __post_init__(self) -> None:
         for name in ("tokens_decay", "parameters_decay"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"`{name}` must be a positive finite number, got {value!r}.")
+            positive_number(getattr(self, name), name)
 
     def effective_tokens(self, tokens: float, unique_tokens: float) -> float:
         """D', the unique tokens that would be worth as much."""

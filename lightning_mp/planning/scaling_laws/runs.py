@@ -1,12 +1,12 @@
 """Finished runs as the material of a fit: parameters, tokens and final loss, read from a CSV file or from records."""
 
 import csv
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_mp.core.arguments import positive_number
 from lightning_mp.core.quantities import format_quantity, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 
@@ -43,9 +43,7 @@ class Run:
 
     def __post_init__(self) -> None:
         for name in ("parameters", "tokens", "loss"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"`{name}` of a run must be a positive finite number, got {value!r}.")
+            positive_number(getattr(self, name), name, "Run")
 
     @property
     def flops(self) -> float:
@@ -53,7 +51,11 @@ class Run:
         return FLOPS_PER_PARAMETER_AND_TOKEN * self.parameters * self.tokens
 
 
-def read_runs(runs: str | Path | Iterable[Run | Mapping[str, Any]]) -> tuple[Run, ...]:
+RunsLike = str | Path | Iterable[Run | Mapping[str, Any]]
+"""Runs, or the CSV file that they stand in."""
+
+
+def read_runs(runs: RunsLike) -> tuple[Run, ...]:
     """Reads runs from a CSV file with a header, or from records with the same names.
 
     The columns are ``parameters`` (or ``params``, ``n``, ``model_size``), ``loss`` (``l``, ``final_loss``), and one of

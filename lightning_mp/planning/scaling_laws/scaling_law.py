@@ -12,9 +12,9 @@ Some published laws give the power law only, so a law here is one of the two: :c
 :class:`FrontierLaw`. Both have a :class:`Frontier`.
 """
 
-import math
 from dataclasses import dataclass
 
+from lightning_mp.core.arguments import positive_number
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 
 FAR_OUTSIDE = 10.0
@@ -97,9 +97,7 @@ class ParametricLaw:
 
     def __post_init__(self) -> None:
         for field in ("E", "A", "B", "alpha", "beta"):
-            value = getattr(self, field)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"`{field}` of a scaling law must be a positive finite number, got {value!r}.")
+            positive_number(getattr(self, field), field, type(self).__name__)
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Predicted loss of a model of N parameters trained on D tokens, none of them repeated."""

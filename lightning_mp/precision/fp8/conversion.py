@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,13 @@ from lightning_mp.precision.fp8.layer_filter import Float8Layer
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-__all__ = ["RECIPES", "Float8Conversion", "convert_to_float8", "float8_config", "require_torchao"]
+__all__ = ["RECIPES", "Float8Conversion", "Float8Recipe", "convert_to_float8", "float8_config", "require_torchao"]
 
 #: torchao's recipes (torchao.float8.Float8LinearRecipeName). What is scaled by one factor, and the format of gradients:
 #: "tensorwise": whole tensors, e5m2 gradients; "rowwise": rows, by powers of two, e4m3 throughout;
 #: "rowwise_with_gw_hp": as rowwise, but the weight's gradient is multiplied in bf16.
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+RECIPES = get_args(Float8Recipe)
 
 
 def require_torchao() -> None:

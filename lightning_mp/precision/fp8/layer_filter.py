@@ -28,7 +28,6 @@ Float8Skip = type[nn.Module] | str
 #: ``torch._scaled_mm`` on CUDA refuses other sizes of a weight (github.com/pytorch/ao/issues/571); rows are padded.
 DIMENSION_MULTIPLE = 16
 
-_NAMES_IN_AN_ERROR = 20
 #: Name of the dimension of the mesh, Lightning's and ours.
 _TENSOR_PARALLEL = "tensor_parallel"
 
@@ -146,7 +145,7 @@ def _entries_by_linear(
             if any(_is_inside(name, root) for name in own_names for root in roots)
         ]
         if not hits:
-            there_are = listed([own[0] for own in names.values()], _NAMES_IN_AN_ERROR) or "none"
+            there_are = listed([own[0] for own in names.values()], most=12) or "none"
             raise ValueError(
                 f"skip={written} matches no nn.Linear, and no module that holds one. The Linear layers of"
                 f" {type(model).__name__} are: {there_are}."
@@ -190,15 +189,15 @@ def _unsuited(linear: nn.Linear, owners: Mapping[int, str]) -> str | None:
         size = getattr(linear, dimension)
         if size % DIMENSION_MULTIPLE:
             return f"{dimension} is {size}, no multiple of {DIMENSION_MULTIPLE}"
-        part = size // _ranks_that_cut(linear.weight, dim)
+        part = size // _ranks_that_split(linear.weight, dim)
         if part % DIMENSION_MULTIPLE:
             return f"a rank's part of {dimension} is {part}, no multiple of {DIMENSION_MULTIPLE}"
     owner = owners.get(id(linear.weight))
     return None if owner is None else f"its weight is also that of {owner}"
 
 
-def _ranks_that_cut(weight: Tensor, dim: int) -> int:
-    """Over how many ranks tensor parallelism has cut a dimension. What FSDP2 shards is whole when it is multiplied."""
+def _ranks_that_split(weight: Tensor, dim: int) -> int:
+    """Over how many ranks tensor parallelism splits a dimension. What FSDP2 shards is whole when it is multiplied."""
     if not isinstance(weight, DTensor):
         return 1
     names = weight.device_mesh.mesh_dim_names or ()

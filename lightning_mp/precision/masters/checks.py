@@ -18,7 +18,6 @@ __all__ = ["DTYPES", "check_arguments", "check_autocast", "check_sharding_units"
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 _STORAGES = ("fp32", "remainder")
-_NAMES_IN_AN_ERROR = 3
 
 
 def check_arguments(precision: str, storage: str, scaler: object) -> None:
@@ -103,7 +102,7 @@ def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -
     if found is None:
         return
     unit, wide, narrow = found
-    kept, others = (listed(names, _NAMES_IN_AN_ERROR) for names in (wide, narrow))
+    kept, others = (listed(names) for names in (wide, narrow))
     raise MisconfigurationException(
         f"The policy of MasterWeightsPrecision keeps {kept} in fp32, and fully_shard has put it into one unit"
         f" ({unit or 'the model'}) with {others}, which is 16 bit; FSDP2 wants one dtype in a unit. In"

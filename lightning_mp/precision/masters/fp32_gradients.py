@@ -14,7 +14,7 @@ from lightning_mp.core import private_api
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 
-__all__ = ["MainGradientEpilogue", "Fp32Gradients", "as_float32"]
+__all__ = ["Fp32GradientEpilogue", "Fp32Gradients", "as_float32"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -72,36 +72,36 @@ class Fp32Gradients:
         parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
-class MainGradientEpilogue(GradientEpilogue):
+class Fp32GradientEpilogue(GradientEpilogue):
     """The epilogue over 16-bit gradients: it reads them as they are, and changes fp32 copies.
 
     Args:
-        main_gradients: makes the copies.
+        fp32_copies: makes the copies.
         args: see :class:`~lightning_mp.optimizer_step.gradient_epilogue.GradientEpilogue`.
         kwargs: see there.
     """
 
-    def __init__(self, main_gradients: Fp32Gradients, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, fp32_copies: Fp32Gradients, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._main_gradients = main_gradients
+        self._fp32_copies = fp32_copies
 
     def make_true(self) -> None:
         """Shows true gradients, always in fp32."""
-        self._main_gradients.show(self.parameters)
+        self._fp32_copies.show(self.parameters)
         super().make_true()
 
     def clip_by_value(self, limit: float) -> None:
         """Limits every element, measured on true gradients."""
-        self._main_gradients.show(self.parameters)
+        self._fp32_copies.show(self.parameters)
         super().clip_by_value(limit)
 
     def clip_scaled(self, limit: float, *, by_value: bool) -> None:
         """Clips by the size of the true gradients but leaves them scaled; they stay fp32 until the step."""
-        self._main_gradients.show(self.parameters)
+        self._fp32_copies.show(self.parameters)
         super().clip_scaled(limit, by_value=by_value)
 
     def apply(self) -> None:
         """Multiplies what was planned into the gradients."""
         if self.multiplier is not None:
-            self._main_gradients.show(self.parameters)
+            self._fp32_copies.show(self.parameters)
         super().apply()

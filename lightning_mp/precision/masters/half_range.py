@@ -22,7 +22,6 @@ from lightning_mp.precision.masters.store import HALF_MAX
 
 __all__ = ["HalfRange", "check_half_range"]
 
-_NAMES_IN_A_MESSAGE = 3
 _REMEDIES = "Use 'bf16-true', AutocastPrecision('16-mixed') or a policy that keeps the module in fp32"
 
 
@@ -55,7 +54,7 @@ def check_half_range(module: nn.Module, dtype: torch.dtype, in_float32: Iterable
             too_large.append(name)
     if too_large:
         raise MisconfigurationException(
-            f"MasterWeightsPrecision('16-true'): {listed(too_large, _NAMES_IN_A_MESSAGE)} holds weights above 65,504,"
+            f"MasterWeightsPrecision('16-true'): {listed(too_large)} holds weights above 65,504,"
             f" which fp16 does not have. {_REMEDIES}, or scale the weight down."
         )
 
@@ -100,7 +99,7 @@ class HalfRange:
         here = [names.get(w, "?") for w in weights if w in held]
         if here:
             (rank_zero_warn if self._copied else warnings.warn)(
-                f"MasterWeightsPrecision('16-true'): elements of {listed(here, _NAMES_IN_A_MESSAGE)} have reached"
+                f"MasterWeightsPrecision('16-true'): elements of {listed(here)} have reached"
                 " ±65,504, the end of fp16's range, and are held there, their fp32 masters as well. Is the learning"
                 f" rate too high, or weight decay missing? {_REMEDIES}."
             )

@@ -147,7 +147,7 @@ class MastersIntoWeights:
         for parameter, master in masters.items():
             weight = local_shard(parameter.detach())
             if isinstance(parameter, DTensor) and not isinstance(master, DTensor):
-                # torch cuts from a full checkpoint only what the optimizer has itself.
+                # torch splits from a full checkpoint only what the optimizer has itself.
                 master = distribute_tensor(master, parameter.device_mesh, parameter.placements, src_data_rank=None)
             value = local_shard(master.detach()).to(device=weight.device, dtype=torch.float32)
             if weight.dtype != torch.float32:

@@ -1,20 +1,18 @@
-"""Set-up of a pipeline where a small slip would go unnoticed."""
+"""A model is split and comes to life on its stages: what is shared, put back after an exception, or refused."""
 
 import contextlib
 
 import pytest
 import torch
 from gloo import RankError, run_ranks
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from pipelined_models import PipelinedMLP, fit, losses_of
-from test_pipeline_runs import Frozen
+from pipelined_models import PipelinedMLP, losses_of
 from torch import nn
 
 from lightning_mp import PipelineParallelStrategy
+from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model
 from lightning_mp.pipelining.layers import read_layers
-from lightning_mp.pipelining.partition import cut_model
-from lightning_mp.pipelining.rng import RankRNG
+from lightning_mp.pipelining.partition import split_model
 
 
 class Scale(nn.Module):
@@ -46,36 +44,8 @@ def test_a_module_without_memory_that_nothing_can_initialise_is_refused():
     assert "Cannot copy out of meta tensor" not in str(error.value)
 
 
-@pytest.mark.parametrize("arguments", [{"stages": True}, {"chunks": True}])
-def test_a_flag_is_no_number(arguments):
-    with pytest.raises(ValueError, match="=True.: it must be a whole number of 1 or more"):
-        PipelineParallelStrategy(**arguments)
-
-
-def test_layers_thaw_at_an_epoch_without_a_validation_between():
-    arguments = {"limit_val_batches": 0, "max_epochs": 2}
-    [wanted] = run_ranks(lambda _: losses_of(Frozen(), "ddp", 1, **arguments), 1)
-    strategy = {"split_points": ["layers.2"]}
-    got = run_ranks(lambda _: losses_of(Frozen(), PipelineParallelStrategy(**strategy), 2, **arguments), 2)
-    assert got[0] == pytest.approx(wanted, rel=2e-6)
-    assert got[1] == got[0]
-
-
-@pytest.mark.full
-def test_batches_are_compared_at_the_start_of_every_evaluation():
-    """Training data may be the same on all stages, and validation data not."""
-
-    def rank(number):
-        x = torch.full((8, 6), float(number))
-        other = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=4)
-        with pytest.raises(MisconfigurationException, match=r"different batches .stage 0 and stage 1."):
-            fit(PipelinedMLP(), PipelineParallelStrategy(), 2, validate=other)
-
-    run_ranks(rank, 2)
-
-
-def cut_in_two(module):
-    cut_model(module, read_layers(module), [0, 2], 0)
+def split_in_two(module):
+    split_model(module, read_layers(module), [0, 2], 0)
     return module
 
 
@@ -84,11 +54,11 @@ def test_a_buffer_that_layers_of_other_stages_share_stays():
     module, mask = PipelinedMLP(), torch.ones(6)
     for layer in module.layers:
         layer.register_buffer("mask", mask)
-    assert cut_in_two(module).layers[0].mask.tolist() == [1.0] * 6
+    assert split_in_two(module).layers[0].mask.tolist() == [1.0] * 6
 
 
-def test_an_exception_in_configure_optimizers_leaves_the_model_cut():
-    module = cut_in_two(PipelinedMLP())
+def test_an_exception_in_configure_optimizers_leaves_the_model_split():
+    module = split_in_two(PipelinedMLP())
     with contextlib.suppress(KeyError), full_model(module):
         assert not any(isinstance(layer, StagePlaceholder) for layer in module.layers)
         raise KeyError
@@ -99,7 +69,7 @@ def test_an_exception_in_a_layer_leaves_the_random_numbers_of_the_process_alone(
     torch.manual_seed(1)
     wanted = float(torch.rand(()))
     torch.manual_seed(1)
-    with contextlib.suppress(KeyError), RankRNG(0, torch.device("cpu")).drawn():
+    with contextlib.suppress(KeyError), RankRNG(0, seed=torch.initial_seed).drawn(torch.device("cpu")):
         torch.rand(())
         raise KeyError
     assert float(torch.rand(())) == wanted

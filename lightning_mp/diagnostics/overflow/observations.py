@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Place", "Role", "Sighting", "read_sightings", "take_reading"]
+__all__ = ["Place", "Role", "OverflowObservation", "read_observations", "take_reading"]
 
 Role = Literal[
     "batch", "parameter", "buffer", "input", "output", "loss", "input_gradient", "output_gradient", "parameter_gradient"
@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class OverflowObservation:
     """A tensor met during a run, in host numbers.
 
     Attributes:
@@ -81,7 +81,7 @@ def take_reading(tensor: Tensor) -> Tensor | None:
 
     Example:
         >>> import torch
-        >>> from lightning_mp.diagnostics.overflow.sightings import take_reading
+        >>> from lightning_mp.diagnostics.overflow.observations import take_reading
         >>> take_reading(torch.tensor([-3.0, float("inf")])).tolist()
         [0.0, 1.0, 0.0, 3.0]
     """
@@ -102,7 +102,7 @@ def take_reading(tensor: Tensor) -> Tensor | None:
     )
 
 
-def read_sightings(seen: list[tuple[Place, Tensor, tuple[int, ...], torch.dtype]]) -> list[Sighting]:
+def read_observations(seen: list[tuple[Place, Tensor, tuple[int, ...], torch.dtype]]) -> list[OverflowObservation]:
     """Brings all readings to the host, in one transfer per device.
 
     Args:
@@ -114,6 +114,6 @@ def read_sightings(seen: list[tuple[Place, Tensor, tuple[int, ...], torch.dtype]
         for index, row in zip(indices, torch.stack([seen[i][1] for i in indices]).tolist(), strict=True):
             rows[index] = row
     return [
-        Sighting(place, shape, dtype, bool(nan), bool(posinf), bool(neginf), largest)
+        OverflowObservation(place, shape, dtype, bool(nan), bool(posinf), bool(neginf), largest)
         for (place, _, shape, dtype), (nan, posinf, neginf, largest) in zip(seen, rows, strict=True)
     ]

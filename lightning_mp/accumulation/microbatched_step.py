@@ -1,4 +1,4 @@
-"""One micro-batch as several forwards and backwards, one chunk after the other, with the gradient of the whole."""
+"""One micro-batch as several forwards and backwards, one microbatch after the other, with the gradient of the whole."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,25 +7,25 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_mp.accumulation.batch_split import Chunk, merge_outputs
-from lightning_mp.accumulation.chunk_logs import ChunkLogs
+from lightning_mp.accumulation.batch_split import Microbatch, merge_outputs
 from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.microbatch_logs import MicrobatchLogs
 from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
 from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.loss_weighting import Weighting
 
-__all__ = ["ChunkedStep", "chunk_shares", "weighting_of"]
+__all__ = ["MicrobatchedStep", "microbatch_shares", "weighting_of"]
 
 
-def chunk_shares(chunks: Sequence[Chunk], weighting: Weighting) -> list[float]:
-    """The share of each chunk in the mean of its micro-batch, by tokens or by samples; they add up to 1.
+def microbatch_shares(microbatches: Sequence[Microbatch], weighting: Weighting) -> list[float]:
+    """The share of each microbatch in the mean of its micro-batch, by tokens or by samples; they add up to 1.
 
-    Tokens that lie on a device are waited for. A micro-batch without a loss-bearing token is shared by samples.
+    Tokens that lie on a device are waited for. A micro-batch without a target token is shared by samples.
     """
-    counts: list[Any] = [chunk.samples for chunk in chunks]
-    if weighting.weight_by == "token" and len(chunks) > 1:
-        tokens = [torch.as_tensor(weighting.measure(chunk.batch).tokens) for chunk in chunks]
+    counts: list[Any] = [microbatch.samples for microbatch in microbatches]
+    if weighting.weight_by == "token" and len(microbatches) > 1:
+        tokens = [torch.as_tensor(weighting.measure(microbatch.batch).tokens) for microbatch in microbatches]
         on_host = torch.stack(tokens).tolist()
         counts = on_host if sum(on_host) else counts
     total = sum(counts)
@@ -33,7 +33,7 @@ def chunk_shares(chunks: Sequence[Chunk], weighting: Weighting) -> list[float]:
 
 
 def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], bool]) -> Weighting:
-    """How chunks are weighed: as the run's micro-batches are, else by tokens if the batch has them, or by samples.
+    """How microbatches are weighed: as the run's micro-batches are, else by tokens if there are any, or by samples.
 
     Args:
         trainer: in the middle of a loop.
@@ -46,13 +46,13 @@ def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], b
     return Weighting("auto").resolved(first_batch, shifted=shifts())
 
 
-class ChunkedStep:
-    r"""Runs the chunks of a micro-batch.
+class MicrobatchedStep:
+    r"""Runs the microbatches of a micro-batch.
 
     .. math:: L = \sum_j \frac{n_j}{n} L_j, \qquad G = \sum_j \nabla \Big( \frac{n_j}{n} L_j \Big)
 
-    where :math:`L_j` is the mean loss of chunk :math:`j` over its :math:`n_j` items. Backwards run at once, scaled as
-    Lightning's own will be, into empty gradients; what the window has gathered before is not touched.
+    where :math:`L_j` is the mean loss of microbatch :math:`j` over its :math:`n_j` items. Backwards run at once, scaled
+    as Lightning's own will be, into empty gradients; what the window has gathered before is not touched.
 
     Args:
         trainer: in the middle of a fit.
@@ -67,12 +67,20 @@ class ChunkedStep:
         self._pl_module = pl_module
         self._training_step = training_step
 
-    def run(self, chunks: Sequence[Chunk], shares: Sequence[float], logs: ChunkLogs, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        shares: Sequence[float],
+        logs: MicrobatchLogs,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """What the training step would have returned for the whole, its loss with the gradients ready.
 
         Args:
-            chunks: in order.
-            shares: see :func:`chunk_shares`. A chunk whose share is 0 is left out: its mean loss would be 0 / 0.
+            microbatches: in order.
+            shares: see :func:`microbatch_shares`. A microbatch whose share is 0 is left out: its mean loss would be 0 /
+                0.
             logs: what is logged goes there.
             args: what the training step gets after the batch.
             kwargs: the same by name.
@@ -83,18 +91,18 @@ class ChunkedStep:
         losses: list[Tensor] = []
         factor: Tensor | None = None
         with gradients_set_aside(parameters):
-            for index, (chunk, share) in enumerate(zip(chunks, shares, strict=True)):
+            for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True)):
                 if share == 0:
                     continue
-                logs.begin_chunk(index)
-                output = self._training_step(chunk.batch, *args, **kwargs)
+                logs.begin_microbatch(index)
+                output = self._training_step(microbatch.batch, *args, **kwargs)
                 if output is None:
                     continue
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor):
                     return output  # Lightning says what is wrong with it
                 # A loss that is a sum over a number that the batch names needs no weight: it adds up.
-                weight = 1.0 if batch_tokens.declared_divisor(chunk.batch) is not None else share
+                weight = 1.0 if batch_tokens.declared_divisor(microbatch.batch) is not None else share
                 if factor is None:
                     factor = factor_of_backward(self._trainer, loss)
                 losses.append(self._backward(loss, weight, factor))
@@ -108,11 +116,11 @@ class ChunkedStep:
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
         loss = loss_with_gradients(total, with_gradient, computed, factor)
         ran_share = sum(shares[index] for index in ran)
-        output = merge_outputs(outputs, [chunks[i].samples for i in ran], [shares[i] / ran_share for i in ran])
+        output = merge_outputs(outputs, [microbatches[i].samples for i in ran], [shares[i] / ran_share for i in ran])
         return loss if output is None else {**output, "loss": loss}
 
     def _backward(self, loss: Tensor, weight: float, factor: Tensor) -> Tensor:
-        """Runs one chunk's backward as the precision plugin does; returns the weighted loss without its graph."""
+        """Runs one microbatch's backward as the precision plugin does; returns the weighted loss without its graph."""
         whole = weight == 1
         device_type = self._pl_module.device.type
         # The training step runs under autocast, a backward does not, and keeps no cast weight alive that it has used.

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mp.diagnostics.overflow.sightings import Sighting
+from lightning_mp.diagnostics.overflow.observations import OverflowObservation
 
-__all__ = ["Culprit", "find_culprit"]
+__all__ = ["FirstOverflow", "find_first_overflow"]
 
 Phase = Literal["data", "weights", "forward", "loss", "backward"]
 
 
 @dataclass(frozen=True)
-class Culprit:
+class FirstOverflow:
     """Where a run first went wrong.
 
     Attributes:
@@ -38,7 +38,7 @@ class Culprit:
     largest_input: float | None
 
 
-def find_culprit(sightings: Sequence[Sighting]) -> Culprit | None:
+def find_first_overflow(observations: Sequence[OverflowObservation]) -> FirstOverflow | None:
     """The first non-finite tensor that matters, or None.
 
     Forward counts only if the loss is not finite: an inf that a mask or a ``torch.where`` takes away again does no
@@ -46,29 +46,29 @@ def find_culprit(sightings: Sequence[Sighting]) -> Culprit | None:
     Backward counts in the order in which gradients were made, last layer first.
 
     Args:
-        sightings: in the order in which the tensors were met.
+        observations: in the order in which the tensors were met.
 
     Example:
         >>> import torch
-        >>> from lightning_mp.diagnostics.overflow.culprit import find_culprit
-        >>> from lightning_mp.diagnostics.overflow.sightings import Place, Sighting
+        >>> from lightning_mp.diagnostics.overflow.first_overflow import find_first_overflow
+        >>> from lightning_mp.diagnostics.overflow.observations import Place, OverflowObservation
         >>> def seen(role, tensor, posinf):
         ...     place = Place(role, "net.0", "Linear", tensor, call=1)
-        ...     return Sighting(place, (4, 8), torch.float16, False, posinf, False, 6e4)
-        >>> culprit = find_culprit([seen("input", "argument 'input'", False), seen("output", "output", True),
+        ...     return OverflowObservation(place, (4, 8), torch.float16, False, posinf, False, 6e4)
+        >>> first = find_first_overflow([seen("input", "argument 'input'", False), seen("output", "output", True),
         ...                         seen("loss", "loss", True)])
-        >>> culprit.phase, culprit.module, culprit.tensor, culprit.largest_input
+        >>> first.phase, first.module, first.tensor, first.largest_input
         ('forward', 'net.0', 'output', 60000.0)
     """
-    backward = [s for s in sightings if s.place.role.endswith("_gradient")]
-    forward = [s for s in sightings if not s.place.role.endswith("_gradient")]
+    backward = [s for s in observations if s.place.role.endswith("_gradient")]
+    forward = [s for s in observations if not s.place.role.endswith("_gradient")]
     if any(s.place.role == "loss" and not s.finite for s in forward):
-        return _forward_culprit(_first_that_matters(forward), forward)
+        return _forward_first_overflow(_first_that_matters(forward), forward)
     first = next((s for s in backward if not s.finite), None)
-    return _backward_culprit(first, backward) if first is not None else None
+    return _backward_first_overflow(first, backward) if first is not None else None
 
 
-def _first_that_matters(forward: Sequence[Sighting]) -> Sighting:
+def _first_that_matters(forward: Sequence[OverflowObservation]) -> OverflowObservation:
     absorbing = {s.place.call for s in forward if s.place.role == "input" and s.only_neginf}
     absorbed = any(s.place.role == "output" and s.place.call in absorbing and s.finite for s in forward)
     wrong = [s for s in forward if not s.finite]
@@ -81,44 +81,44 @@ def _first_that_matters(forward: Sequence[Sighting]) -> Sighting:
     return next(used, first)
 
 
-def _forward_culprit(first: Sighting, forward: Sequence[Sighting]) -> Culprit:
+def _forward_first_overflow(first: OverflowObservation, forward: Sequence[OverflowObservation]) -> FirstOverflow:
     place = first.place
     if place.role == "batch":
-        return _culprit("data", first, module_class="")
+        return _first_overflow("data", first, module_class="")
     if place.role in ("parameter", "buffer"):
-        return _culprit("weights", first)
+        return _first_overflow("weights", first)
     if place.role == "loss":
         inputs = [s for s in forward if s.place.role == "output" and not s.place.enclosing]
-        return _culprit("loss", first, module_class="", inputs=inputs[-1:])
+        return _first_overflow("loss", first, module_class="", inputs=inputs[-1:])
     if place.role == "input":
         # Made between two modules, in the forward of the one that called both.
         tensor = f"{place.tensor} of {place.module}"
-        return _culprit("forward", first, module=place.enclosing, module_class="", tensor=tensor)
+        return _first_overflow("forward", first, module=place.enclosing, module_class="", tensor=tensor)
     inputs = [s for s in forward if s.place.role == "input" and s.place.call == place.call]
     is_loss = not first.shape and not place.enclosing
-    return _culprit("loss" if is_loss else "forward", first, inputs=inputs)
+    return _first_overflow("loss" if is_loss else "forward", first, inputs=inputs)
 
 
-def _backward_culprit(first: Sighting, backward: Sequence[Sighting]) -> Culprit:
+def _backward_first_overflow(first: OverflowObservation, backward: Sequence[OverflowObservation]) -> FirstOverflow:
     place = first.place
     if place.role == "output_gradient":
         # The module was given it: it was made by the operations that used its output.
         tensor = f"{place.tensor} of {place.module}"
-        return _culprit("backward", first, module=place.enclosing, module_class="", tensor=tensor)
+        return _first_overflow("backward", first, module=place.enclosing, module_class="", tensor=tensor)
     given = [s for s in backward if s.place.role == "output_gradient" and s.place.module == place.module and s.finite]
-    return _culprit("backward", first, inputs=given)
+    return _first_overflow("backward", first, inputs=given)
 
 
-def _culprit(
+def _first_overflow(
     phase: Phase,
-    first: Sighting,
+    first: OverflowObservation,
     *,
     module: str | None = None,
     module_class: str | None = None,
     tensor: str | None = None,
-    inputs: Sequence[Sighting] = (),
-) -> Culprit:
-    return Culprit(
+    inputs: Sequence[OverflowObservation] = (),
+) -> FirstOverflow:
+    return FirstOverflow(
         phase,
         first.place.module if module is None else module,
         first.place.module_class if module_class is None else module_class,

@@ -1,4 +1,4 @@
-"""Gradients of a pipeline where a small slip would go unnoticed: windows in manual optimization, frozen layers."""
+"""Gradients of a pipeline: summed up once over copies and windows, with frozen layers left out of the norm."""
 
 import contextlib
 
@@ -7,10 +7,8 @@ import torch
 from gloo import run_ranks
 from pipelined_models import PipelinedGPT, PipelinedMLP, losses_of, token_batches
 
-from lightning_mp import PipelineParallelStrategy, pipelined_loss
-from lightning_mp.gradients.bucketed_all_reduce import buckets
-from lightning_mp.gradients.clipping import clip_by_whole_norm_
-from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp import PipelineParallelStrategy
+from lightning_mp.pipelining import pipelined_loss
 
 #: For each step, which of its backwards are kept local.
 WINDOWS = [(True, True, False), (True, False, False), (False, True, False)]
@@ -43,7 +41,7 @@ def test_gradients_are_reduced_once_whichever_backwards_are_kept_local():
         return losses_of(Windows(), strategy, devices, train=batches, limit_val_batches=0, max_epochs=1)
 
     wanted = run_ranks(lambda _: rank("ddp", 2), 2)
-    got = run_ranks(lambda _: rank(PipelineParallelStrategy(2, chunks=2), 4), 4)
+    got = run_ranks(lambda _: rank(PipelineParallelStrategy(2, microbatches=2), 4), 4)
     for own, expected in zip(got, wanted * 2, strict=True):
         assert own == pytest.approx(expected, rel=1e-5)
 
@@ -65,7 +63,7 @@ class Frozen(PipelinedMLP):
 )
 def test_frozen_layers_have_no_gradient_and_take_no_part_in_the_norm(layers, devices):
     arguments = {"max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": 0.05}
-    strategy = {"stages": 2, "chunks": 2, "split_points": ["layers.3"]}
+    strategy = {"stages": 2, "microbatches": 2, "split_points": ["layers.3"]}
     wanted = run_ranks(lambda _: losses_of(Frozen(layers), "ddp", devices // 2, **arguments), devices // 2)
     got = run_ranks(
         lambda _: losses_of(Frozen(layers), PipelineParallelStrategy(**strategy), devices, **arguments), devices
@@ -74,18 +72,26 @@ def test_frozen_layers_have_no_gradient_and_take_no_part_in_the_norm(layers, dev
         assert own == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("max_norm", "wanted"), [(-1.0, 3.0), (0.0, 3.0), (1.5, 1.5)])
-def test_a_largest_norm_of_zero_leaves_gradients_alone(max_norm, wanted):
-    parameter = torch.nn.Parameter(torch.zeros(9))
-    parameter.grad = torch.ones(9)
-    ranks = GradientReplication.every_rank()
-    clip_by_whole_norm_(torch.optim.SGD([parameter], lr=0.1), max_norm, ranks, torch.device("cpu"))
-    assert float(parameter.grad.norm()) == pytest.approx(wanted, rel=1e-5)
+class TwoBackwards(PipelinedGPT):
+    """Different gradients add up in one step, of tied weights too; nothing hides how long they are."""
+
+    def __init__(self):
+        super().__init__(torch.optim.SGD, lr=0.1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for places in (0, 1):
+            loss = pipelined_loss(self, (batch[0].roll(places, 1), batch[1]))
+            self.manual_backward(loss)
+        optimizer.step()
+        self.train_losses.append(float(loss.detach()))
 
 
-def test_buckets_count_the_bytes_of_the_sum_and_hold_one_device():
-    """16-bit gradients are widened before they are sent."""
-    half = [torch.zeros(10, dtype=torch.bfloat16) for _ in range(2)]
-    assert [len(bucket) for bucket in buckets(half, 79)] == [1, 1]
-    assert [len(bucket) for bucket in buckets(half, 80)] == [2]
-    assert [len(bucket) for bucket in buckets([torch.zeros(1), torch.zeros(1, device="meta")], 80)] == [1, 1]
+@pytest.mark.full
+def test_gradients_of_two_backwards_add_up_after_they_were_averaged():
+    wanted = run_ranks(lambda _: losses_of(TwoBackwards(), "ddp", 2, max_epochs=1), 2)
+    got = run_ranks(lambda _: losses_of(TwoBackwards(), PipelineParallelStrategy(2), 4, max_epochs=1), 4)
+    for own, expected in zip(got, wanted * 2, strict=True):
+        assert own == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""What of all that was seen is the culprit, and which scale is the largest: pure functions."""
+"""What of all that was seen is the first, and which scale is the largest: pure functions."""
 
 import math
 from collections import OrderedDict
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.diagnostics.overflow.culprit import Culprit, find_culprit
+from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow, find_first_overflow
+from lightning_mp.diagnostics.overflow.observations import OverflowObservation, Place, take_reading
 from lightning_mp.diagnostics.overflow.report import OverflowReport
-from lightning_mp.diagnostics.overflow.search import Finding, largest_finite_scale
-from lightning_mp.diagnostics.overflow.sightings import Place, Sighting, take_reading
+from lightning_mp.diagnostics.overflow.search import OverflowFinding, largest_finite_scale
 from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
 
 
@@ -22,7 +22,7 @@ def run(net: nn.Module, x: torch.Tensor, *, reduce=torch.sum):
         watch.note(Place("loss", "", "", "the loss"), loss)
         with watch.backward():
             loss.backward()
-    return find_culprit(watch.sightings())
+    return find_first_overflow(watch.observations())
 
 
 class Scores(nn.Module):
@@ -38,10 +38,10 @@ class Scores(nn.Module):
         return self.out(self.softmax(masked)) * self.factor
 
 
-def test_a_mask_is_no_culprit():
+def test_a_mask_is_no_first_overflow():
     assert run(Scores(1.0), torch.ones(3, 3, requires_grad=True)) is None
-    culprit = run(Scores(math.inf), torch.ones(3, 3, requires_grad=True))
-    assert (culprit.phase, culprit.module) == ("loss", "")
+    first = run(Scores(math.inf), torch.ones(3, 3, requires_grad=True))
+    assert (first.phase, first.module) == ("loss", "")
 
 
 def test_a_minus_infinity_that_is_not_taken_away_is_one():
@@ -50,8 +50,8 @@ def test_a_minus_infinity_that_is_not_taken_away_is_one():
             return x.clamp(max=0).mul(0).sub(1e39)
 
     net = nn.Sequential(nn.Linear(3, 3), Lowest(), nn.Linear(3, 3))
-    culprit = run(net, torch.ones(2, 3))
-    assert (culprit.phase, culprit.module, culprit.kind) == ("forward", "1", "-inf")
+    first = run(net, torch.ones(2, 3))
+    assert (first.phase, first.module, first.kind) == ("forward", "1", "-inf")
 
 
 def test_infinities_that_the_loss_does_not_see_do_no_harm():
@@ -80,8 +80,12 @@ def test_of_two_modules_that_share_an_input_the_right_one_is_named():
             x = self.first(x)
             return self.bad(x) + self.last(x)
 
-    culprit = run(Shared(), torch.ones(2, 3))
-    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "bad", "gradient of argument 'x'")
+    first = run(Shared(), torch.ones(2, 3))
+    assert (first.phase, first.module, first.tensor) == (
+        "backward",
+        "bad",
+        "gradient of argument 'x'",
+    )
 
 
 def test_operations_between_modules_belong_to_the_module_that_makes_them():
@@ -94,24 +98,32 @@ def test_operations_between_modules_belong_to_the_module_that_makes_them():
             return self.down(self.up(x) * self.factor)
 
     net = nn.Sequential(nn.Linear(3, 3), Between(math.inf))
-    culprit = run(net, torch.ones(2, 3))
-    assert (culprit.phase, culprit.module) == ("forward", "1")
-    assert culprit.tensor == "argument 'input' of 1.down"
+    first = run(net, torch.ones(2, 3))
+    assert (first.phase, first.module) == ("forward", "1")
+    assert first.tensor == "argument 'input' of 1.down"
 
     class Kink(Between):
         def forward(self, x):
             y = self.up(x)
             return self.down(y + (y * 0).sqrt())
 
-    culprit = run(nn.Sequential(nn.Linear(3, 3), Kink(1.0)), torch.ones(2, 3))
-    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "1", "gradient of output of 1.up")
+    first = run(nn.Sequential(nn.Linear(3, 3), Kink(1.0)), torch.ones(2, 3))
+    assert (first.phase, first.module, first.tensor) == (
+        "backward",
+        "1",
+        "gradient of output of 1.up",
+    )
 
 
 def test_a_parameter_gradient_is_named():
     embedding = nn.Embedding(3, 3)
     embedding.weight.register_hook(lambda gradient: gradient * math.inf)
-    culprit = run(nn.Sequential(embedding, nn.Linear(3, 3)), torch.tensor([0, 1]))
-    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "0", "gradient of weight")
+    first = run(nn.Sequential(embedding, nn.Linear(3, 3)), torch.tensor([0, 1]))
+    assert (first.phase, first.module, first.tensor) == (
+        "backward",
+        "0",
+        "gradient of weight",
+    )
 
 
 def test_structures_are_looked_into_and_left_alone():
@@ -132,8 +144,8 @@ def test_structures_are_looked_into_and_left_alone():
             return output["y"][0] + output["y"][1][0].nan_to_num(0, 0)
 
     x = torch.ones(2, 3, requires_grad=True)
-    culprit = run(Outer(), x, reduce=lambda y: y.sum() + math.inf)
-    assert (culprit.module, culprit.tensor) == ("", "argument 'extra'['a'] of pair")
+    first = run(Outer(), x, reduce=lambda y: y.sum() + math.inf)
+    assert (first.module, first.tensor) == ("", "argument 'extra'['a'] of pair")
 
 
 @pytest.mark.parametrize("boundary", [1.0, 1.5, 7.0, 4096.0, 40000.0])
@@ -161,20 +173,20 @@ def test_readings(dtype):
 
 def seen(role, module="m", *, inf=False, largest=1.0, shape=(4,), enclosing="", call=1):
     place = Place(role, module, "Module", role, enclosing, call)
-    return Sighting(place, shape, torch.float16, nan=False, posinf=inf, neginf=False, largest=largest)
+    return OverflowObservation(place, shape, torch.float16, nan=False, posinf=inf, neginf=False, largest=largest)
 
 
 def test_what_went_into_the_loss_is_the_last_output():
     outputs = [seen("output", "first", largest=9.0, call=1), seen("output", "last", largest=5.0, call=2)]
-    assert find_culprit([*outputs, seen("loss", "", inf=True)]).largest_input == 5.0
+    assert find_first_overflow([*outputs, seen("loss", "", inf=True)]).largest_input == 5.0
 
 
 def test_what_went_into_a_backward_is_what_was_finite():
     """A module that is used twice is given its own inf a second time."""
     given = seen("output_gradient", largest=3.0)
     spoilt = seen("output_gradient", inf=True, largest=6e4, call=2)
-    culprit = find_culprit([given, seen("input_gradient", inf=True), spoilt])
-    assert (culprit.phase, culprit.largest_input) == ("backward", 3.0)
+    first = find_first_overflow([given, seen("input_gradient", inf=True), spoilt])
+    assert (first.phase, first.largest_input) == ("backward", 3.0)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +194,12 @@ def test_what_went_into_a_backward_is_what_was_finite():
 )
 def test_only_a_number_that_no_module_takes_in_is_the_loss(enclosing, shape, phase):
     output = seen("output", inf=True, shape=shape, enclosing=enclosing)
-    assert find_culprit([output, seen("loss", "", inf=True)]).phase == phase
+    assert find_first_overflow([output, seen("loss", "", inf=True)]).phase == phase
 
 
 def finding(rank, verdict, finite_scale=None):
-    culprit = Culprit("backward", "m", "Linear", "output", "inf", "float16", (4,), 1.0)
-    return Finding(rank, 0, 1, 0, verdict, culprit, finite_scale)
+    first = FirstOverflow("backward", "m", "Linear", "output", "inf", "float16", (4,), 1.0)
+    return OverflowFinding(rank, 0, 1, 0, verdict, first, finite_scale)
 
 
 def test_a_report_counts_the_halvings_that_a_scale_was_too_high():
@@ -223,8 +235,12 @@ def test_a_module_that_failed_and_was_passed_over_calls_nobody(where):
             except NotImplementedError:
                 return self.slow(x * math.inf)
 
-    culprit = run(nn.Sequential(nn.Linear(3, 3), Tries()), torch.ones(2, 3))
-    assert (culprit.phase, culprit.module, culprit.tensor) == ("forward", "1", "argument 'input' of 1.slow")
+    first = run(nn.Sequential(nn.Linear(3, 3), Tries()), torch.ones(2, 3))
+    assert (first.phase, first.module, first.tensor) == (
+        "forward",
+        "1",
+        "argument 'input' of 1.slow",
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
@@ -241,8 +257,12 @@ def test_what_a_checkpoint_computes_again_has_the_caller_of_the_first_time(reent
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=reentrant)
 
-    culprit = run(nn.Sequential(nn.Linear(3, 3), Kink()), torch.ones(2, 3))
-    assert (culprit.phase, culprit.module, culprit.tensor) == ("backward", "1", "gradient of output of 1.up")
+    first = run(nn.Sequential(nn.Linear(3, 3), Kink()), torch.ones(2, 3))
+    assert (first.phase, first.module, first.tensor) == (
+        "backward",
+        "1",
+        "gradient of output of 1.up",
+    )
 
 
 def test_modules_get_what_they_were_given():

@@ -1,4 +1,4 @@
-"""What ``self.log`` is told while a micro-batch runs in chunks: kept back, and logged once, as the mean over chunks."""
+"""What ``self.log`` is told while microbatches run: kept back, and logged once, as the mean over them."""
 
 import inspect
 from collections import defaultdict
@@ -12,14 +12,14 @@ from torchmetrics import Metric
 
 from lightning_mp.core.instance_method import InstancePatch
 
-__all__ = ["ChunkLogs", "merge_logged"]
+__all__ = ["MicrobatchLogs", "merge_logged"]
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 def merge_logged(values: Sequence[Any], shares: Sequence[float], reduce_fx: Any = "mean") -> Any:
-    """One logged value from those of the chunks: their mean by ``shares``, or what ``reduce_fx`` says.
+    """One logged value from those of the microbatches: their mean by ``shares``, or what ``reduce_fx`` says.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ def merge_logged(values: Sequence[Any], shares: Sequence[float], reduce_fx: Any 
     return (floating * weights.to(floating).reshape(-1, *[1] * (floating.ndim - 1))).sum(0)
 
 
-class ChunkLogs:
+class MicrobatchLogs:
     """Replaces ``self.log`` of a module for a whole fit; while :attr:`keeps` is set it writes down instead of logging.
 
     It is one object for all micro-batches, so that a compiled training step need not be compiled again.
@@ -50,19 +50,19 @@ class ChunkLogs:
     def __init__(self, pl_module: "pl.LightningModule") -> None:
         self._pl_module = pl_module
         self.keeps = False
-        # (name, how often it was logged in its chunk before) -> (chunk, arguments)
+        # (name, how often it was logged in its microbatch before) -> (microbatch, arguments)
         self._calls: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
         self._repeats: dict[str, int] = defaultdict(int)
-        self._chunk = 0
+        self._microbatch = 0
         self._method = InstancePatch(pl_module, "log", self._note)
 
     def restore(self) -> None:
         """Puts the module's own ``log`` back."""
         self._method.restore()
 
-    def begin_chunk(self, chunk: int) -> None:
-        """What is logged from here on belongs to this chunk."""
-        self._chunk = chunk
+    def begin_microbatch(self, microbatch: int) -> None:
+        """What is logged from here on belongs to this microbatch."""
+        self._microbatch = microbatch
         self._repeats.clear()
 
     def clear(self) -> None:
@@ -78,15 +78,15 @@ class ChunkLogs:
         if isinstance(arguments["value"], Tensor):
             arguments["value"] = arguments["value"].detach()
         name = arguments["name"]
-        self._calls.setdefault((name, self._repeats[name]), []).append((self._chunk, arguments))
+        self._calls.setdefault((name, self._repeats[name]), []).append((self._microbatch, arguments))
         self._repeats[name] += 1
 
     def flush(self, shares: Sequence[float]) -> None:
-        """Logs every value once, in the order of its first call; ``shares`` weigh the chunks."""
+        """Logs every value once, in the order of its first call; ``shares`` weigh the microbatches."""
         for calls in self._calls.values():
             arguments = dict(calls[-1][1])
             values = [call["value"] for _, call in calls]
-            weights = [shares[chunk] for chunk, _ in calls]
+            weights = [shares[microbatch] for microbatch, _ in calls]
             arguments["value"] = merge_logged(values, weights, arguments.get("reduce_fx", "mean"))
             if arguments.get("batch_size") is not None:
                 arguments["batch_size"] = sum(call["batch_size"] for _, call in calls)

@@ -1,0 +1,50 @@
+"""The part of the seams that is about Lightning's loops: where a run stands in its epoch, and its limits of steps."""
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+__all__ = [
+    "min_steps_of",
+    "replace_end_of_epoch",
+    "set_max_steps",
+    "set_min_steps",
+    "step_without_a_batch",
+    "take_back_a_logged_step",
+]
+
+
+def min_steps_of(trainer: "pl.Trainer") -> int | None:
+    """Optimizer steps before which the fit loop ignores ``trainer.should_stop``."""
+    return trainer.fit_loop.epoch_loop.min_steps
+
+
+def set_min_steps(trainer: "pl.Trainer", steps: int | None) -> None:
+    """Moves the step before which the fit loop ignores ``trainer.should_stop``."""
+    trainer.fit_loop.epoch_loop.min_steps = steps
+
+
+def set_max_steps(trainer: "pl.Trainer", steps: int) -> None:
+    """Moves the optimizer step after which the fit loop ends."""
+    trainer.fit_loop.epoch_loop.max_steps = steps
+
+
+def replace_end_of_epoch(trainer: "pl.Trainer", end: tuple[float, bool]) -> tuple[float, bool]:
+    """Puts (batches of this epoch, whether this batch is its last) in place of what the loop knows; returns that."""
+    loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    known = loop.max_batches, progress.is_last_batch
+    loop.max_batches, progress.is_last_batch = end
+    return known
+
+
+def take_back_a_logged_step(trainer: "pl.Trainer") -> None:
+    """The x axis of loggers counts steps; Lightning is about to count one at an epoch's end that was not made."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+
+
+def step_without_a_batch(trainer: "pl.Trainer", batch_idx: int, closure: Callable[[], Tensor]) -> None:
+    """An optimizer step as automatic optimization makes it, with the gradients that are there."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.automatic_optimization._optimizer_step(batch_idx, closure)
+    epoch_loop._batches_that_stepped += 1

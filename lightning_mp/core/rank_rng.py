@@ -1,0 +1,92 @@
+"""Random numbers that differ between ranks which otherwise draw the same, as ranks of one model do."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_mp.core.random_state import default_generator
+
+__all__ = ["RankRNG"]
+
+_SEEDS = 2**62
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(_SEEDS, ()))  # on the CPU: nothing waits for a device
+
+
+class RankRNG:
+    """For a while a rank draws other random numbers than the ranks that compute the same model with it.
+
+    Those have the same seed, so that a dropout mask on what all of them hold is the same mask. On shards of a tensor,
+    and on different layers, that would repeat one rank's mask on all others. So in between each rank draws from a
+    sequence of its own, and the common one goes on as if nothing had been drawn.
+
+    While the seed stays the same the rank's sequence goes on where it was; a new seed starts it anew. By default the
+    seed is drawn from the common sequence each time: an activation checkpoint that restores that gets the same masks.
+
+    Args:
+        rank: differs for each sequence.
+        is_needed: whether anything will be drawn.
+        seed: the same on all of these ranks.
+
+    Example:
+        >>> _ = torch.manual_seed(1)
+        >>> ranks = RankRNG(0, seed=torch.initial_seed), RankRNG(1, seed=torch.initial_seed)
+        >>> drawn = []
+        >>> for rng in (*ranks, ranks[0]):
+        ...     with rng.drawn(torch.device("cpu")):
+        ...         drawn.append(float(torch.rand(())))
+        >>> len(set(drawn))
+        3
+        >>> before = float(torch.rand(()))
+        >>> _ = torch.manual_seed(1)
+        >>> before == float(torch.rand(()))
+        True
+    """
+
+    def __init__(
+        self, rank: int, is_needed: Callable[[], bool] = lambda: True, *, seed: Callable[[], int] = _drawn_seed
+    ) -> None:
+        self._rank = rank
+        self._is_needed = is_needed
+        self._next_seed = seed
+        self._seed: int | None = None
+        self._states: Sequence[Tensor] = ()
+        self._common: list[tuple[torch.Generator, Tensor]] = []
+
+    def begin(self, *devices: torch.device) -> None:
+        """From here on, on these devices, until :meth:`end`; does nothing if it has begun."""
+        if self._common or not self._is_needed():
+            return
+        seed = self._next_seed()
+        generators = [default_generator(device) for device in devices]
+        self._common = [(generator, generator.get_state()) for generator in generators]
+        if seed != self._seed:
+            self._seed = seed
+            for generator in generators:
+                # + 1: the process itself draws from the seed
+                generator.manual_seed((seed + 1 + self._rank) % 2**63)
+        else:
+            for generator, state in zip(generators, self._states, strict=True):
+                generator.set_state(state)
+
+    def end(self) -> None:
+        """Back to the common numbers; does nothing if that was done."""
+        if not self._common:
+            return
+        self._states = [generator.get_state() for generator, _ in self._common]
+        for generator, state in self._common:
+            generator.set_state(state)
+        self._common = []
+
+    @contextmanager
+    def drawn(self, *devices: torch.device) -> Iterator[None]:
+        """Inside, the rank's own numbers are drawn."""
+        self.begin(*devices)
+        try:
+            yield
+        finally:
+            self.end()

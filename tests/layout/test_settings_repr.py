@@ -1,0 +1,109 @@
+"""Promise: the `repr` of every public part shows how it is set, and evaluates to the same part."""
+
+import dataclasses
+import datetime
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+import lightning_mp
+from lightning_mp import ChinchillaBudget, LossScaler, PrecisionPolicy, RankWatchdog, WarmupCosine
+from lightning_mp.pipelining import PipelineLayer
+
+PACKAGES = ("checkpoints", "diagnostics", "metrics", "pipelining", "planning")
+
+
+def half_the_batch(batch, size):
+    return [batch]
+
+
+# Arguments other than the defaults, and how they are shown where that is not as they were given.
+SETTINGS = {
+    "AccumulationScheduler": ({"schedule": {"4": 2}, "unit": "step", "sync": "micro_batch"}, {"schedule": {4: 2}}),
+    "ActivationCheckpointing": ({"modules": "blocks.*", "every": 2}, {"modules": ("blocks.*",)}),
+    "AtomicCheckpointIO": ({}, {}),
+    "AtomicCheckpoints": ({}, {}),
+    "AutocastPrecision": (
+        {"precision": "bf16-mixed", "policy": {"head": "fp32"}},
+        {"policy": PrecisionPolicy({"head": "fp32"})},
+    ),
+    "BudgetForecast": ({"metric": "loss", "every_n_steps": 7, "confidence": 0.8}, {}),
+    "ChinchillaBudget": ({"tokens": "1.5M", "landing": "floor", "save": False}, {"tokens": 1_500_000}),
+    "FSDP2Strategy": (
+        {"shard": "blocks.*", "replicate_size": 2, "timeout": datetime.timedelta(seconds=9)},
+        {"shard": ("blocks.*",)},
+    ),
+    "Float8Precision": ({"recipe": "tensorwise", "emulate": True, "skip": ["head"]}, {}),
+    "GradientNoiseScale": ({"average_steps": 30}, {}),
+    "LossScaler": ({"device": "cpu", "init_scale": 4.0, "growth_interval": 3, "on_floor": "warn"}, {}),
+    "MFUMonitor": ({"flops_per_token": "6N", "peak_flops": 1e12, "window": 3}, {}),
+    "MasterWeightsPrecision": ({"precision": "bf16-true", "storage": "remainder", "fp32_gradients": True}, {}),
+    "MicroBatchOnOOM": ({"split": half_the_batch, "min_size": 2}, {"split": "half_the_batch"}),
+    "OverflowMonitor": ({"count_real_steps": True, "stop_after_skips": 9, "guard": True}, {}),
+    "OverflowPostMortem": ({"replay": True, "max_replays": 2, "dirpath": "skips"}, {"dirpath": "skips"}),
+    "PipelineLayer": (None, {}),
+    "PipelineParallelStrategy": (
+        {"stages": 2, "schedule": "gpipe", "split_points": ["head"]},
+        {"split_points": ("head",)},
+    ),
+    "PrecisionAudit": ({"batch": 3}, {}),
+    "PrecisionPolicy": ({"rules": [("head", "fp32")]}, {}),
+    "RankWatchdog": ({"timeout_seconds": 30}, {}),
+    "ReducedPrecisionDDPStrategy": ({"dtype": "bf16", "bucket_cap_mb": 5}, {}),
+    "StopAtBoundary": ({"signals": ["SIGUSR1"], "max_seconds": 60}, {"signals": ("SIGUSR1",)}),
+    "TF32Precision": ({}, {}),
+    "TokenLearningRate": ({"schedule": WarmupCosine(0.2), "tokens": "2k"}, {"tokens": 2_000}),
+    "UnderflowMonitor": ({"format": "bf16", "scale": 8.0, "watch": "activations"}, {"watch": ("activations",)}),
+}
+
+
+def public_classes() -> dict[str, type]:
+    packages = [lightning_mp, *(importlib.import_module(f"lightning_mp.{name}") for name in PACKAGES)]
+    named = {name: getattr(package, name) for package in packages for name in package.__all__}
+    return {name: value for name, value in named.items() if inspect.isclass(value)}
+
+
+def test_every_public_class_shows_its_settings():
+    """Data classes and torchmetrics show theirs already; errors and protocols have none."""
+    shows_them_already = {
+        name
+        for name, kind in public_classes().items()
+        if dataclasses.is_dataclass(kind)
+        or issubclass(kind, Metric | Exception)
+        or getattr(kind, "_is_protocol", False)
+    }
+    assert public_classes().keys() - shows_them_already == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"PipelineLayer"}))
+def test_a_repr_is_the_call_that_makes_the_part(name):
+    arguments, read = SETTINGS[name]
+    text = repr(public_classes()[name](**arguments))
+    shown = {
+        key: value if isinstance(value, str) and key == "split" else repr(value)
+        for key, value in (arguments | read).items()
+    }
+    assert {key: value for key, value in shown.items() if value not in text} == {}
+    names = {**vars(lightning_mp), **public_classes(), "datetime": datetime, "half_the_batch": half_the_batch}
+    assert repr(eval(text, names)) == text
+
+
+def test_what_was_found_at_construction_is_shown():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert f"device='{device}', init_scale=65536.0" in repr(LossScaler())
+    assert "tokens_per_parameter=20" in repr(ChinchillaBudget())
+
+
+def test_functions_and_modules_have_their_names():
+    assert (
+        repr(PipelineLayer(half_the_batch, nn.Linear(2, 2), nn.Dropout()))
+        == "PipelineLayer(half_the_batch, Linear, Dropout)"
+    )
+
+
+def test_a_part_whose_constructor_failed_has_a_repr():
+    assert repr(object.__new__(RankWatchdog)) == "RankWatchdog()"
