@@ -1,18 +1,17 @@
-"""What callbacks of the pack do alike: refusing foreign Trainers and rivals, logging numbers the host already has."""
+"""What callbacks of the pack do alike: refusing foreign Trainers and rivals, joining the accumulation controller."""
 
 from pathlib import Path
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.core.private_api import callbacks_of, overwrite_logged_number
+from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy
 
-__all__ = ["join_window_controller", "log_host_number", "refuse_other_trainers", "refuse_rivals", "report_folder"]
+__all__ = ["join_window_controller", "refuse_other_trainers", "refuse_rivals", "report_folder"]
 
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
@@ -82,21 +81,3 @@ def report_folder(trainer: "pl.Trainer") -> Path:
     """Where callbacks leave files: beside the checkpoints, or in ``default_root_dir`` where none are written."""
     dirpath = getattr(trainer.checkpoint_callback, "dirpath", None)
     return Path(dirpath if dirpath is not None else trainer.default_root_dir)
-
-
-def log_host_number(pl_module: "pl.LightningModule", name: str, value: float, *, prog_bar: bool = False) -> None:
-    """Logs a number at this step, without touching the device.
-
-    A Python number would be put on the device by ``log`` and waited for by the progress bar; a host tensor is not.
-    """
-    number = torch.tensor(value, dtype=torch.float64)
-    if overwrite_logged_number(pl_module, name, number):
-        return
-    pl_module.log(
-        name,
-        number,
-        prog_bar=prog_bar and pl_module.trainer.progress_bar_callback is not None,
-        on_step=True,
-        on_epoch=False,
-        rank_zero_only=True,
-    )

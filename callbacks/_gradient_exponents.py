@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
+from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
@@ -16,7 +17,7 @@ from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import unwrapped_name
 from lightning_mp.precision.base import GradientStepPrecision
 
-__all__ = ["count_gradients", "gradients_are_scaled", "loss_scale_of"]
+__all__ = ["count_gradients", "gradients_are_scaled", "kept_in_fp32", "largest_on_any_rank", "loss_scale_of"]
 
 
 def loss_scale_of(trainer: "pl.Trainer") -> Tensor | None:
@@ -34,12 +35,16 @@ def gradients_are_scaled(trainer: "pl.Trainer", optimizer: Optimizer) -> bool:
 
 
 def count_gradients(
-    trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, factor: Tensor | float | None
+    trainer: "pl.Trainer",
+    pl_module: "pl.LightningModule",
+    optimizer: Optimizer,
+    factor: Tensor | float | None,
+    watch: BackwardWatch | None = None,
 ) -> ExponentTable:
     """Counts the gradients times ``factor``; of shards on all ranks together, each value once.
 
     There is a row for every trained parameter, also where it has no gradient: the table has the same shape on all
-    ranks, and all of them have to call this.
+    ranks, and all of them have to call this. Rows of parameters whose gradients ``watch`` saw in fp32 only stay empty.
     """
     whole_optimizer = getattr(trainer.strategy, "whole_optimizer", None)
     if whole_optimizer is not None:
@@ -50,7 +55,7 @@ def count_gradients(
     table = ExponentTable(names, pl_module.device)
     gradient_ops.reduce_partial_gradients_(parameters)
     for name, parameter in zip(names, parameters, strict=True):
-        if parameter.grad is not None:
+        if parameter.grad is not None and not (watch is not None and watch.is_kept_in_fp32(parameter)):
             table.add(name, parameter.grad, factor)
     ranks = gradient_replication(trainer)
     copies = ranks.copies([p if p.grad is None else p.grad for p in parameters], parameters)
@@ -58,6 +63,30 @@ def count_gradients(
     if ranks.holders == together and any(number < together for number in copies):
         table.sum_over_ranks_(copies, ranks.group)
     return table
+
+
+def kept_in_fp32(pl_module: "pl.LightningModule", watch: BackwardWatch | None) -> tuple[str, ...]:
+    """Names of the parameters whose gradients were certainly never in 16 bit."""
+    if watch is None:
+        return ()
+    return tuple(unwrapped_name(name) for name, p in pl_module.named_parameters() if watch.is_kept_in_fp32(p))
+
+
+def largest_on_any_rank(
+    trainer: "pl.Trainer", watch: BackwardWatch | None, factor: Tensor | float | None, device: torch.device
+) -> Tensor:
+    """Largest magnitude of the 16-bit gradients that backward held, times ``factor``; -1 without any.
+
+    Of shape [1], on the device; inf if one was not finite. Under DDP each rank has a backward of its own, so all ranks
+    have to call this.
+    """
+    largest = torch.full((1,), -1.0, dtype=torch.float32, device=device)
+    if watch is not None and watch.largest is not None:
+        largest = watch.largest.reshape(1) * (1.0 if factor is None else factor)
+        largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=gradient_replication(trainer).group)
+    return largest
 
 
 def _of_all_stages(

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
@@ -70,6 +71,8 @@ class BudgetForecast(SettingsRepr, Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
+        if stage == "fit":
+            CallbackMetrics.attach(trainer).add(self._metrics)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the budget."""
@@ -95,7 +98,7 @@ class BudgetForecast(SettingsRepr, Callback):
         if before is not None:
             self._note(float(controller.counter.tokens_before_last_window), before.read()[0])
         if trainer.global_step % self.every_n_steps == 0:
-            self._forecast(pl_module)
+            self._forecast()
 
     def _note(self, tokens: float, loss: float) -> None:
         self._recent = [*self._recent[-_RECENT_POINTS:], (time.monotonic(), tokens)]
@@ -106,7 +109,12 @@ class BudgetForecast(SettingsRepr, Callback):
         if len(self.tokens) > _MOST_POINTS:
             self.tokens, self.losses, self._stride = self.tokens[::2], self.losses[::2], 2 * self._stride
 
-    def _forecast(self, pl_module: "pl.LightningModule") -> None:
+    def _metrics(self) -> dict[str, float]:
+        if self.loss is None or self.time is None:
+            return {}
+        return {"mp/forecast_loss": self.loss.loss, "mp/forecast_seconds": self.time.seconds}
+
+    def _forecast(self) -> None:
         assert self._budget is not None
         assert self._budget.budget_tokens is not None
         end = max(float(self._budget.budget_tokens), *self.tokens[-1:], 1.0)
@@ -117,8 +125,6 @@ class BudgetForecast(SettingsRepr, Callback):
         except ValueError:
             # Too few points yet.
             return
-        log_host_number(pl_module, "mp/forecast_loss", self.loss.loss)
-        log_host_number(pl_module, "mp/forecast_seconds", self.time.seconds)
         band = f"{self.time.low:,.0f} to {self.time.high:,.0f} s"
         rank_zero_info(f"Forecast: {self.loss}, in {self.time.seconds:,.0f} s ({band}).")
 

@@ -10,7 +10,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers, report_folder
+from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers, report_folder
+from lightning_mp.callbacks._idle_hooks import idle
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import positive_number, whole_tokens
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.saved_state import AMOUNT, checked_state
@@ -114,6 +116,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self.on_waste: OnWaste = on_waste
         self.save = save
         self._clock: float | None = None
+        self._num_devices = 1
         self._device_seconds = 0.0
         self._hours_are_over = AsyncAnyRank()
         self._out_of_time = False
@@ -156,7 +159,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
     @property
     def device_seconds(self) -> float:
         """Time of training so far, validation included, times the number of devices."""
-        return self._device_seconds
+        running = 0.0 if self._clock is None else time.monotonic() - self._clock
+        return self._device_seconds + running * self._num_devices
 
     @property
     def reached(self) -> bool:
@@ -170,6 +174,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             self._controller = join_window_controller(self, trainer, pl_module, self.count)
+            CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Counts parameters and sets the budget."""
@@ -206,7 +211,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 f" {type(trainer.precision_plugin).__name__} does not tell. Use a precision plugin of lightning_mp, or"
                 " add OverflowMonitor() to the callbacks."
             )
-        self._clock, self._first_batch = time.monotonic(), True
+        self._clock, self._num_devices, self._first_batch = time.monotonic(), trainer.world_size, True
         is_late = self.device_hours is not None and self.device_seconds >= 3600 * self.device_hours
         self._out_of_time = bool(trainer.strategy.broadcast(is_late))  # each rank has a clock of its own
         self._has_told = False
@@ -240,6 +245,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if self._first_batch:
             self._first_batch = False
             self._warn_of_an_early_end(trainer, batch)
+        idle(self, ChinchillaBudget, "on_train_batch_start")
 
     def _warn_of_an_early_end(self, trainer: "pl.Trainer", batch: Any) -> None:
         assert self._controller is not None
@@ -269,27 +275,31 @@ class ChinchillaBudget(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs tokens and share of the budget, as far as they are known without waiting for the device."""
+        """Ends the run when its hours are over."""
         assert self._controller is not None
-        self._count_time(trainer)
-        log_host_number(pl_module, "mp/tokens", self.tokens_seen)
-        log_host_number(pl_module, "mp/budget_fraction", self.fraction, prog_bar=True)
-        if self.device_hours is not None and not self._controller.is_open:
+        if self.device_hours is None:
+            idle(self, ChinchillaBudget, "on_train_batch_end")
+        elif not self._controller.is_open:
             over = self.device_seconds >= 3600 * self.device_hours
             if self._hours_are_over.ask(over, pl_module.device):
                 self._out_of_time = trainer.should_stop = True
 
-    def _count_time(self, trainer: "pl.Trainer") -> None:
-        now = time.monotonic()
-        if self._clock is not None:
-            self._device_seconds += (now - self._clock) * trainer.world_size
-        self._clock = now
+    def _stop_clock(self) -> None:
+        self._device_seconds, self._clock = self.device_seconds, None
+
+    def _metrics(self) -> dict[str, float]:
+        """As far as they are known without waiting for the device."""
+        return {"mp/tokens": self.tokens_seen, "mp/budget_fraction": self.fraction}
+
+    def _on_bar(self) -> dict[str, float]:
+        return {"mp/budget_fraction": self.fraction} if self.tokens_seen or self.device_hours else {}
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Gives the account, saves, and says so if the run ended before its budget or beside it."""
         assert self._controller is not None
+        self._stop_clock()
         dispatcher = StepOutcomeDispatcher.of(trainer)
         if dispatcher is not None:
             dispatcher.settle()
@@ -337,6 +347,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Says so after an interrupt, which Lightning takes for an end."""
+        self._stop_clock()
         is_fit = not self._has_told and self._controller is not None and (self.budget_tokens or self.device_hours)
         if isinstance(exception, KeyboardInterrupt) and is_fit and not self.reached:
             self._warn_of_the_rest("it was interrupted")

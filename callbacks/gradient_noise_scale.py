@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
@@ -128,6 +129,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 " single micro-batch of the whole model. Measure it with DDP or ModelParallelStrategy; it depends on"
                 " the model and the data, not on the strategy."
             )
+        if stage == "fit":
+            CallbackMetrics.attach(trainer).add(self._metrics)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds out where gradients and outcomes come from."""
@@ -282,18 +285,22 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Closes a window whose step was made; reads those before, and logs."""
+        """Closes a window whose step was made, and reads those before."""
         window = self._window
         if window is None or trainer.global_step <= window.step_index:
             return
         self._window = None
-        if self._read() and (estimate := self.estimate) is not None:
-            log_host_number(pl_module, "mp/noise_scale", estimate.samples)
-            if estimate.tokens:
-                log_host_number(pl_module, "mp/noise_scale_tokens", estimate.tokens)
+        self._read()
         if window.small_square is not None:
             self._close(trainer, window)
         self._big_squares = {index: big for index, big in self._big_squares.items() if index >= window.step_index}
+
+    def _metrics(self) -> dict[str, float]:
+        estimate = self.estimate
+        if estimate is None:
+            return {}
+        tokens = {"mp/noise_scale_tokens": estimate.tokens} if estimate.tokens else {}
+        return {"mp/noise_scale": estimate.samples, **tokens}
 
     def _close(self, trainer: "pl.Trainer", window: NoiseWindow) -> None:
         controller = AccumulationController.of(trainer)
@@ -308,15 +315,13 @@ class GradientNoiseScale(SettingsRepr, Callback):
             data_ranks=sampler.get("num_replicas", 1) if window.carried is None else None,
         )
 
-    def _read(self) -> bool:
-        """Adds the windows whose numbers are all there. Returns whether there was one."""
-        windows_before = self.average.windows
+    def _read(self) -> None:
+        """Adds the windows whose numbers are all there."""
         for step_index in [index for index in self._closed if not self._ours or index in self._big_squares]:
             numbers = self._closed.pop(step_index).read(self._big_squares.pop(step_index, None))
             if numbers is not None:
                 *inputs, tokens_per_sample = numbers
                 self.average.add(*inputs, tokens_per_sample=tokens_per_sample)
-        return self.average.windows > windows_before
 
     def _settle(self) -> None:
         dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None

@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import join_window_controller, log_host_number, refuse_other_trainers
+from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._idle_hooks import idle
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -35,7 +37,7 @@ __all__ = ["MFUMonitor"]
 class MFUMonitor(SettingsRepr, Callback):
     """Logs how fast a run goes and how much of the machine it uses.
 
-    Logged at every batch, over the last ``window`` optimizer steps and all devices together:
+    Logged over the last ``window`` optimizer steps and all devices together:
 
     ===========================  ========================================================================
     mp/tokens_per_second         tokens through the model, padding included
@@ -134,9 +136,8 @@ class MFUMonitor(SettingsRepr, Callback):
         self._trainer: pl.Trainer | None = None
         self._controller: AccumulationController | None = None
         self._tally: FlopTally | None = None
-        self._is_settled = False
-        self._is_running = False
-        self._is_warm = False
+        self._is_settled = self._is_on_cpu = False
+        self._is_running = self._is_warm = False
         self._left_out = 0
         self._changes: TokenCounterDeltas | None = None
         self._validation_began: float | None = None
@@ -158,6 +159,7 @@ class MFUMonitor(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             self._controller = join_window_controller(self, trainer, pl_module, self.count)
+            CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses what cannot be counted.
@@ -180,6 +182,7 @@ class MFUMonitor(SettingsRepr, Callback):
         """Goes on from the counter as it was loaded; the clock starts after the first optimizer step."""
         assert self._controller is not None
         self._trainer = trainer
+        self._is_on_cpu = trainer.strategy.root_device.type == "cpu"
         self._changes = TokenCounterDeltas(self._controller.counter)
         self._is_running = True
 
@@ -209,7 +212,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Reads what was settled since; begins to count in the first micro-batch.
+        """Begins to count in the first micro-batch.
 
         Raises:
             MisconfigurationException: if the batch holds no tokens.
@@ -228,7 +231,6 @@ class MFUMonitor(SettingsRepr, Callback):
             )
             if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
                 raise MisconfigurationException(_of_tokens(self.flops_per_token))
-        self._read_if_new()
         if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
             self._stop_counting()  # of a micro-batch that was declined
             self._tally = FlopTally().__enter__()
@@ -309,19 +311,31 @@ class MFUMonitor(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reads the clock when the totals of an optimizer step are there, and logs."""
+        """Reads the clock when the totals of an optimizer step are there."""
         assert self._controller is not None
-        was_trained_on = self._tally is None  # a micro-batch without a loss never comes to backward
-        self._stop_counting()
-        if not self._is_settled and was_trained_on and self._left_out == 0:
-            self._settle_work(trainer, pl_module, batch)
-        self._left_out = max(0, self._left_out - 1)
-        if trainer.strategy.root_device.type == "cpu":
+        if not self._is_settled:
+            self._end_counting(trainer, pl_module, batch)
+        if self._controller.is_open:
+            return
+        if self._is_on_cpu:
             self._controller.counter.settle()  # nothing to wait for
-        self._read_if_new()
-        for name, value in self.window.by_name(self._counted).items():
-            if value is not None:
-                log_host_number(pl_module, f"mp/{name}", value, prog_bar=name == "mfu")
+        if self._changes is not None and self._changes.any:
+            self._read(self._clock())
+
+    def _end_counting(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """The first micro-batch that was trained on is over; from then on there is nothing to do before its end."""
+        was_trained_on = self._tally is None  # without a loss there is no backward
+        self._stop_counting()
+        if was_trained_on and self._left_out == 0:
+            self._settle_work(trainer, pl_module, batch)
+            idle(self, MFUMonitor, "on_train_batch_start", "on_after_backward")
+        self._left_out = max(0, self._left_out - 1)
+
+    def _metrics(self) -> dict[str, float]:
+        return {f"mp/{name}": value for name, value in self.window.by_name(self._counted).items() if value is not None}
+
+    def _on_bar(self) -> dict[str, float]:
+        return {} if self.window.mfu is None else {"mp/mfu": self.window.mfu}
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Stops the clock when the device has caught up."""
@@ -345,11 +359,6 @@ class MFUMonitor(SettingsRepr, Callback):
             if dispatcher is not None:
                 dispatcher.settle()
             self._controller.counter.settle()
-            self._read(self._clock())
-
-    def _read_if_new(self) -> None:
-        assert self._changes is not None
-        if self._changes.any:
             self._read(self._clock())
 
     def _read(self, now: float) -> None:

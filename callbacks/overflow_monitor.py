@@ -1,14 +1,18 @@
 """Loss scale and skipped steps: logged, counted, and the end of the run when there are too many."""
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers, report_folder
+from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.callbacks._idle_hooks import idle, wake
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
 from lightning_mp.core.saved_state import COUNT, checked_state
@@ -19,13 +23,23 @@ from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserve
 
 __all__ = ["OverflowMonitor"]
 
+#: From LossScaler's largest to its smallest scale, by half on each skip.
+_SKIPS_OF_A_FALLING_SCALE = 48
+#: A run of a few steps, a trial, says nothing about the one that follows.
+_FEWEST_SKIPS = 10
+
 
 class OverflowMonitor(SettingsRepr, Callback):
     """Logs what every optimizer step came to, without waiting for the device.
 
-    Logged at every batch once the first outcome is known: ``mp/loss_scale`` and ``mp/skipped_steps`` (also on the
-    progress bar), ``mp/skip_streak`` (steps skipped in a row), ``mp/overflow_rate`` (skipped over attempted steps) and
-    ``mp/grad_norm`` (true norm before clipping; with our plugins or ``guard``). Totals are saved in the checkpoint.
+    Logged once the first outcome is known: ``mp/loss_scale`` (in runs that have one) and ``mp/skipped_steps``, both
+    also on the progress bar, the latter from the first skip on; ``mp/skip_streak`` (steps skipped in a row);
+    ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping; with our
+    plugins or ``guard``). Totals are saved in the checkpoint.
+
+    A run that skips and skips is ended, see ``stop_after_skips``. At the end of a fit a warning says so if more than 10
+    steps, and more than half of all, were skipped; or more than a tenth where these are more than the 48 that a falling
+    loss scale explains.
 
     With our precision plugins, learning-rate schedulers and averaged weights hold on a skipped step anyway. With
     Lightning's own plugins this callback brings that.
@@ -36,13 +50,17 @@ class OverflowMonitor(SettingsRepr, Callback):
         count_real_steps: ``Trainer(max_steps=n)`` ends the run after n steps that were made; without it after n
             attempts. With a fused optimizer the device is waited for once, when the limit comes into reach.
         stop_after_skips: end the run after this many skips in a row: a checkpoint is saved, the reason is warned about
-            and kept in ``stop_reason``. None never stops.
+            and kept in ``stop_reason``. "auto" is 100, or twice the skips that a loss scale with a slower
+            ``backoff_factor`` may need. In a healthy run a streak ends when the scale has fallen to where gradients
+            fit: from 2**24 to 2**-24 are 48 skips, and ``hysteresis`` adds one less than its value. Without a loss
+            scale nothing changes between two skips but the batch, so 100 of them do not come from a few bad batches.
+            None never stops.
         guard: on Lightning's own plugins without a loss scaler (``"bf16-mixed"``, ``"32-true"``, ``"bf16-true"``) skip
             steps with non-finite gradients, too. It costs one pass over the gradients and, unless the optimizer is
             fused, one wait for the device per step. Our plugins always do this, without the extra pass.
 
     Raises:
-        ValueError: if ``stop_after_skips`` is not a positive whole number.
+        ValueError: if ``stop_after_skips`` is not "auto", None or a positive whole number.
         MisconfigurationException: at set-up, if ``count_real_steps`` meets a Trainer without ``max_steps``, or
             ``guard`` something that makes its steps elsewhere (DeepSpeed, LBFGS).
 
@@ -54,15 +72,19 @@ class OverflowMonitor(SettingsRepr, Callback):
     """
 
     def __init__(
-        self, *, count_real_steps: bool = False, stop_after_skips: int | None = None, guard: bool = False
+        self,
+        *,
+        count_real_steps: bool = False,
+        stop_after_skips: int | Literal["auto"] | None = "auto",
+        guard: bool = False,
     ) -> None:
-        if stop_after_skips is not None:
+        if stop_after_skips not in (None, "auto"):
             whole_number(
                 stop_after_skips,
                 "stop_after_skips",
                 "OverflowMonitor",
                 unit="skipped steps in a row",
-                hint="None never stops.",
+                hint="'auto' is the default, and None never stops.",
             )
         self.count_real_steps = count_real_steps
         self.stop_after_skips = stop_after_skips
@@ -74,6 +96,9 @@ class OverflowMonitor(SettingsRepr, Callback):
         self.grad_norm: float | None = None
         self.stop_reason: str | None = None
         self._stop_now = False
+        self._most_skips: int | None = None
+        self._before = (0, 0)
+        self._has_scale = False
         self._observer: StockPluginObserver | None = None
         self._limit: RealStepLimit | None = None
         self._trainer: pl.Trainer | None = None
@@ -93,20 +118,50 @@ class OverflowMonitor(SettingsRepr, Callback):
                 "OverflowMonitor(count_real_steps=True) needs Trainer(max_steps=...), which is not set here: give"
                 " max_steps, or leave count_real_steps out."
             )
+        if stage == "fit":
+            CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Watches the steps of a stock precision plugin; ours tell their outcomes themselves."""
         self._trainer = trainer
-        self.stop_reason = None
+        self.stop_reason, self._stop_now = None, False
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._has_scale = scaler is not None and scaler.is_enabled()
+        self._most_skips = _unhealthy_streak(scaler) if self.stop_after_skips == "auto" else self.stop_after_skips
         if StepOutcomeDispatcher.of(trainer) is None:
             self._observer = StockPluginObserver(trainer, pl_module, guard=self.guard).attach()
         if self.count_real_steps:
             self._limit = RealStepLimit(trainer)
         self._pass_on_skips()
 
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Notes where a checkpoint has left the totals."""
+        self._before = self.attempted_steps, self.skipped_steps
+
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Settles the last outcome, so that the totals are final."""
+        """Settles the last outcome, so that the totals are final; warns if too much was skipped."""
         self._settle()
+        attempts, skips = self.attempted_steps - self._before[0], self.skipped_steps - self._before[1]
+        many = max(_FEWEST_SKIPS, attempts / 10, min(_SKIPS_OF_A_FALLING_SCALE, attempts / 2))
+        if self.stop_reason is None and skips > many:
+            rank_zero_warn(
+                f"OverflowMonitor: {skips:,} of {attempts:,} optimizer steps were skipped because gradients were not"
+                f" finite; the weights were trained by the other {attempts - skips:,} alone.{self._advice()}",
+                category=RuntimeWarning,
+            )
+
+    def _advice(self) -> str:
+        """What to do about skips."""
+        if not self._has_scale:
+            return (
+                " There is no loss scale that could be too large, so the loss or the weights are at fault: lower the"
+                " learning rate, clip gradients, and look for bad batches and log or division of 0."
+            )
+        return (
+            f" The loss scale is {self.loss_scale:g}. If it only had to come down, start it there"
+            " (LossScaler(init_scale=...)); else look at the last losses and learning rates."
+            " OverflowPostMortem(replay=True) tells whether the scale or the model is at fault."
+        )
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Takes everything away that was put in."""
@@ -142,37 +197,44 @@ class OverflowMonitor(SettingsRepr, Callback):
         self.skip_streak += 1
         if self._limit is not None:
             self._limit.allow_for(self.skipped_steps)
-        if self.stop_after_skips is not None and self.skip_streak >= self.stop_after_skips:
+        if self._most_skips is not None and self.skip_streak >= self._most_skips:
             self._stop_now = True
             self.stop_reason = self._reason(outcome)
+            wake(self, "on_train_batch_end")
 
     def _reason(self, outcome: StepOutcome) -> str:
         names = outcome.nonfinite_parameters()
         where = f" Non-finite gradients, last layer first: {listed(names)}." if names else ""
+        scale = f", at loss scale {outcome.loss_scale:g}" if self._has_scale else ""
         return (
-            f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}, at loss scale"
-            f" {outcome.loss_scale:g}.{where}"
+            f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}{scale}.{where}"
         )
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs what is known, host numbers only; ends the run if it has to."""
+        """Ends the run if it has to."""
         if self._limit is not None and self._limit.is_reached():
             self._settle()
-        if self.attempted_steps:
-            self._log(pl_module)
         if self._stop_now:
             self._stop(trainer)
+        if self._limit is None:
+            idle(self, OverflowMonitor, "on_train_batch_end")
 
-    def _log(self, pl_module: "pl.LightningModule") -> None:
-        if self.loss_scale is not None:
-            log_host_number(pl_module, "mp/loss_scale", self.loss_scale, prog_bar=True)
-        log_host_number(pl_module, "mp/skipped_steps", self.skipped_steps, prog_bar=True)
-        log_host_number(pl_module, "mp/skip_streak", self.skip_streak)
-        log_host_number(pl_module, "mp/overflow_rate", self.overflow_rate)
-        if self.grad_norm is not None:
-            log_host_number(pl_module, "mp/grad_norm", self.grad_norm)
+    def _metrics(self) -> dict[str, float]:
+        if not self.attempted_steps:
+            return {}
+        known = {"mp/loss_scale": self.loss_scale if self._has_scale else None, "mp/grad_norm": self.grad_norm}
+        return {
+            "mp/skipped_steps": self.skipped_steps,
+            "mp/skip_streak": self.skip_streak,
+            "mp/overflow_rate": self.overflow_rate,
+            **{name: number for name, number in known.items() if number is not None},
+        }
+
+    def _on_bar(self) -> dict[str, float]:
+        shown = {"mp/skipped_steps": float(self.skipped_steps)} if self.skipped_steps else {}
+        return shown | ({"mp/loss_scale": self.loss_scale} if self._has_scale and self.loss_scale is not None else {})
 
     def _stop(self, trainer: "pl.Trainer") -> None:
         self._stop_now = False
@@ -182,9 +244,8 @@ class OverflowMonitor(SettingsRepr, Callback):
         trainer.save_checkpoint(path)
         trainer.should_stop = True
         rank_zero_warn(
-            f"OverflowMonitor(stop_after_skips={self.stop_after_skips}) ends the run: {self.stop_reason} Saved {path}."
-            " Look at the last losses and learning rates; OverflowPostMortem(replay=True) tells whether the scale or"
-            " the model is at fault.",
+            f"OverflowMonitor(stop_after_skips={self.stop_after_skips!r}) ends the run: {self.stop_reason} Saved"
+            f" {path}.{self._advice()}",
             category=RuntimeWarning,
         )
 
@@ -219,3 +280,18 @@ class OverflowMonitor(SettingsRepr, Callback):
             self._limit.allow_for(self.skipped_steps)
         if self._observer is not None:
             self._observer.skipped_before(self.skipped_steps)
+
+
+def _unhealthy_streak(scaler: object) -> int:
+    """So many skips in a row that no healthy run meets them: about twice what a scale needs to fall all the way.
+
+    Example:
+        >>> import torch
+        >>> _unhealthy_streak(None)
+        100
+        >>> _unhealthy_streak(torch.amp.GradScaler("cpu", backoff_factor=0.9))
+        632
+    """
+    backoff = scaler.get_backoff_factor() if isinstance(scaler, torch.amp.GradScaler) else 0.5
+    halvings = _SKIPS_OF_A_FALLING_SCALE / -math.log2(backoff) if 0.0 < backoff < 1.0 else 0.0
+    return max(100, 2 * math.ceil(halvings))

@@ -1,13 +1,13 @@
 """Why a step was skipped: which parameters, and with a replay which micro-batch, module and tensor, and whose fault."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,16 +16,21 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
 from lightning_mp.diagnostics.overflow.report import OverflowReport
 from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
+from lightning_mp.diagnostics.overflow.tally import ReportTally
+from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth, largest_growth, weight_rms
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
-from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.names import parameter_names
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.precision.base import GradientStepPrecision
@@ -33,19 +38,25 @@ from lightning_mp.scaling.loss_scaler import LossScaler
 
 __all__ = ["OverflowPostMortem"]
 
+_STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
+
 
 class OverflowPostMortem(SettingsRepr, Callback):
-    """Says why a step was skipped, in a few lines in the log and in ``overflow_step_<step_index>.json``.
+    """Says why a step was skipped, in a line in the log and in ``overflow_step_<step_index>.json``.
+
+    The same verdict in the same module is told once, then counted; one line sums up after 10, 100, 1000, ... skipped
+    steps and at the end. The files and ``reports`` have every skipped step.
 
     Each report names the parameters whose gradients were not finite. Our precision plugins know them from the norms
     they take anyway; with Lightning's own plugins, which need an :class:`~lightning_mp.OverflowMonitor` beside this
-    callback, the gradients are read once. Nothing is paid until a step is skipped.
+    callback, the gradients are read once. Before a skip it costs one pass over the weights, at the start of the run:
+    weights that are 100 times as large later say that training has diverged.
 
     With ``replay=True`` the micro-batches of the skipped window are run again, with the same random numbers and hooks
     on all modules, and the report says which micro-batch on which rank went wrong, in which module and tensor, in the
     forward, the loss or the backward, and whose fault it was: the loss scale (finite at a smaller one), the range of
-    16-bit numbers (finite in fp32 only), the model (not finite at scale 1), the data or the weights. The run then goes
-    on as if there had been no replay.
+    16-bit numbers (finite in fp32 only), the model (not finite at scale 1), the data, the weights, or a run that has
+    diverged. It then goes on as if there had been no replay.
 
     What ``replay=True`` costs on healthy steps: batches are held until the outcome of their step is known, with a fused
     optimizer that of two windows; per micro-batch the random generators' states are copied, about 10 kB on the host.
@@ -87,6 +98,9 @@ class OverflowPostMortem(SettingsRepr, Callback):
             hint="To replay none, leave replay out.",
         )
         self.reports: list[OverflowReport] = []
+        self._tally = ReportTally()
+        self._rms_at_start: Tensor | None = None
+        self._saved_rms: list[float] | None = None
         self._replays = 0
         self._windows: dict[int, list[MicroBatch]] = {}
         self._postponed: tuple[StepOutcome, list[int]] | None = None
@@ -118,22 +132,31 @@ class OverflowPostMortem(SettingsRepr, Callback):
                 " one step. Use another optimizer, or leave replay out."
             )
         self._replays = 0
+        self._tally = ReportTally()
+        saved, self._saved_rms = self._saved_rms, None
+        rms = weight_rms(pl_module)
+        # Of the first rank only: under a pipeline the others hold other parameters.
+        same = saved is not None and len(saved) == len(rms) and not is_pipelined(trainer)
+        self._rms_at_start = torch.tensor(saved) if same else rms
         self._forget()
         self._ended = False
+        if not self.replay:
+            idle(self, OverflowPostMortem, *BATCH_HOOKS)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Makes up for a replay that could not be made when its outcome was told."""
         self._make_up(trainer, pl_module)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Settles the last outcome while its batch can still be run again."""
-        if not self.replay:
-            return
+        """Settles the last outcome while its batch can still be run again; sums up."""
         dispatcher = StepOutcomeDispatcher.of(trainer)
         if dispatcher is not None:
             dispatcher.settle()
-        self._make_up(trainer, pl_module)
-        self._end()
+        if self.replay:
+            self._make_up(trainer, pl_module)
+            self._end()
+        if self._tally.has_more_than_was_told and trainer.is_global_zero:
+            lightning_logger().warning(self._tally.summary())
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Lets the batches go; nothing is replayed any more."""
@@ -146,6 +169,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def _end(self) -> None:
         self._forget()
         self._ended = True
+        wake(self, *BATCH_HOOKS)
 
     def _forget(self) -> None:
         self._windows = {}
@@ -209,10 +233,14 @@ class OverflowPostMortem(SettingsRepr, Callback):
             if not note:
                 self._replays += 1
                 result = self._replay_window(trainer, pl_module, outcome)
+        growth = self._growth(pl_module)
         everybody = _from_all_ranks(
-            trainer, _Known(trainer.global_rank, parameters, _nonfinite_buffers(pl_module), result)
+            trainer, _Known(trainer.global_rank, parameters, _nonfinite_buffers(pl_module), result, growth)
         )
+        growth = next((known.growth for known in everybody if known.growth is not None), None)
         findings = [known.result.finding for known in everybody if known.result.finding is not None]
+        if growth is not None:
+            findings = [replace(f, verdict="diverged") if f.verdict in ("range", "model") else f for f in findings]
         errors = [f"rank {known.rank}: {known.result.error}" for known in everybody if known.result.error]
         if errors:
             note = f"The replay could not be made ({'; '.join(errors[:3])})."
@@ -231,8 +259,15 @@ class OverflowPostMortem(SettingsRepr, Callback):
             findings,
             sorted({name for known in everybody for name in known.buffers}),
             note,
+            growth,
         )
         self._publish(trainer, report)
+
+    def _growth(self, pl_module: "pl.LightningModule") -> WeightGrowth | None:
+        """Of this rank's weights; None if it is no sign of divergence."""
+        now = weight_rms(pl_module).tolist()
+        at_start = self._rms_at_start.tolist() if self._rms_at_start is not None else now
+        return largest_growth(parameter_names(pl_module), at_start, now) if len(at_start) == len(now) else None
 
     def _why_no_replay(self, trainer: "pl.Trainer", outcome: StepOutcome) -> str:
         """A sentence for the report; empty if there can be a replay. The same on all ranks."""
@@ -270,7 +305,18 @@ class OverflowPostMortem(SettingsRepr, Callback):
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"overflow_step_{report.step_index}.json"
             path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-        rank_zero_warn(str(report), category=RuntimeWarning)
+            if self._tally.is_new(report):
+                lightning_logger().warning(str(report))
+            if self._tally.is_summary_due():
+                lightning_logger().warning(self._tally.summary())
+
+    def state_dict(self) -> dict[str, Any]:
+        """How large the weights were when the run began."""
+        return {"rms_at_start": self._rms_at_start.tolist() if self._rms_at_start is not None else None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A resumed run compares with the beginning of the first one."""
+        self._saved_rms = checked_state(state_dict, _STATE_KINDS, "OverflowPostMortem")["rms_at_start"]
 
 
 def _nonfinite_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome) -> list[int]:
@@ -289,14 +335,9 @@ def _nonfinite_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule"
 
 
 def _names_as_written(pl_module: "pl.LightningModule") -> list[str]:
-    """Names of all parameters, without what torch.compile and wrappers put into them."""
-    with full_model(pl_module):  # stages of a pipeline count positions in the whole model
-        names = {
-            id(parameter): f"{owner}.{name}".lstrip(".")
-            for owner, module in reversed(list(named_modules(pl_module)))
-            for name, parameter in module.named_parameters(recurse=False)
-        }
-        return [names.get(id(parameter), name) for name, parameter in pl_module.named_parameters()]
+    """Names of all parameters; stages of a pipeline count positions in the whole model."""
+    with full_model(pl_module):
+        return parameter_names(pl_module)
 
 
 def _nonfinite_buffers(pl_module: "pl.LightningModule") -> list[str]:
@@ -312,6 +353,7 @@ class _Known(NamedTuple):
     parameters: list[int]
     buffers: list[str]
     result: SearchResult
+    growth: WeightGrowth | None
 
 
 def _from_all_ranks(trainer: "pl.Trainer", known: _Known) -> list[_Known]:

@@ -16,17 +16,31 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._common import log_host_number, refuse_other_trainers
-from lightning_mp.callbacks._gradient_exponents import count_gradients, gradients_are_scaled, loss_scale_of
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.callbacks._gradient_exponents import (
+    count_gradients,
+    gradients_are_scaled,
+    kept_in_fp32,
+    largest_on_any_rank,
+    loss_scale_of,
+)
+from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
+from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.saved_state import checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
+from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
-from lightning_mp.diagnostics.underflow.observation import STATE_KINDS, UnderflowObservation, UnderflowSummary
-from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_exponents, plot_exponents_by_layer
+from lightning_mp.diagnostics.underflow.observation import (
+    STATE_KINDS,
+    UnderflowObservation,
+    UnderflowSummary,
+    pack_observation,
+)
+from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_observation
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
 __all__ = ["UnderflowMonitor"]
@@ -46,6 +60,7 @@ class _Pending:
     step_index: int
     names: dict[str, list[str]]
     numbers: HostCopy
+    kept_in_fp32: tuple[str, ...]
 
 
 class UnderflowMonitor(SettingsRepr, Callback):
@@ -54,17 +69,21 @@ class UnderflowMonitor(SettingsRepr, Callback):
     Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per
     parameter, and brought to the host in one transfer that is read one step later. On other steps nothing is done.
 
-    What is judged are gradients as the format would hold them: the true gradient of the step times the loss scale. What
-    that means depends on the run:
+    What is judged are gradients as the format would hold them: the true gradient of the step times the loss scale. In a
+    run with autocast only those that pass through 16 bit are judged: a parameter that is used without a cast, as a
+    positional embedding or the weight of a norm, has its gradient in fp32, where no scale makes it overflow. Headroom
+    and suggested scale are those of the largest 16-bit gradient in that step's backwards, of activations too.
 
+    - In a run without autocast nothing passes through 16 bit, and all gradients of parameters are judged.
     - In bf16 and fp32 runs, ``mp/underflow_fraction`` is the share of the non-zero values that would become zero in
       ``format``, at ``scale``. It answers: could this run use fp16, and at which scale?
     - In fp16 runs, a value that became zero inside of backward is gone. It is among ``mp/zero_fraction``, with the true
       zeros (unused embeddings, dead units), and what can be seen is ``mp/subnormal_fraction``: values that have lost
       digits already, the next to vanish. Watch it, and ``activation_gradients``.
 
-    A gradient is that of the whole window: under accumulation a micro-batch's own, which fp16 has to hold, may be
-    larger or smaller. Gradients of activations are as backward held them, micro-batch for micro-batch.
+    The shares are those of the whole window's gradient: under accumulation a micro-batch's own may be larger or
+    smaller. The headroom is that of the micro-batches. Where backward cannot be watched (reentrant activation
+    checkpoints, compiled code, a pipeline), or parameters are sharded, every parameter's gradient is judged.
 
     Logged at every batch once the first observation is read: ``mp/underflow_fraction``, ``mp/subnormal_fraction``,
     ``mp/zero_fraction``, ``mp/headroom_doublings`` (how often the scale may double before the largest gradient
@@ -118,6 +137,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._history: deque[dict[str, UnderflowSummary]] = deque(maxlen=HISTORY_OBSERVATIONS)
         self._logged: dict[str, float] = {}
         self._hooks: ActivationWatch | None = None
+        self._backwards: BackwardWatch | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -126,6 +146,9 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._pending: _Pending | None = None
         self._activations: dict[str, ExponentTable] = {}
         self._activations_step: int | None = None
+        if self._backwards is not None:
+            self._backwards.detach()
+            self._backwards = None
         self._scale_now: Tensor | None = None
 
     # -- what was seen -------------------------------------------------------------------------------------------------
@@ -165,22 +188,15 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """
         if kind not in self.watch:
             raise ValueError(f"plot(kind={kind!r}): this monitor watches {self.watch}. Add it to `watch`.")
-        latest = self.latest
-        if latest is None:
+        if self.latest is None:
             raise ValueError("There is nothing to plot: no optimizer step was observed yet. Call plot() after a fit.")
-        scaled = "" if kind == "activations" else f", times {latest.scale:g}"
-        title = f"{kind.replace('_', ' ').capitalize()} of optimizer step {latest.step_index}{scaled}"
-        if by_layer:
-            figure = plot_exponents_by_layer(latest.histograms[kind], self.format, title)
-        else:
-            figure = plot_exponents(latest.whole(kind), self.format, title)
-        figure.savefig(Path(path), dpi=150)
+        plot_observation(self.latest, self.format, kind, by_layer=by_layer).savefig(Path(path), dpi=150)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def needs_gradients(self, step_index: int) -> bool:
         """Whether true gradients have to be there before this step."""
-        return "gradients" in self.watch and self._observes(step_index)
+        return "gradients" in self.watch and step_index % self.every_n_steps == 0
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
@@ -190,13 +206,21 @@ class UnderflowMonitor(SettingsRepr, Callback):
                 "UnderflowMonitor cannot be used with DeepSpeed, which keeps gradients to itself. Use strategy='ddp' or"
                 " 'fsdp', or remove the callback."
             )
+        if stage == "fit":
+            CallbackMetrics.attach(trainer).add(lambda: self._logged)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Without activations to watch there is nothing to do in most micro-batches."""
+        if self.watch == ("gradients",):
+            idle(self, UnderflowMonitor, *BATCH_HOOKS)
+            wake(self, "on_before_backward", "on_before_optimizer_step")
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Puts hooks on the modules, if the window belongs to an observed step."""
         kinds = [kind for kind in self.watch if kind != "gradients"]
-        if not kinds or not self._observes(trainer.global_step):
+        if not kinds or trainer.global_step % self.every_n_steps:
             return
         if self._activations_step != trainer.global_step:
             names = list(leaf_modules(pl_module))
@@ -210,7 +234,10 @@ class UnderflowMonitor(SettingsRepr, Callback):
         ).attach()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """From here on forwards are recomputations."""
+        """Watches the backward of an observed step; from here on forwards are recomputations."""
+        if self.needs_gradients(trainer.global_step):
+            self._backwards = (self._backwards or BackwardWatch(pl_module.device)).attach(loss)
+            wake(self, "on_after_backward")
         if self._hooks is not None:
             self._hooks.in_backward = True
             # The plugin may have changed it before the end of the batch.
@@ -220,8 +247,12 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """Reads the last observation: by now the device is busy with this backward and has long made it."""
         if self._hooks is not None:
             self._hooks.in_backward = False
+        if self._backwards is not None:
+            self._backwards.detach()
         if self._pending is not None and self._pending.step_index < trainer.global_step:
             self._settle()
+            if self.watch == ("gradients",):
+                idle(self, UnderflowMonitor, "on_after_backward")
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -231,20 +262,22 @@ class UnderflowMonitor(SettingsRepr, Callback):
             return
         loss_scale = loss_scale_of(trainer)
         factor = self._factor(loss_scale, already_scaled=gradients_are_scaled(trainer, optimizer))
-        table = count_gradients(trainer, pl_module, optimizer, factor)
-        self._send(trainer, {"gradients": table}, self._judged_scale(loss_scale, pl_module.device))
+        watch, self._backwards = self._backwards, None
+        table = count_gradients(trainer, pl_module, optimizer, factor, watch)
+        # Backward holds gradients times the loss scale, whoever unscales them later.
+        held_factor = self._factor(loss_scale, already_scaled=True)
+        largest = largest_on_any_rank(trainer, watch, held_factor, pl_module.device)
+        kept = kept_in_fp32(pl_module, watch)
+        self._send(trainer, {"gradients": table}, self._judged_scale(loss_scale, pl_module.device), largest, kept)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes the hooks off the modules; logs what is known, host numbers only."""
+        """Takes the hooks off the modules."""
         self._detach()
-        step_index, scale = self._activations_step, self._scale_now
-        if step_index is not None and scale is not None and trainer.global_step > step_index:
-            # No gradients were asked for, so no hook before the step has sent it.
-            self._send(trainer, {}, scale)
-        for name, value in self._logged.items():
-            log_host_number(pl_module, name, value)
+        begun, scale = self._activations_step, self._scale_now
+        if begun is not None and scale is not None and trainer.global_step > begun:
+            self._send(trainer, {}, scale)  # no gradients were asked for, so no hook before the step has
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation."""
@@ -260,9 +293,6 @@ class UnderflowMonitor(SettingsRepr, Callback):
 
     # -- from the device to the logger ---------------------------------------------------------------------------------
 
-    def _observes(self, step_index: int) -> bool:
-        return step_index % self.every_n_steps == 0
-
     def _factor(self, loss_scale: Tensor | None, *, already_scaled: bool) -> Tensor | float | None:
         """What values are multiplied by to be those that the format would hold."""
         if not already_scaled or loss_scale is None:
@@ -275,7 +305,14 @@ class UnderflowMonitor(SettingsRepr, Callback):
             return loss_scale.detach().reshape(1).clone()
         return torch.full((1,), self.scale or 1.0, dtype=torch.float32, device=device)
 
-    def _send(self, trainer: "pl.Trainer", tables: dict[str, ExponentTable], scale: Tensor) -> None:
+    def _send(
+        self,
+        trainer: "pl.Trainer",
+        tables: dict[str, ExponentTable],
+        scale: Tensor,
+        largest: Tensor | None = None,
+        kept_in_fp32: tuple[str, ...] = (),
+    ) -> None:
         """Starts the one transfer of an observation."""
         self._settle()
         self._detach()
@@ -284,23 +321,19 @@ class UnderflowMonitor(SettingsRepr, Callback):
             step_index, self._activations_step, self._activations = self._activations_step, None, {}
         else:
             step_index = trainer.global_step
-        vectors = [table.vector() for table in tables.values()]
-        parts = [v.to(device=vectors[0].device, non_blocking=True) for v in [*vectors, scale.to(vectors[0].dtype)]]
         names = {kind: table.names for kind, table in tables.items()}
-        self._pending = _Pending(trainer, step_index, names, HostCopy(torch.cat(parts)))
+        numbers = HostCopy(pack_observation(scale, largest, tables.values()))
+        self._pending = _Pending(trainer, step_index, names, numbers, kept_in_fp32)
+        wake(self, "on_after_backward")
 
     def _settle(self) -> None:
         """Reads the observation that is on its way, if there is one."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        numbers = pending.numbers.read()
-        histograms = {}
-        for kind, names in pending.names.items():
-            width = ExponentTable.width(names)
-            histograms[kind] = ExponentTable.decode(names, numbers[:width])
-            numbers = numbers[width:]
-        self._latest = UnderflowObservation(pending.step_index, self.format, numbers[0], histograms)
+        self._latest = UnderflowObservation.unpack(
+            pending.step_index, self.format, pending.names, pending.numbers.read(), pending.kept_in_fp32
+        )
         summaries = {kind: self._latest.summary(kind) for kind in self.watch}
         self._history.append(summaries)
         self._logged = {

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import lightning.pytorch.trainer.call
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.loops.optimization import automatic
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
@@ -51,7 +52,6 @@ __all__ = [
     "grad_scaler_scale",
     "holds_compiled_code",
     "observe_dispatch",
-    "overwrite_logged_number",
     "profiler_of",
     "record_found_inf",
     "replace_clipping",
@@ -101,7 +101,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (automatic, "_AutomaticOptimization", "the loop of the next name"),
     (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
-    (pl.Trainer, "_results", "where a number that was logged before is overwritten"),
+    (fit_loop, "_FitLoop", "the loop of the next name"),
+    (fit_loop._FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
 )
 
@@ -325,22 +326,6 @@ def call_before_optimizer_step_hooks(model: "pl.LightningModule", optimizer: Opt
     """Calls ``on_before_optimizer_step`` of all callbacks and of the module, as Lightning's plugins do."""
     _call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
     _call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
-
-
-def overwrite_logged_number(pl_module: "pl.LightningModule", name: str, value: Tensor) -> bool:
-    """Does what ``log`` does with a value of this step that the same hook has logged before; False where it had not.
-
-    ``log`` copies its metadata in depth at every call, some 800 Python calls.
-    """
-    trainer, hook = pl_module.trainer, pl_module._current_fx_name
-    results = trainer._results
-    if results is None or hook is None or trainer._logger_connector.should_reset_tensors(hook):
-        return False
-    key = f"{hook}.{name}"
-    if results.dataloader_idx is not None or key not in results or results[key].meta.on_epoch:
-        return False
-    results.update_metrics(key, value, 1)
-    return True
 
 
 def callbacks_of(trainer: "pl.Trainer") -> list[Callback]:

@@ -6,6 +6,8 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 __all__ = [
+    "is_accumulating",
+    "logger_step",
     "min_steps_of",
     "replace_end_of_epoch",
     "set_max_steps",
@@ -48,3 +50,14 @@ def step_without_a_batch(trainer: "pl.Trainer", batch_idx: int, closure: Callabl
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.automatic_optimization._optimizer_step(batch_idx, closure)
     epoch_loop._batches_that_stepped += 1
+
+
+def logger_step(trainer: "pl.Trainer") -> int:
+    """Where loggers are on their x axis: batches before this one that ended in an optimizer step."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+def is_accumulating(trainer: "pl.Trainer") -> bool:
+    """Whether no step was made after this micro-batch; Lightning logs nothing then."""
+    return trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()

@@ -180,44 +180,36 @@ class Throughput:
 
         Useful tokens can be negative: when a step turns out to be skipped after its tokens were read.
         """
-        before = self.totals
-        totals = replace(
-            before,
-            presented_tokens=before.presented_tokens + presented_tokens,
-            nonpad_tokens=before.nonpad_tokens + nonpad_tokens,
-            useful_tokens=before.useful_tokens + useful_tokens,
-        )
+        totals, work = self.totals, self.work
+        timed_presented = timed_nonpad = 0
+        seconds = model_flops = hardware_flops = mfu_capacity = hfu_capacity = 0.0
         if self._since is not None:
-            totals = self._timed(totals, now - self._since, presented_tokens, nonpad_tokens)
-            self._since = now
-        self.totals = totals
-        self._history.append(totals)
-
-    def _timed(
-        self, totals: ThroughputTotals, seconds: float, presented_tokens: int, nonpad_tokens: int
-    ) -> ThroughputTotals:
-        totals = replace(
-            totals,
-            timed_presented_tokens=totals.timed_presented_tokens + presented_tokens,
-            timed_nonpad_tokens=totals.timed_nonpad_tokens + nonpad_tokens,
-            seconds=totals.seconds + seconds,
+            seconds, self._since = now - self._since, now
+            timed_presented, timed_nonpad = presented_tokens, nonpad_tokens
+            if work.peak_flops_per_second is not None and work.model_flops_per_token is not None:
+                mfu_capacity = work.peak_flops_per_second * seconds
+                model_flops = work.model_flops_per_token * presented_tokens
+                if work.hardware_flops_per_token is not None:
+                    hfu_capacity, hardware_flops = mfu_capacity, work.hardware_flops_per_token * presented_tokens
+        # Once per optimizer step: `dataclasses.replace` would look at every field by a call.
+        self.totals = ThroughputTotals(
+            totals.presented_tokens + presented_tokens,
+            totals.nonpad_tokens + nonpad_tokens,
+            totals.useful_tokens + useful_tokens,
+            totals.timed_presented_tokens + timed_presented,
+            totals.timed_nonpad_tokens + timed_nonpad,
+            totals.seconds + seconds,
+            totals.validation_seconds,
+            totals.model_flops + model_flops,
+            totals.hardware_flops + hardware_flops,
+            totals.mfu_capacity_flops + mfu_capacity,
+            totals.hfu_capacity_flops + hfu_capacity,
         )
-        work = self.work
-        if work.peak_flops_per_second is None or work.model_flops_per_token is None:
-            return totals
-        capacity = work.peak_flops_per_second * seconds
-        totals = replace(
-            totals,
-            model_flops=totals.model_flops + work.model_flops_per_token * presented_tokens,
-            mfu_capacity_flops=totals.mfu_capacity_flops + capacity,
-        )
-        if work.hardware_flops_per_token is None:
-            return totals
-        return replace(
-            totals,
-            hardware_flops=totals.hardware_flops + work.hardware_flops_per_token * presented_tokens,
-            hfu_capacity_flops=totals.hfu_capacity_flops + capacity,
-        )
+        if presented_tokens:
+            self._history.append(self.totals)
+        else:
+            # Time or skips of the step before; the window stays as many steps long.
+            self._history[-1] = self.totals
 
     def validated(self, seconds: float) -> None:
         """Time in validation, told apart."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 
@@ -19,6 +19,9 @@ __all__ = [
 ]
 
 
+_PLAIN = {Tensor, nn.Parameter}
+
+
 def applies_grad_scale(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own kernel divides gradients by ``optimizer.grad_scale`` and skips on ``found_inf``."""
     return private_api.supports_amp_scaling(optimizer)
@@ -29,9 +32,10 @@ def momentum_is_missing(optimizer: Optimizer) -> bool:
 
     If that very step is skipped on the device, the buffer stays uninitialised memory.
     """
+    with_momentum = [group for group in optimizer.param_groups if group.get("momentum", 0) != 0]
     return any(
-        "momentum" in group and group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
+        optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in with_momentum
         for p in group["params"]
         if p.grad is not None
     )
@@ -88,6 +92,8 @@ def _groups_are(groups: list[dict[str, Any]], split: list[dict[str, Any]]) -> It
 
 def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
     if not (group.get("fused") or group.get("foreach")):
+        return [group]
+    if {type(parameter) for parameter in group["params"]} <= _PLAIN:
         return [group]
     kinds: dict[object, list[Tensor]] = {}
     for parameter in group["params"]:

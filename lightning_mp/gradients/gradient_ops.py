@@ -27,6 +27,7 @@ __all__ = [
     "clamp_",
     "clip_coefficient",
     "local_shard",
+    "local_shards",
     "multiply_",
     "parameters_with_gradient",
     "read_gradients",
@@ -53,6 +54,8 @@ def reduce_partial_gradients_(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters:
         gradient = parameter.grad
+        if type(gradient) is Tensor and not gradient.dtype.is_complex:
+            continue
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
             finished = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
             parameter.grad = gradient.redistribute(placements=finished)
@@ -75,6 +78,15 @@ def local_shard(gradient: Tensor) -> Tensor:
                 gradient.copy_(gradient.coalesce())
         gradient = gradient.values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def local_shards(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """:func:`local_shard` of every gradient that is there; plain ones cost no call, and models have thousands."""
+    return [
+        g if type(g) is Tensor and not (g.is_sparse or g.dtype.is_complex) else local_shard(g)
+        for p in parameters
+        if (g := p.grad) is not None
+    ]
 
 
 def replicas(gradient: Tensor, *, holders: int, plain_replicas: int) -> int:
@@ -109,8 +121,11 @@ def replicas(gradient: Tensor, *, holders: int, plain_replicas: int) -> int:
 
 
 def replicas_of(gradients: Iterable[Tensor], *, holders: int, plain_replicas: int) -> list[int]:
-    """:func:`replicas` of each gradient."""
-    return [replicas(gradient, holders=holders, plain_replicas=plain_replicas) for gradient in gradients]
+    """:func:`replicas` of each gradient; plain ones cost no call."""
+    return [
+        plain_replicas if type(g) is Tensor else replicas(g, holders=holders, plain_replicas=plain_replicas)
+        for g in gradients
+    ]
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -135,21 +150,27 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
         >>> shard_norms([torch.tensor([3.0, 4.0]), torch.tensor([[1.0]])])
         tensor([5., 1.])
     """
+    kinds = [(shard.device, shard.dtype) for shard in shards]
+    if kinds and kinds.count(kinds[0]) == len(kinds):
+        return _norms_of_one_kind(shards)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, shard in enumerate(shards):
-        groups[shard.device, shard.dtype].append(index)
+    for index, kind in enumerate(kinds):
+        groups[kind].append(index)
     norms: list[Tensor] = [torch.empty(0)] * len(shards)
-    for (_, dtype), indices in groups.items():
-        norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        group = torch.stack(tuple(private_api.foreach_norm([shards[i] for i in indices], 2, dtype=norm_dtype)))
-        # torch does not square a single number.
-        group = torch.where(group.square().isinf(), torch.inf, group)
+    widest = torch.float64 if any(dtype == torch.float64 for _, dtype in groups) else torch.float32
+    for indices in groups.values():
+        group = _norms_of_one_kind([shards[i] for i in indices])
         for index, norm in zip(indices, group.unbind(), strict=True):
-            norms[index] = norm
-    if len(groups) > 1:
-        widest = torch.float64 if any(dtype == torch.float64 for _, dtype in groups) else torch.float32
-        norms = [norm.to(device=shards[0].device, dtype=widest, non_blocking=True) for norm in norms]
+            norms[index] = norm.to(device=shards[0].device, dtype=widest, non_blocking=True)
     return torch.stack(norms)
+
+
+def _norms_of_one_kind(shards: Sequence[Tensor]) -> Tensor:
+    """Of shards of one device and dtype."""
+    dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
+    norms = torch.stack(tuple(private_api.foreach_norm(list(shards), 2, dtype=dtype)))
+    # torch does not square a single number.
+    return torch.where(norms.square().isinf(), torch.inf, norms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +193,7 @@ def read_gradients(optimizer: Optimizer) -> LocalGradients:
     parameters = parameters_with_gradient(optimizer)
     reduce_partial_gradients_(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = shard_norms([local_shard(gradient) for gradient in gradients]) if gradients else None
+    norms = shard_norms(local_shards(parameters)) if gradients else None
     return LocalGradients(parameters, gradients, norms)
 
 
@@ -203,7 +224,7 @@ def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
         Scalar tensor, float64 where the device has it.
     """
     squares = norms.to(accumulation_dtype(norms.device)).square()
-    if all(number == copies[0] for number in copies):
+    if copies.count(copies[0]) == len(copies):
         return squares.sum() / copies[0]
     weights = torch.tensor(copies, dtype=squares.dtype).to(squares.device, non_blocking=True)
     return (squares / weights).sum()

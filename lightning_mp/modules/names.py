@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["named_modules", "near_misses", "unwrapped_name"]
+__all__ = ["named_modules", "near_misses", "parameter_names", "unwrapped_name"]
 
 # Components that wrappers put into the names of modules: torch.compile, FSDP1, checkpoint_wrapper.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -33,6 +33,16 @@ def unwrapped_name(name: str) -> str:
         'body.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """Names of all parameters, in the order of ``model.parameters()``, without what wrappers put into them."""
+    names = {
+        id(parameter): f"{owner}.{name}".lstrip(".")
+        for owner, module in reversed(list(named_modules(model)))
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    return [names.get(id(parameter), name) for name, parameter in model.named_parameters()]
 
 
 def near_misses(pattern: str, candidates: Iterable[str]) -> str:

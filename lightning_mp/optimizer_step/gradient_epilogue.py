@@ -85,7 +85,7 @@ class GradientEpilogue:
     @property
     def shards(self) -> list[Tensor]:
         """The local gradients as they are now."""
-        return [gradient_ops.local_shard(p.grad) for p in self.parameters if p.grad is not None]
+        return gradient_ops.local_shards(self.parameters)
 
     def reduce(self, totals: Tensor | None) -> Tensor | None:
         """Reads the gradients once and adds norm and window totals over all ranks.

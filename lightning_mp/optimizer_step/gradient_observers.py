@@ -45,7 +45,10 @@ def who_is_shown_gradients(
     for callback in callbacks:
         needs_gradients = getattr(callback, "needs_gradients", None)
         if needs_gradients is None:
-            if overrides(callback, Callback, "on_before_optimizer_step"):
+            # Lightning passes over a hook that is None, as those of our callbacks are that have nothing to do.
+            if callback.on_before_optimizer_step is not None and overrides(
+                callback, Callback, "on_before_optimizer_step"
+            ):
                 return "writers"
         elif needs_gradients(step_index):
             shown = "readers"

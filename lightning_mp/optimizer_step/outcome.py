@@ -22,6 +22,8 @@ from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -146,6 +148,8 @@ class StepOutcomeDispatcher:
         self._averaging = SkippedStepAveragingGuard(trainer, self.settle, lambda: self.skipped_steps)
         self._ranks_alike: RanksAlike | None = None
         self._handles: list[RemovableHandle] = []
+        self._callbacks: list[Callback] = []
+        self._asking: list[Callback] = []
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "StepOutcomeDispatcher | None":
@@ -211,13 +215,25 @@ class StepOutcomeDispatcher:
         self.skipped_steps += skipped
         self._learning_rate.settle(skipped=skipped)
         self._averaging.settle(skipped=skipped)
-        for callback in private_api.callbacks_of(self._trainer):
-            hook = getattr(callback, "on_after_optimizer_step", None)
-            if hook is not None:
-                with private_api.profiler_of(self._trainer).profile(
-                    f"[Callback]{callback.state_key}.on_after_optimizer_step"
-                ):
-                    hook(self._trainer, self._pl_module, pending.optimizer, outcome)
+        self._tell(pending.optimizer, outcome)
+
+    def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
+        profiler = private_api.profiler_of(self._trainer)
+        for callback in self._who_asks():
+            hook = callback.on_after_optimizer_step  # type: ignore[attr-defined]
+            if type(profiler) is PassThroughProfiler:
+                hook(self._trainer, self._pl_module, optimizer, outcome)
+                continue
+            with profiler.profile(f"[Callback]{callback.state_key}.on_after_optimizer_step"):
+                hook(self._trainer, self._pl_module, optimizer, outcome)
         module_hook = getattr(self._pl_module, "on_after_optimizer_step", None)
         if module_hook is not None:
-            module_hook(pending.optimizer, outcome)
+            module_hook(optimizer, outcome)
+
+    def _who_asks(self) -> list[Callback]:
+        """Callbacks that have the hook; looked for again when the Trainer's list is another."""
+        callbacks = private_api.callbacks_of(self._trainer)
+        if callbacks != self._callbacks:
+            self._callbacks = list(callbacks)
+            self._asking = [c for c in callbacks if getattr(c, "on_after_optimizer_step", None) is not None]
+        return self._asking

@@ -1,7 +1,7 @@
 """One run of one model under autocast: forwards inside of it, backwards and steps outside, a policy in force."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -21,6 +21,8 @@ __all__ = ["FP16_DEVICE_TYPES", "AutocastRun", "warn_of_emulated_bf16", "why_no_
 
 #: Device types on which torch.autocast casts to fp16 (torch 2.13, torch/amp/autocast_mode.py).
 FP16_DEVICE_TYPES = ("cuda", "cpu", "mps", "xpu")
+
+_NOTHING = nullcontext()
 
 
 class AutocastRun:
@@ -60,6 +62,7 @@ class AutocastRun:
         self._cache_weights = cache_weights
         self._dtype = dtype
         self._applied: AppliedPolicy | None = None
+        self._compiled: AbstractContextManager[None] | None = None
         if policy is not None:
             _check_what_is_gathered(policy.resolve(model), model, dtype)
             self._applied = AppliedPolicy(policy, model, device_type, opaque, cache_weights=cache_weights)
@@ -84,15 +87,20 @@ class AutocastRun:
             loop: name of the loop that runs it.
             dtype: the 16-bit dtype; None for fp32, where the policy sleeps.
         """
-        with ExitStack() as stack:
-            if dtype is not None:
-                if self._frozen is not None and dtype == self._dtype:
-                    self._frozen.refresh(loop)
-                stack.enter_context(private_api.backward_outside_autocast())
-                stack.enter_context(torch.autocast(self._device_type, dtype, cache_enabled=self._cache_weights))
-            if self._applied is not None:
-                stack.enter_context(self._applied.in_force(dtype))
-            yield
+        policy = self._applied.in_force(dtype) if self._applied is not None else _NOTHING
+        if dtype is None:
+            with policy:
+                yield
+            return
+        if self._frozen is not None and dtype == self._dtype:
+            self._frozen.refresh(loop)
+        # torch makes a class for every patch, so one is kept; a context inside of another one has its own.
+        compiled, self._compiled = self._compiled or private_api.backward_outside_autocast(), None
+        try:
+            with compiled, torch.autocast(self._device_type, dtype, cache_enabled=self._cache_weights), policy:
+                yield
+        finally:
+            self._compiled = compiled
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -100,10 +108,7 @@ class AutocastRun:
 
         The policy is in force for what activation checkpoints compute again; they bring the autocast of their forward.
         """
-        with ExitStack() as stack:
-            stack.enter_context(self.outside())
-            if self._applied is not None:
-                stack.enter_context(self._applied.in_force(self._dtype))
+        with self.outside(), self._applied.in_force(self._dtype) if self._applied is not None else _NOTHING:
             yield
 
     def outside(self) -> torch.autocast:

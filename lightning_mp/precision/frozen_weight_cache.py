@@ -9,7 +9,8 @@ parameter beside its 4.
 
 A copy is made when it is first needed. It is made anew when the weight was written to (the tensor's version counts
 that), moved or replaced, and when another loop takes over (training, validation, ...): what was written through
-``weight.data``, which torch does not count, is seen there and not before.
+``weight.data``, which torch does not count, is seen there and not before. In a model without frozen weights so is a
+frozen parameter that was put in the place of a trained one; until then torch casts it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -112,6 +113,9 @@ class FrozenWeightCache:
         self._candidates = [(module, operation) for module in modules if (operation := _operation_of(module))]
         self._wrapped: dict[nn.Module, tuple[FrozenModule, partial[Any]]] = {}
         self._copies: dict[int, _Copy] = {}
+        self._loop: str | None = None
+        # Where nothing is frozen, one look at these tells that nothing has been since.
+        self._trainable: list[nn.Parameter] = []
 
     def refresh(self, loop: str) -> None:
         """Makes the copies what the weights are now; called before each forward.
@@ -119,6 +123,9 @@ class FrozenWeightCache:
         Args:
             loop: name of the loop that runs the forward.
         """
+        if not self._wrapped and loop == self._loop and False not in self._learns():
+            return
+        self._loop, self._trainable = loop, []
         # Copies that were made in inference mode could not be used in training.
         with torch.inference_mode(False), torch.no_grad():
             for module, operation in self._candidates:
@@ -127,10 +134,16 @@ class FrozenWeightCache:
                     parameter = getattr(module, name)
                     if _is_frozen(parameter, self._device_type):
                         copies[name] = self._copy_of(parameter, loop)
+                    elif parameter is not None and parameter.requires_grad:
+                        self._trainable.append(parameter)
                 self._use(module, operation, copies)
+
+    def _learns(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._trainable]
 
     def detach(self) -> None:
         """Gives the modules their own forwards back and drops the copies."""
+        self._loop, self._trainable = None, []
         for module, operation in self._candidates:
             self._use(module, operation, {})
         self._copies.clear()

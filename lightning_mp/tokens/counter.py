@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from operator import sub
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class TokenCounter:
         """Reads everything that is still on its way."""
         while self._unread:
             window = self._unread.popleft()
-            _, tokens, presented_tokens, samples, nonpad, largest = (round(number) for number in window.totals.read())
+            _, tokens, presented_tokens, samples, nonpad, largest = map(round, window.totals.read())
             self._last_window_tokens, self._last_window_samples = tokens, samples
             self.tokens += tokens
             self.presented_tokens += presented_tokens
@@ -249,9 +250,7 @@ class TokenCounterDeltas:
     def take(self) -> TokenCounterDelta:
         """What is new; from now on it is old."""
         before, self._seen = self._seen, self._look()
-        windows, tokens, skipped_tokens, presented_tokens, nonpad_tokens = (
-            after - earlier for after, earlier in zip(self._seen, before, strict=True)
-        )
+        windows, tokens, skipped_tokens, presented_tokens, nonpad_tokens = map(sub, self._seen, before)
         if windows:
             self._last_nonpad_tokens = nonpad_tokens
             wasted_tokens = round(nonpad_tokens * skipped_tokens / tokens) if tokens else 0

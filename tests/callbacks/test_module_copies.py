@@ -175,7 +175,6 @@ def test_a_module_can_be_copied_wherever_in_a_fit(part):
     assert {"on_fit_start", *steps, "on_before_optimizer_step", "on_train_epoch_end"} <= {*module.copies_made}
 
 
-@pytest.mark.filterwarnings("ignore:Optimizer step . was skipped:RuntimeWarning")
 def test_a_module_can_be_copied_in_a_step_that_is_replayed():
     """E18: with hooks on every layer."""
     module = Copied()

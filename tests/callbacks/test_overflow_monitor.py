@@ -208,7 +208,7 @@ def test_a_run_resumed_from_that_checkpoint_has_a_new_streak(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, "3", True])
 def test_a_wrong_number_of_skips_is_refused(steps: Any) -> None:
-    with pytest.raises(ValueError, match="a whole number of skipped steps in a row, 1 or more. None never stops"):
+    with pytest.raises(ValueError, match="a whole number of skipped steps in a row, 1 or more. 'auto' is the default"):
         OverflowMonitor(stop_after_skips=steps)
 
 
@@ -230,3 +230,42 @@ def test_two_ranks_stop_together_when_one_overflows(tmp_path: Path) -> None:
     assert reason_0 is not None
     assert reason_1 is not None
     assert (tmp_path / "stopped_after_skips-step-6.ckpt").exists()
+
+
+class Lost(Regression):
+    """The weights are gone after the first step; nothing is finite from then on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if batch_idx else loss
+
+
+@pytest.mark.parametrize("plugin", ["bf16", "fp32 guard"])
+def test_a_run_that_only_skips_says_so_without_a_loss_scale(plugin: str) -> None:
+    """59 of 60 steps: too short to be ended, and not without a word."""
+    ours_or_stock: dict[str, Any] = {"plugins": [AutocastPrecision("bf16-mixed")]} if plugin == "bf16" else {}
+    monitor = OverflowMonitor(guard=plugin != "bf16")
+    trainer = quiet_trainer(callbacks=[monitor], **ours_or_stock)
+    with pytest.warns(RuntimeWarning, match=r"59 of 60 optimizer steps were skipped .* There is no loss scale"):
+        trainer.fit(Lost(fused_adamw), loader(regression_batches(60)))
+    assert monitor.stop_reason is None
+
+
+def test_a_run_that_only_skips_is_ended_by_default(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        plugins=[AutocastPrecision("bf16-mixed")], callbacks=[OverflowMonitor()], default_root_dir=tmp_path
+    )
+    with pytest.warns(RuntimeWarning, match="100 optimizer steps in a row were skipped, up to step 100"):
+        trainer.fit(Lost(sgd), loader(regression_batches(200)))
+    assert trainer.global_step == 101
+
+
+@pytest.mark.full
+def test_no_healthy_run_meets_the_default() -> None:
+    """From the largest scale to the smallest, with all the hysteresis there is in Megatron-LM's defaults."""
+    scaler = LossScaler(init_scale=2.0**24, hysteresis=2)
+    monitor = OverflowMonitor()
+    trainer = quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)], callbacks=[monitor])
+    # 1 + 48 skips, then 500 steps at the scale that fits: fewer than a tenth were skipped.
+    trainer.fit(Regression(sgd, overflows=range(49)), loader(regression_batches(549)))
+    assert (monitor.skipped_steps, monitor.loss_scale, monitor.stop_reason) == (49, 2.0**-24, None)

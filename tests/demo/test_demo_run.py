@@ -281,7 +281,6 @@ def test_the_time_limit_is_told_with_the_way_to_go_on(text, capsys):
     assert "Go on with: lightning-mp demo --resume --out out/version_0" in output
 
 
-@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
 def test_an_injected_overflow_is_skipped_named_and_holds_the_learning_rate(text, capsys):
     assert _run("out", text, inject_overflow=4) == 0
     steps = _history("out")["steps"]
@@ -296,7 +295,6 @@ def test_an_injected_overflow_is_skipped_named_and_holds_the_learning_rate(text,
 
 
 @pytest.mark.usefixtures("_no_report")
-@pytest.mark.filterwarnings("ignore:Optimizer step 4 was skipped:RuntimeWarning")
 def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the_optimizer(text, monkeypatch):
     fused = lightning_mp.demo.module.AdamW
     monkeypatch.setattr(lightning_mp.demo.module, "AdamW", lambda *args, **kwargs: fused(*args, **kwargs | NOT_FUSED))

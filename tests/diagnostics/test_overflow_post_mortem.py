@@ -161,8 +161,8 @@ def fit(module: Any, plugin: Any, tmp_path: Path, num_batches: int = 4, **argume
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
     callbacks = [post_mortem] if isinstance(plugin, AutocastPrecision) else [post_mortem, OverflowMonitor()]
     trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **arguments)
-    with pytest.warns(RuntimeWarning, match="Optimizer step . was skipped"):
-        trainer.fit(module, loader(numbered_batches(num_batches)))
+    trainer.fit(module, loader(numbered_batches(num_batches)))
+    assert post_mortem.reports, "no step was skipped"
     return post_mortem
 
 
@@ -303,8 +303,7 @@ def test_weights_in_16_bit_are_not_tried_in_fp32(tmp_path: Path) -> None:
     plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
     trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem])
-    with pytest.warns(RuntimeWarning, match="Optimizer step . was skipped"):
-        trainer.fit(Lowered(partial(TimesInForward, factor=1e6)), loader(numbered_batches(4)))
+    trainer.fit(Lowered(partial(TimesInForward, factor=1e6)), loader(numbered_batches(4)))
     (finding,) = post_mortem.reports[0].findings
     assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, None, "model")
 
@@ -348,8 +347,8 @@ def test_a_sum_of_finite_gradients_that_does_not_fit(tmp_path: Path) -> None:
     plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
     trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem], accumulate_grad_batches=4)
-    with pytest.warns(RuntimeWarning, match="every gradient is finite, their sum is not"):
-        trainer.fit(Plain(identity), loader(numbered_batches(4)))
+    trainer.fit(Plain(identity), loader(numbered_batches(4)))
+    assert "every gradient is finite, their sum is not" in str(post_mortem.reports[0])
     (finding,) = post_mortem.reports[0].findings
     assert (finding.verdict, finding.micro_batch, finding.first_overflow) == ("sum", 3, None)
 
@@ -412,9 +411,9 @@ def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
     module, post_mortem = Language(), OverflowPostMortem(replay=True, dirpath=tmp_path)
     plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**12, growth_interval=4, max_scale=2.0**40))
     trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem])
-    with pytest.warns(RuntimeWarning, match="the loss scale was too high"):
-        trainer.fit(module, loader(batches))
+    trainer.fit(module, loader(batches))
     report = post_mortem.reports[0]
+    assert "the loss scale was too high" in str(report)
     (finding,) = report.findings
     assert (finding.verdict, finding.first_overflow.phase) == ("scale", "backward")
     module.load_state_dict(module.then)

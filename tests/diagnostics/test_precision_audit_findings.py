@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from audit_models import CLASSES, WIDTH, Known, audited, batches
+from audit_models import CLASSES, WIDTH, InFp64, Known, audited, batches
 from lightning.pytorch.plugins import MixedPrecision
 from small_models import loader
 from torch import Tensor, nn
@@ -47,14 +47,20 @@ class HandNorm(nn.Module):
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
 
 
-class InFp64(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.double() * 2).to(x.dtype)
-
-
 class Softmax(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(x, -1)
+
+
+class CastByHand(nn.Module):
+    """An operation on 16-bit numbers where autocast does not cast."""
+
+    def __init__(self, operation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(x.float().bfloat16()).float()
 
 
 class LossInside(nn.Module):
@@ -76,7 +82,7 @@ def put(name: str, part: Any) -> Callable[[Known], None]:
 
 
 def resize(module: Known) -> None:
-    module.first, module.norm, module.middle = nn.Linear(WIDTH, 36), nn.LayerNorm(36), nn.Linear(36, 32)
+    module.first, module.norm, module.middle = nn.Linear(WIDTH, 100), nn.LayerNorm(100), nn.Linear(100, 32)
 
 
 def cast(module: Known) -> None:
@@ -120,8 +126,6 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         lambda: bf16(None),
         [
             ("fp32_matmul", ("middle.inner",), "addmm ran in fp32 in a bf16-mixed run: middle.inner."),
-            ("low_precision", ("norm",), "layer_norm ran in bf16: norm."),
-            ("low_precision", ("mix",), "softmax ran in bf16: mix."),
         ],
     ),
     "autocast off in a module of which a policy asks 16 bit": (
@@ -164,15 +168,21 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         lambda: {"precision": "32-true"},
         [("other_format", ("middle",), "Products ran in fp16 in a 32-true run: middle.")],
     ),
-    "a softmax in 16 bit": (
-        put("norm", Softmax()),
+    "a softmax and norms that a CPU's autocast leaves in 16 bit": (put("norm", Softmax()), lambda: bf16(None), []),
+    "a softmax that was cast by hand": (
+        put("norm", CastByHand(lambda x: x.softmax(-1))),
         lambda: bf16({"mix": "fp32"}),
         [("low_precision", ("norm",), "softmax ran in bf16: norm.")],
     ),
-    "a norm in 16 bit": (
-        lambda module: None,
+    "a norm that was cast by hand": (
+        put("norm", CastByHand(lambda x: F.layer_norm(x, x.shape[1:]))),
         lambda: bf16({"softmaxes": "fp32"}),
         [("low_precision", ("norm",), "layer_norm ran in bf16: norm.")],
+    ),
+    "log-probabilities in 16 bit": (
+        put("norm", nn.LogSoftmax(-1)),
+        lambda: bf16(None),
+        [("low_precision", ("norm",), "log_softmax ran in bf16: norm.")],
     ),
     "a norm in 16 bit that the policy asks for": (
         lambda module: None,
@@ -200,8 +210,8 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         resize,
         bf16,
         [
-            ("tensor_cores", ("first",), "out_features is 36, no multiple of 8: first."),
-            ("tensor_cores", ("middle",), "in_features is 36, no multiple of 8: middle."),
+            ("tensor_cores", ("first",), "out_features is 100, no multiple of 8: first."),
+            ("tensor_cores", ("middle",), "in_features is 100, no multiple of 8: middle."),
         ],
     ),
     "an odd size in fp32": (resize, dict, []),
@@ -209,8 +219,8 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         resize,
         lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]},
         [
-            ("tensor_cores", ("first",), "out_features is 36, no multiple of 8: first."),
-            ("tensor_cores", ("middle",), "in_features is 36, no multiple of 8: middle."),
+            ("tensor_cores", ("first",), "out_features is 100, no multiple of 8: first."),
+            ("tensor_cores", ("middle",), "in_features is 100, no multiple of 8: middle."),
         ],
     ),
 }
@@ -225,7 +235,8 @@ def test_a_planted_fault_is_named_and_nothing_else(case: str) -> None:
     assert [(finding.kind, finding.modules) for finding in found] == [row[:2] for row in expected]
     for finding, (_, _, text) in zip(found, expected, strict=True):
         assert finding.what.startswith(text)
-        assert str(finding) == f"{finding.what} {finding.advice}"
+        guess = f"Likely cause (a guess): {finding.likely_cause} " if finding.likely_cause else ""
+        assert str(finding) == f"{finding.what} {guess}{finding.advice}"
 
 
 def test_an_fp8_layer_that_is_gone_round_is_named() -> None:
@@ -250,12 +261,14 @@ def test_an_fp8_layer_that_is_gone_round_is_named() -> None:
 @pytest.mark.parametrize(
     ("make", "size", "expected"),
     [
-        (lambda: nn.Conv2d(3, 8, 3), (2, 3, 8, 8), ["in_channels is 3, no multiple of 8: ."]),
-        (lambda: nn.ConvTranspose2d(8, 3, 3), (2, 8, 8, 8), ["out_channels is 3, no multiple of 8: ."]),
-        (lambda: nn.Linear(12, 8, bias=False), (8, 12), ["in_features is 12, no multiple of 8: ."]),
-        (lambda: nn.Linear(8, 1), (8, 8), []),
+        (lambda: nn.Conv2d(100, 8, 3), (2, 100, 8, 8), ["in_channels is 100, no multiple of 8: ."]),
+        (lambda: nn.ConvTranspose2d(8, 65, 3), (2, 8, 8, 8), ["out_channels is 65, no multiple of 8: ."]),
+        (lambda: nn.Linear(100, 8, bias=False), (8, 100), ["in_features is 100, no multiple of 8: ."]),
+        (lambda: nn.Linear(8, 50257), (8, 8), ["out_features is 50257, no multiple of 8: ."]),
+        (lambda: nn.Conv2d(3, 8, 3), (2, 3, 8, 8), []),
+        (lambda: nn.Linear(12, 10), (197, 12), []),
     ],
-    ids=["conv", "transposed conv", "linear", "vector"],
+    ids=["conv", "transposed conv", "linear", "vocabulary", "colours of an image", "classes of an odd batch"],
 )
 def test_the_dimension_that_misses_tensor_cores_is_named(make: Any, size: tuple[int, ...], expected: list[str]) -> None:
     model = make()
@@ -267,25 +280,65 @@ def test_the_dimension_that_misses_tensor_cores_is_named(make: Any, size: tuple[
 
     found = find_problems(audit_step(model, step), AskedPrecision("bf16-mixed"))
     assert [finding.what.replace("the step around the model", "") for finding in found] == expected
+    assert all(finding.kind == "tensor_cores" for finding in found)
 
 
-def test_attention_without_a_fused_kernel_is_said_to_be_that() -> None:
-    """On the CPU attention over 3-D tensors is computed in parts, in fp32, whatever autocast says."""
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
 
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x, x)
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_attention_that_torch_computes_in_parts_is_no_finding(autocast: bool) -> None:
+    """On the CPU attention over 3-D tensors has no fused kernel, and torch casts 16-bit inputs up to fp32.
+
+    With autocast off its inputs were fp32 already, and that is one.
+    """
     model = nn.Sequential(nn.Linear(8, 8), Attention())
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(torch.ones(2, 8, 8)).float().sum()
+            x = model[0](torch.ones(2, 8, 8))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model[1](x if autocast else x.float()).float().sum()
+        loss.backward()
+
+    found = find_problems(audit_step(model, step), AskedPrecision("bf16-mixed"))
+    assert [(finding.kind, finding.modules) for finding in found] == [] if autocast else [("fp32_matmul", ("1",))]
+
+
+def test_a_finding_says_what_is_certain_and_what_is_a_guess() -> None:
+    module = Known()
+    module.middle = WithoutAutocast(module.middle)
+    (finding,) = audited(module, **bf16(None)).findings
+    assert str(finding) == (
+        "addmm ran in fp32 in a bf16-mixed run: middle.inner. Likely cause (a guess): torch.autocast(enabled=False), a"
+        " custom autograd function, or a buffer that is fp32. If it is meant so, say so in a PrecisionPolicy."
+    )
+
+
+def test_an_operation_that_autocast_does_not_know_is_no_guess() -> None:
+    """Experts in one grouped product: autocast has no rule for it, so it runs in fp32."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.tensor([4, 8], dtype=torch.int32)
+            return F.grouped_mm(x.float(), self.weight, offs=ends)
+
+    model = nn.Sequential(nn.Linear(16, 16), Experts())
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(8, 16)).float().square().sum()
         loss.backward()
 
     (finding,) = find_problems(audit_step(model, step), AskedPrecision("bf16-mixed"))
-    assert (finding.kind, finding.modules) == ("fp32_matmul", ("1",))
-    assert finding.advice.endswith("Attention in parts means that no fused kernel took these shapes.")
+    assert (finding.kind, finding.modules, finding.likely_cause) == ("fp32_matmul", ("1",), "")
+    assert finding.what.endswith("torch's autocast has no rule for this operation on cpu.")
 
 
 @pytest.mark.parametrize("precision", ["", "nf4", "transformer-engine"])

@@ -1,4 +1,4 @@
-"""Every code block of the README runs."""
+"""Every code block of the README and of the table of parts runs, and every public name is in that table."""
 
 import contextlib
 import io
@@ -15,10 +15,13 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from small_models import Regression, loader, regression_batches
 
+import lightning_mp
 from lightning_mp.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+PAGES = (ROOT / "README.md", ROOT / "docs" / "parts.md")
+TEXT = "\n".join(page.read_text() for page in PAGES)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 EXAMPLE = next(code for code in PYTHON if "3. or" in code)
 LINES = [line.split("#")[0].strip() for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
@@ -50,10 +53,27 @@ def test_the_three_edits_example_runs_in_a_new_file_and_spends_its_budget(tmp_pa
     assert done.stdout.splitlines()[-1] == "[16000]"
 
 
+def test_every_public_name_is_on_a_page() -> None:
+    missing = [name for name in lightning_mp.__all__ if not name.startswith("_") and name not in TEXT]
+    assert missing == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 1_000
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_commands_exist(line: str) -> None:
     words = shlex.split(line)
-    assert words[0] == "make"
+    if words[0] != "make":
+        assert words[:2] == ["pip", "install"]
+        return
     dry = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert dry.returncode == 0, dry.stderr
     for option in re.findall(r"--[a-z-]+", " ".join(words[2:])):

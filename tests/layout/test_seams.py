@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from memory_logger import MemoryLogger
 from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_mp.callbacks._common import log_host_number
 from lightning_mp.core import private_api, private_loop_api, private_sharding_api
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 
@@ -45,8 +45,6 @@ MADE_BY_SHARDING = {
 MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks"}
 # The same; tests/strategies/test_fsdp2_strategy.py guards it.
 MADE_BY_THE_TRAINER = {"_layer_sync"}
-# The same; `test_a_logged_number_is_overwritten_as_log_would` guards them.
-MADE_BY_LOGGING = {"_current_fx_name", "_logger_connector"}
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------
@@ -86,7 +84,6 @@ def test_every_private_name_that_the_seams_touch_is_listed():
         MADE_BY_FSDP1,
         MADE_BY_MODULES,
         MADE_BY_THE_TRAINER,
-        MADE_BY_LOGGING,
     )
     assert private - guarded_elsewhere - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
 
@@ -451,47 +448,37 @@ def watch_hooks(use_seam):
     return calls
 
 
-class Logs(Callback):
-    """A number of every step, and one that only the first epoch has."""
-
-    def __init__(self, write):
-        self.write = write
-        self.seen = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.current_epoch == 0 and batch_idx != 1:
-            self.write(pl_module, "early", trainer.global_step / 4)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.write(pl_module, "number", trainer.global_step / 3)
-        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-
-def test_a_logged_number_is_overwritten_as_log_would(monkeypatch):
-    def by_log(pl_module, name, value):
-        pl_module.log(name, torch.tensor(value, dtype=torch.float64), on_step=True, on_epoch=False)
-
-    seen = []
-    for write in (by_log, log_host_number):
-        callback = Logs(write)
-        quiet_trainer(callbacks=[callback], max_epochs=3).fit(Regression(), loader(regression_batches(4)))
-        seen.append(callback.seen)
-    assert seen[0] == seen[1]
-    assert seen[0][-1]["number"] == 4.0
+def test_lightning_passes_over_a_hook_that_is_none():
+    """What callbacks/_idle_hooks.py relies on."""
     called = []
-    monkeypatch.setattr(Regression, "log", lambda self, name, *_, **__: called.append(name))
-    quiet_trainer(callbacks=[Logs(log_host_number)]).fit(Regression(), loader(regression_batches(4)))
-    assert called.count("number") == 4, "what log has not registered goes to log"
-    called.clear()
-    stock = pl.LightningModule.log
-    monkeypatch.setattr(
-        Regression, "log", lambda self, name, *a, **k: (called.append(name), stock(self, name, *a, **k))
-    )
-    quiet_trainer(callbacks=[Logs(log_host_number)], max_epochs=2).fit(Regression(), loader(regression_batches(4)))
-    assert called.count("number") == 2, "once an epoch"
+
+    class Looking(Callback):
+        def on_train_batch_end(self, *args):
+            called.append("batch end")
+
+        def on_before_zero_grad(self, *args):
+            called.append("zero grad")
+
+    callback = Looking()
+    callback.on_before_zero_grad = None
+    quiet_trainer(callbacks=[callback]).fit(Regression(), loader(regression_batches(2)))
+    assert called == ["batch end"] * 2
+
+
+def test_the_axis_of_loggers_is_lightnings():
+    """`logger_step` is where Lightning logs, also after windows of two; `is_accumulating` holds inside of one."""
+    seen = []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            seen.append((private_loop_api.logger_step(trainer), private_loop_api.is_accumulating(trainer)))
+            pl_module.log("number", 1.0)
+
+    logger = MemoryLogger()
+    trainer = quiet_trainer(callbacks=[Looking()], accumulate_grad_batches=2, logger=logger, log_every_n_steps=1)
+    trainer.fit(Regression(), loader(regression_batches(4)))
+    assert seen == [(0, True), (0, False), (1, True), (1, False)]
+    assert [step for step, _ in logger.rows] == [0, 1]
 
 
 def test_hooks_before_the_step_are_called_as_lightning_calls_them():

@@ -1,6 +1,7 @@
 """Skipped steps: who learns of them, and what holds. Our plugin needs no callback for it; stock ones, a monitor."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -469,8 +470,7 @@ def test_the_monitor_counts_and_logs(plugin: str, optimizer: Any) -> None:
     logged = trainer.callback_metrics
     assert logged["mp/loss_scale"] == 2.0 ** (10 - len(OVERFLOWS))
     assert logged["mp/skipped_steps"] == len(OVERFLOWS)
-    lag = optimizer is fused_adamw
-    assert logged["mp/overflow_rate"] == pytest.approx(len(OVERFLOWS) / (NUM_BATCHES - lag))
+    assert logged["mp/overflow_rate"] == pytest.approx(len(OVERFLOWS) / NUM_BATCHES)
     assert ("mp/grad_norm" in logged) == (plugin == "ours")
 
 
@@ -481,13 +481,13 @@ def test_the_monitor_watches_fp32_too() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
-def test_the_post_mortem_names_parameters(optimizer: Any, tmp_path: Path) -> None:
+def test_the_post_mortem_names_parameters(optimizer: Any, tmp_path: Path, caplog: Any) -> None:
     module = Regression(optimizer)
     steps = iter(range(100))
     module.net[0].weight.register_hook(lambda g: g * torch.inf if next(steps) == 2 else g)
     post_mortem = OverflowPostMortem(dirpath=tmp_path / "reports")
-    with pytest.warns(RuntimeWarning, match="step 2 was skipped at loss scale 1024.*: net.0.weight"):
-        fit(ours(), [post_mortem], module)
+    fit(ours(), [post_mortem], module)
+    assert re.search("step 2 was skipped at loss scale 1024.*: net.0.weight", caplog.text)
     assert [r.parameters for r in post_mortem.reports] == [["net.0.weight"]]
     written = json.loads((tmp_path / "reports" / "overflow_step_2.json").read_text())
     expected = {"step_index": 2, "loss_scale": 1024.0, "parameters": ["net.0.weight"], "ranks": [0]}

@@ -50,6 +50,13 @@ class Mix(nn.Module):
         return x + F.softmax(x @ x.mT, -1) @ x
 
 
+class InFp64(nn.Module):
+    """Computes in 64 bit, in the middle of everything else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.double() * 2).to(x.dtype)
+
+
 def batches(num_batches: int = 3) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     return [

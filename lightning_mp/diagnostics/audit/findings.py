@@ -6,7 +6,9 @@ from typing import Literal, TypeVar
 
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.audit.asked import AskedPrecision
+from lightning_mp.diagnostics.audit.operations import candidates
 from lightning_mp.diagnostics.audit.records import AuditReport, OperationRecord
+from lightning_mp.policy.operations import by_autocast
 
 __all__ = ["AuditFinding", "FindingKind", "find_problems"]
 
@@ -17,9 +19,14 @@ FindingKind = Literal[
 
 "not_active": mixed precision was asked for, and every product ran in fp32. "fp32_matmul": some did, and nobody asked
 for it. "other_format": a product ran in a 16 bit that nobody asked for. "not_fp8": a layer chosen for fp8 did not
-multiply in it. "low_precision": a softmax, norm or loss ran in 16 bit in a mixed run, and the policy does not say so.
-"policy": something ran in another format than the policy says. "tensor_cores": a dimension of a product is no multiple
-of 8, or of 16 in fp8. "fp64": 64-bit numbers, which GPUs compute 2 to 64 times slower than fp32.
+multiply in it. "low_precision": a loss, a softmax or norm that was cast by hand, or the sums of a norm that is written
+by hand ran in 16 bit in a mixed run, and the policy does not say so. "policy": something ran in another format than the
+policy says. "tensor_cores": a large dimension of a layer is no multiple of 8, or of 16 in fp8. "fp64": 64-bit numbers,
+which GPUs compute 2 to 64 times slower than fp32.
+
+What torch itself decides is no finding: attention that it computes in parts, in fp32, where no fused kernel takes the
+shapes (dropout on a CPU, say); softmaxes and norms that autocast leaves in 16 bit (on a CPU), whose kernels sum in
+fp32; products with a vector.
 """
 
 _LOW = ("bf16", "fp16")
@@ -27,6 +34,9 @@ _K = TypeVar("_K")
 # What overflows or loses digits in a norm that is written by hand.
 _PARTS_OF_NORMS = ("pow", "mean", "sum", "var", "var_mean", "std", "linalg_vector_norm")
 _TRANSLATED = {"inner": "in_features", "columns": "out_features"}
+_WITH_VECTORS = ("mv", "addmv", "dot", "vdot")
+# Sizes below come from the data as a rule (channels of an image, classes), and such products take little time.
+_SMALLEST_DIMENSION = 64
 
 
 @dataclass(frozen=True)
@@ -36,17 +46,20 @@ class AuditFinding:
     Attributes:
         kind: which kind of thing.
         modules: names of the modules it is about; "" is the step around the model.
-        what: what was seen.
+        what: what was seen; this is certain.
         advice: what to do.
+        likely_cause: where it may come from; a guess, "" where there is none.
     """
 
     kind: FindingKind
     modules: tuple[str, ...]
     what: str
     advice: str
+    likely_cause: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what} {self.advice}"
+        guess = f"Likely cause (a guess): {self.likely_cause} " if self.likely_cause else ""
+        return f"{self.what} {guess}{self.advice}"
 
 
 def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[AuditFinding, ...]:
@@ -92,8 +105,9 @@ def _not_active(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFin
         names,
         f"Mixed precision is not active at all: {asked.precision} was asked for, and every product ran in fp32"
         f" ({_places(names)}).",
-        "Look for torch.autocast(enabled=False) around the model, and for a training_step that calls the model in"
-        " another thread or process, or on another device type than the Trainer's.",
+        "Call the model inside training_step, in its thread, without switching autocast off.",
+        "torch.autocast(enabled=False) around the model, or a training_step that calls the model in another thread or"
+        " process, or on another device type than the Trainer's.",
     )
 
 
@@ -101,17 +115,9 @@ def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -
     """Products in a format that neither the plugin nor the policy asks for."""
     products = [row for row in forward if row.kind == "matmul" and not asked.by_policy(row)]
     if asked.base in _LOW:
-        for operation, rows in _grouped(products, lambda row: row.operation if row.compute == "fp32" else None).items():
-            names = _modules(rows)
-            inside = "attention" in operation or any(_is_attention_in_parts(row, forward) for row in rows)
-            yield AuditFinding(
-                "fp32_matmul",
-                names,
-                f"{operation} ran in fp32 in a {asked.precision} run: {_places(names)}.",
-                "Its inputs were fp32 where autocast is off: look for torch.autocast(enabled=False), a custom autograd"
-                " function, or a buffer that is fp32. If it is meant so, say so in a PrecisionPolicy."
-                + (" Attention in parts means that no fused kernel took these shapes." if inside else ""),
-            )
+        in_fp32 = [row for row in products if row.compute == "fp32" and not _is_left_to_torch(row, forward)]
+        for operation, rows in _grouped(in_fp32, lambda row: row.operation).items():
+            yield _fp32_product(operation, rows, asked)
     others = [row for row in products if row.compute in _LOW and asked.base in ("fp16", "bf16", "fp32")]
     for compute, rows in _grouped(others, lambda row: row.compute if row.compute != asked.base else None).items():
         names = _modules(rows)
@@ -119,13 +125,42 @@ def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -
             "other_format",
             names,
             f"Products ran in {compute} in a {asked.precision} run: {_places(names)}.",
-            "Look for a torch.autocast of the model's own, and for weights that were cast with .half() or .bfloat16().",
+            "Leave the format to the precision plugin, or say in a PrecisionPolicy that it is meant so.",
+            "a torch.autocast of the model's own, or weights that were cast with .half() or .bfloat16().",
         )
 
 
-def _is_attention_in_parts(row: OperationRecord, forward: Sequence[OperationRecord]) -> bool:
-    """Whether it belongs to ``scaled_dot_product_attention`` without a fused kernel, which computes in fp32."""
-    return any(other.module == row.module and other.operation == "safe_softmax" for other in forward)
+def _fp32_product(operation: str, rows: Sequence[OperationRecord], asked: AskedPrecision) -> AuditFinding:
+    names = _modules(rows)
+    what = f"{operation} ran in fp32 in a {asked.precision} run: {_places(names)}."
+    device_type = rows[0].device_type
+    if asked.is_mixed and all(by_autocast(name, device_type) is None for name in (operation, *candidates(operation))):
+        return AuditFinding(
+            "fp32_matmul",
+            names,
+            f"{what} torch's autocast has no rule for this operation on {device_type}.",
+            "Cast its inputs in the model, or say in a PrecisionPolicy that fp32 is meant.",
+        )
+    return AuditFinding(
+        "fp32_matmul",
+        names,
+        what,
+        "If it is meant so, say so in a PrecisionPolicy.",
+        "torch.autocast(enabled=False), a custom autograd function, or a buffer that is fp32.",
+    )
+
+
+def _is_left_to_torch(row: OperationRecord, forward: Sequence[OperationRecord]) -> bool:
+    """Whether nobody but torch decided that a product runs in fp32.
+
+    ``scaled_dot_product_attention`` without a fused kernel casts 16-bit inputs up. 16 bit does not help a product with
+    a vector.
+    """
+    if row.operation in _WITH_VECTORS:
+        return True
+    own = [other for other in forward if other.module == row.module]
+    casts_up = any(other.kind == "cast" and {*other.inputs} & {*_LOW} and "fp32" in other.outputs for other in own)
+    return casts_up and any(other.operation == "safe_softmax" for other in own)
 
 
 def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFinding]:
@@ -137,7 +172,8 @@ def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFindin
             "not_fp8",
             missing,
             f"Chosen for fp8, and not multiplied in fp8: {_places(missing)}.",
-            "Look for a forward that uses the layer's weight itself, or a forward that was replaced.",
+            "Call the layer itself, and not an operation on its weight.",
+            "a forward that uses the layer's weight itself, or a forward that was replaced.",
         )
 
 
@@ -153,16 +189,21 @@ def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -
             "policy",
             names,
             f"{operation} ran in {compute} though the policy says {wanted}: {_places(names)}.",
-            "Rules about modules act on forward, those about operations where autocast is on: look for another method"
-            " that is called directly, torch.autocast(enabled=False), or a scripted function.",
+            "Rules about modules act on forward, those about operations where autocast is on.",
+            "another method that is called directly, torch.autocast(enabled=False), or a scripted function.",
         )
 
 
 def _low_precision(
     forward: Sequence[OperationRecord], asked: AskedPrecision, norms: Collection[str]
 ) -> Iterator[AuditFinding]:
+    cast_by_hand = _modules_that_cast_by_hand(forward)
+
     def what(row: OperationRecord) -> tuple[str, str] | None:
         by_hand = row.module in norms and row.operation in _PARTS_OF_NORMS
+        of_torch = row.kind == "norm" or row.operation in ("softmax", "safe_softmax")
+        if of_torch and row.autocast != "off" and row.module not in cast_by_hand:
+            return None  # as autocast leaves it on this device; the kernels sum in fp32
         if row.compute not in _LOW or not (by_hand or row.kind in ("softmax", "norm", "loss")) or asked.by_policy(row):
             return None
         return ("the sums of a norm" if by_hand else row.operation), row.compute
@@ -179,6 +220,12 @@ def _low_precision(
         )
 
 
+def _modules_that_cast_by_hand(forward: Sequence[OperationRecord]) -> set[str]:
+    """Modules that cast to 16 bit and have no product of which autocast would ask it."""
+    cast = {row.module for row in forward if row.kind == "cast" and {*row.outputs} & {*_LOW}}
+    return cast - {row.module for row in forward if row.kind == "matmul"}
+
+
 def _fp64(report: AuditReport) -> Iterator[AuditFinding]:
     modules = [row.name for row in report.modules if "fp64" in (*row.weights, *row.inputs)]
     # torchao computes the scales of fp8 tensors in fp64, on purpose.
@@ -190,7 +237,8 @@ def _fp64(report: AuditReport) -> Iterator[AuditFinding]:
             "fp64",
             names,
             f"64-bit floating-point numbers: {_places(names)}.",
-            "NumPy makes them by default: cast the batch with .float() in the data set, weights with module.float().",
+            "Cast the batch with .float() in the data set, weights with module.float().",
+            "NumPy, which makes them by default.",
         )
 
 
@@ -200,8 +248,7 @@ def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection
         multiple = 16 if "fp8" in row.compute else 8
         if row.kind == "matmul" and ("fp8" in row.compute or row.compute in _LOW):
             for dimension, size in row.sizes:
-                # One row or column is a product with a vector, which tensor cores do not speed up anyway.
-                if size % multiple and size > 1:
+                if size % multiple and _is_by_design(row, dimension, size, linears):
                     shown = _TRANSLATED.get(dimension, dimension) if row.module in linears else dimension
                     missed.setdefault((shown, size, multiple), []).append(row)
     for (dimension, size, multiple), rows in missed.items():
@@ -211,9 +258,16 @@ def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection
             "tensor_cores",
             names,
             f"{dimension} is {size}, no multiple of {multiple}: {_places(names)}.",
-            f"GPUs multiply such sizes partly or wholly without tensor cores: make it {more}"
-            + (", by padding the batch or its sequences." if dimension == "rows" else "."),
+            f"GPUs multiply such sizes partly or wholly without tensor cores: make it {more}.",
         )
+
+
+def _is_by_design(row: OperationRecord, dimension: str, size: int, linears: Collection[str]) -> bool:
+    """Whether a size was chosen with the model, and is large enough to matter; others come with the data."""
+    if dimension == "head_dim":
+        return True
+    of_weight = row.module in linears or row.operation.startswith(("convolution", "addmm", "linear"))
+    return of_weight and dimension != "rows" and size >= _SMALLEST_DIMENSION
 
 
 def _grouped(

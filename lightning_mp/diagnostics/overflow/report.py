@@ -6,11 +6,22 @@ from typing import Any
 
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
-from lightning_mp.diagnostics.overflow.search import OverflowFinding
+from lightning_mp.diagnostics.overflow.search import OverflowFinding, Verdict
+from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth
 
 __all__ = ["OverflowReport"]
 
 _RANKS_IN_TEXT = 4
+_KINDS: dict[Verdict, str] = {
+    "scale": "the loss scale was too high",
+    "range": "numbers were too large for 16 bit",
+    "model": "the model is not finite",
+    "data": "the data is broken",
+    "weights": "the weights are broken",
+    "sum": "the sum of finite gradients is not",
+    "diverged": "training has diverged",
+}
+_ANYWHERE = ("scale", "data", "sum", "diverged")
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,7 @@ class OverflowReport:
         buffers: buffers that hold nan or +inf now, on any rank: what the forward of a skipped step wrote into running
             statistics stays there.
         note: what could not be found out, and why; "" if nothing is missing.
+        growth: the weight that has grown most since the start of the run, if that says that training has diverged.
     """
 
     step_index: int
@@ -35,39 +47,59 @@ class OverflowReport:
     findings: list[OverflowFinding] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     note: str = ""
+    growth: WeightGrowth | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, for JSON."""
         return asdict(self)
 
+    @property
+    def kind(self) -> str:
+        """What two reports of the same trouble have in common, in a few words."""
+        if not self.findings:
+            return f"with non-finite gradients in {self.parameters[0]}" if self.parameters else "without a known place"
+        finding = self.findings[0]
+        module = (finding.first_overflow.module if finding.first_overflow is not None else "") or "the training step"
+        place = "" if finding.verdict in _ANYWHERE else f" in {module}"
+        return f"because {_KINDS[finding.verdict]}{place}"
+
     def __str__(self) -> str:
-        lines = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:g}."]
+        """One line."""
+        parts = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:g}."]
         if self.parameters:
-            lines[0] += f" Non-finite gradients, last layer first: {listed(self.parameters)}."
+            parts.append(f"Non-finite gradients, last layer first: {listed(self.parameters)}.")
         for finding in self.findings[:_RANKS_IN_TEXT]:
-            lines += _tell(finding, self.loss_scale)
+            parts += _tell(finding, self.loss_scale, self.growth)
+        if self.growth is not None and not self.findings:
+            parts.append(_diverged(self.growth))
         if len(self.findings) > _RANKS_IN_TEXT:
             others = [str(finding.rank) for finding in self.findings[_RANKS_IN_TEXT:]]
-            lines.append(f"  The same kind of trouble on ranks {listed(others, most=12)}.")
+            parts.append(f"The same kind of trouble on ranks {listed(others, most=12)}.")
         if self.buffers:
-            lines.append(
-                f"  Non-finite numbers are now in the buffers {listed(self.buffers)}, and stay there: a"
+            parts.append(
+                f"Non-finite numbers are now in the buffers {listed(self.buffers)}, and stay there: a"
                 " skipped step does not take back what its forward wrote. Reset them, or go back to a checkpoint."
             )
         if self.note:
-            lines.append(f"  {self.note}")
-        return "\n".join(lines)
+            parts.append(self.note)
+        return " ".join(parts)
 
 
-def _tell(finding: OverflowFinding, loss_scale: float) -> list[str]:
+def _tell(finding: OverflowFinding, loss_scale: float, growth: WeightGrowth | None) -> list[str]:
     position = f"micro-batch {finding.micro_batch + 1} of {finding.num_micro_batches}"
     where = f"{position} (batch_idx {finding.batch_idx}) on rank {finding.rank}"
+    advice = _diverged(growth) if finding.verdict == "diverged" and growth is not None else _advice(finding, loss_scale)
     if finding.first_overflow is None:
-        return [
-            f"  Replay: up to {where} every gradient is finite, their sum is not.",
-            f"  {_advice(finding, loss_scale)}",
-        ]
-    return [f"  Replay of {where}: {_describe(finding.first_overflow)}.", f"  {_advice(finding, loss_scale)}"]
+        return [f"Replay: up to {where} every gradient is finite, their sum is not.", advice]
+    return [f"Replay of {where}: {_describe(finding.first_overflow)}.", advice]
+
+
+def _diverged(growth: WeightGrowth) -> str:
+    return (
+        f"Verdict: training has diverged: the values of {growth.parameter} are about {growth.rms:.2g} now, and were"
+        f" {growth.rms_at_start:.2g} when the run began. Go back to a checkpoint from before, and lower the learning"
+        " rate, warm it up, or clip gradients; neither the loss scale nor another format helps."
+    )
 
 
 def _describe(first: FirstOverflow) -> str:
@@ -106,8 +138,8 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
         tried = " nor in fp32" if finding.finite_in_fp32 is False else ""
         return (
             f"Verdict: the model is broken: not finite at loss scale 1{tried}. A lower scale will not help. Look in"
-            f" {place} for a division by zero, a log or root of zero or less, an exp of something large; if it was"
-            " finite earlier in the run, training has diverged: lower the learning rate or clip gradients."
+            f" {place}; likely causes (a guess) are a division by zero, a log or root of zero or less, an exp of"
+            " something large."
         )
     if finding.verdict == "data":
         return "Verdict: the data is broken. Look at this batch; a non-finite number in a batch spoils every gradient."

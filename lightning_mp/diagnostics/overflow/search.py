@@ -10,7 +10,7 @@ from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay, Trial
 
 __all__ = ["OverflowFinding", "SearchResult", "Verdict", "largest_finite_scale", "search_overflow"]
 
-Verdict = Literal["scale", "range", "model", "data", "weights", "sum"]
+Verdict = Literal["scale", "range", "model", "data", "weights", "sum", "diverged"]
 
 AnyRank = Callable[[bool], bool]
 
@@ -26,7 +26,8 @@ class OverflowFinding:
         batch_idx: index of the batch in the epoch.
         verdict: "scale" (finite at a smaller loss scale), "range" (finite in fp32, too large for 16 bit at any scale),
             "model" (not finite at any scale; nor in fp32, where that could be tried), "data" (the batch holds
-            non-finite numbers), "weights" (a weight or buffer does), "sum" (finite by itself, not when added up).
+            non-finite numbers), "weights" (a weight or buffer does), "sum" (finite by itself, not when added up),
+            "diverged" (what would be "range" or "model", with weights that have grown beyond all measure).
         first_overflow: the first tensor that was not finite; None for "sum".
         finite_scale: the largest power of two below the loss scale at which the micro-batch is finite; None if it was
             not looked for or there is none down to 1.

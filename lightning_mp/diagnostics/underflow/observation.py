@@ -1,14 +1,20 @@
 """What an observation of exponents says: shares lost, headroom and a better loss scale, per layer and over all."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
+import torch
+from torch import Tensor
+
+from lightning_mp.core.messages import listed
 from lightning_mp.core.number_formats import FORMATS
 from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, listed_of, named, or_none
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, suggested_scale
+from lightning_mp.diagnostics.underflow.table import ExponentTable
 
-__all__ = ["STATE_KINDS", "UnderflowObservation", "UnderflowSummary"]
+__all__ = ["STATE_KINDS", "UnderflowObservation", "UnderflowSummary", "pack_observation"]
 
 _LAYERS_IN_TEXT = 10
 
@@ -47,13 +53,18 @@ class UnderflowObservation:
         format: name of the number format.
         scale: what gradients were multiplied by.
         histograms: by kind ("gradients", "activations", "activation_gradients"), then by the name of the parameter or
-            module.
+            module. Parameters in ``kept_in_fp32`` have an empty one.
+        largest_in_backward: largest magnitude that backward held in 16 bit, times the scale, on any rank and over all
+            micro-batches: what decides about overflow. None where no 16-bit gradient was seen.
+        kept_in_fp32: parameters whose gradients were never in 16 bit, on this rank; they are not judged.
     """
 
     step_index: int
     format: str
     scale: float
     histograms: dict[str, dict[str, ExponentHistogram]]
+    largest_in_backward: float | None = None
+    kept_in_fp32: Sequence[str] = ()
 
     def whole(self, kind: str = "gradients") -> ExponentHistogram:
         """All layers together."""
@@ -63,6 +74,7 @@ class UnderflowObservation:
         """The shares over all layers."""
         histogram = self.whole(kind)
         lost = histogram.fraction_lost(self.format)
+        held = self._as_held(kind)
         scaled = kind != "activations"
         return UnderflowSummary(
             self.step_index,
@@ -70,9 +82,18 @@ class UnderflowObservation:
             lost.zero,
             lost.subnormal,
             histogram.zero_fraction,
-            histogram.headroom_doublings(self.format),
-            suggested_scale(histogram, self.format, self.scale) if scaled else None,
+            held.headroom_doublings(self.format),
+            suggested_scale(held, self.format, self.scale) if scaled else None,
         )
+
+    def _as_held(self, kind: str) -> ExponentHistogram:
+        """What decides about overflow: of gradients, the largest that backward held in 16 bit, where it was seen."""
+        histogram = self.whole(kind)
+        if kind != "gradients" or self.largest_in_backward is None:
+            return histogram
+        if math.isfinite(self.largest_in_backward):
+            return replace(histogram, largest=self.largest_in_backward, num_nonfinite=0)
+        return replace(histogram, num_nonfinite=1)
 
     def __str__(self) -> str:
         lines = [f"Step {self.step_index}, {self.format} at scale {self.scale:g}"]
@@ -82,7 +103,10 @@ class UnderflowObservation:
                 key=lambda row: (row[1].zero, row[1].subnormal),
                 reverse=True,
             )
-            shown = [("all", self.whole(kind).fraction_lost(self.format), self.whole(kind)), *ranked[:_LAYERS_IN_TEXT]]
+            shown = [
+                ("all", self.whole(kind).fraction_lost(self.format), self._as_held(kind)),
+                *ranked[:_LAYERS_IN_TEXT],
+            ]
             width = max(len(text) for text in (kind, *(name for name, _, _ in shown)))
             lines.append(f"{kind:<{width}}    lost  subnormal   zeros  largest  headroom")
             lines += [
@@ -92,11 +116,32 @@ class UnderflowObservation:
             ]
             if len(ranked) > _LAYERS_IN_TEXT:
                 lines.append(f"... and {len(ranked) - _LAYERS_IN_TEXT} more, which lose less")
+        if self.kept_in_fp32:
+            names = listed(self.kept_in_fp32, _LAYERS_IN_TEXT)
+            lines.append(f"Not counted, because their gradients are never in 16 bit: {names}")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, for a checkpoint."""
         return asdict(self)
+
+    @classmethod
+    def unpack(
+        cls,
+        step_index: int,
+        format: str,
+        names: Mapping[str, Sequence[str]],
+        numbers: Sequence[float],
+        kept_in_fp32: Sequence[str],
+    ) -> Self:
+        """From what :func:`pack_observation` put together, once it is on the host; ``names`` by kind, in that order."""
+        scale, largest, *counts = numbers
+        histograms = {}
+        for kind, rows in names.items():
+            width = ExponentTable.width(rows)
+            histograms[kind] = ExponentTable.decode(rows, counts[:width])
+            counts = counts[width:]
+        return cls(step_index, format, scale, histograms, largest if largest >= 0.0 else None, kept_in_fp32)
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
@@ -105,7 +150,27 @@ class UnderflowObservation:
             kind: {name: ExponentHistogram(**histogram) for name, histogram in by_name.items()}
             for kind, by_name in state["histograms"].items()
         }
-        return cls(state["step_index"], state["format"], state["scale"], histograms)
+        return cls(
+            state["step_index"],
+            state["format"],
+            state["scale"],
+            histograms,
+            state.get("largest_in_backward"),
+            tuple(state.get("kept_in_fp32", ())),
+        )
+
+
+def pack_observation(scale: Tensor, largest: Tensor | None, tables: Iterable[ExponentTable]) -> Tensor:
+    """Everything in one vector on the device of the tables, for one transfer.
+
+    Args:
+        scale: shape [1].
+        largest: :attr:`UnderflowObservation.largest_in_backward`, shape [1]; negative or None where nothing was seen.
+        tables: one for each kind.
+    """
+    vectors = [table.vector() for table in tables]
+    numbers = scale, torch.full_like(scale, -1.0) if largest is None else largest
+    return torch.cat([*(number.to(vectors[0], non_blocking=True) for number in numbers), *vectors])
 
 
 _COUNTS = Kind(
@@ -127,6 +192,8 @@ _OBSERVATION = holding(
         "format": Kind("the name of a number format", lambda value: value in tuple(FORMATS)),
         "scale": ANY_NUMBER,
         "histograms": named(named(_HISTOGRAM)),
+        "largest_in_backward": or_none(ANY_NUMBER),
+        "kept_in_fp32": Kind("names", lambda value: isinstance(value, list | tuple)),
     }
 )
 _SUMMARY = holding({f.name: ANY_NUMBER for f in fields(UnderflowSummary)} | {"suggested_scale": or_none(ANY_NUMBER)})

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mp.core.number_formats import FormatLike, NumberFormat
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, narrow_format
+from lightning_mp.diagnostics.underflow.observation import UnderflowObservation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["add_to_tensorboard", "plot_exponents", "plot_exponents_by_layer"]
+__all__ = ["add_to_tensorboard", "plot_exponents", "plot_exponents_by_layer", "plot_observation"]
 
 # Okabe and Ito's palette, told apart with every kind of colour blindness: https://jfly.uni-koeln.de/color/
 _LOST, _SUBNORMAL, _NORMAL, _ZEROS = "#D55E00", "#E69F00", "#0072B2", "#555555"
@@ -115,6 +116,17 @@ def plot_exponents_by_layer(
     more = f" ({len(shown)} of {len(histograms)} layers, by share lost)" if len(shown) < len(histograms) else ""
     axes.set_title(title + more, loc="left", fontsize=11, pad=22)
     return figure
+
+
+def plot_observation(
+    observation: UnderflowObservation, target: FormatLike, kind: str = "gradients", *, by_layer: bool = False
+) -> "Figure":
+    """One kind of values of an observation: all layers together, or one line per layer."""
+    scaled = "" if kind == "activations" else f", times {observation.scale:g}"
+    title = f"{kind.replace('_', ' ').capitalize()} of optimizer step {observation.step_index}{scaled}"
+    if by_layer:
+        return plot_exponents_by_layer(observation.histograms[kind], target, title)
+    return plot_exponents(observation.whole(kind), target, title)
 
 
 def add_to_tensorboard(writer: Any, tag: str, histogram: ExponentHistogram, step_index: int) -> None:

@@ -1,0 +1,170 @@
+"""How the numbers of our callbacks reach loggers, progress bar and monitors: one row, and only when it is due."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+
+from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, skip_inherited_hooks, wake
+from lightning_mp.core import private_api, private_loop_api
+from lightning_mp.core.instance_method import InstancePatch
+
+__all__ = ["CallbackMetrics", "Metrics"]
+
+Metrics = Callable[[], Mapping[str, float]]
+"""Gives numbers that the host has; asked when they are due, and not on other steps."""
+
+
+class CallbackMetrics(Callback):
+    """Collects the numbers of the callbacks of one ``fit`` and hands them on when they are due.
+
+    ``LightningModule.log`` costs some 2,000 Python calls per number and micro-batch, logged or not. Here nothing is
+    called between two logging steps. Numbers go
+
+    - to the loggers every ``Trainer(log_every_n_steps=...)`` steps and when the run ends, whatever ends it: rank 0,
+      Lightning's step axis, one row for all;
+    - to the progress bar whenever it refreshes;
+    - to ``trainer.callback_metrics`` when they are logged, before a validation and at the end of an epoch, on every
+      rank; after every micro-batch if a callback has a ``monitor`` that is one of them.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[tuple[Metrics, Metrics | None]] = []
+        self._published: dict[str, Any] = {}
+        self._logged: dict[str, Any] = {}
+        self._on_bar: dict[str, Any] = {}
+        self._bar: InstancePatch | None = None
+        self._is_monitored = False
+        self._has_run = False
+        self._last_row: tuple[int, dict[str, float]] | None = None
+
+    @classmethod
+    def attach(cls, trainer: "pl.Trainer") -> "CallbackMetrics":
+        """The Trainer's; a new one is put behind its callbacks, and before those that save, if there is none."""
+        callbacks = private_api.callbacks_of(trainer)
+        for callback in callbacks:
+            if isinstance(callback, cls):
+                return callback
+        made = cls()
+        end = next((index for index, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
+        # A new list: Lightning is walking through the old one while callbacks are set up.
+        private_api.set_callbacks(trainer, [*callbacks[:end], made, *callbacks[end:]])
+        return made
+
+    def add(self, metrics: Metrics, on_bar: Metrics | None = None) -> None:
+        """Takes a source for this fit.
+
+        Args:
+            metrics: everything that is logged, by name.
+            on_bar: what the progress bar shows.
+        """
+        self._sources.append((metrics, on_bar))
+
+    # -- when ----------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Meets the Trainer's dictionaries and its progress bar; has Lightning pass over hooks that do nothing."""
+        self._published, self._logged = trainer.callback_metrics, trainer.logged_metrics
+        self._on_bar = trainer.progress_bar_metrics
+        self._has_run, self._last_row = False, None
+        callbacks = private_api.callbacks_of(trainer)
+        skip_inherited_hooks(callbacks)
+        watching = [*callbacks, *trainer.lr_scheduler_configs]
+        self._is_monitored = any(str(getattr(each, "monitor", None)).startswith("mp/") for each in watching)
+        bar = trainer.progress_bar_callback
+        if bar is not None:
+            self._bar = InstancePatch(bar, "get_metrics", self._get_metrics)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs if Lightning is about to."""
+        self._has_run = True
+        step = private_loop_api.logger_step(trainer)
+        every = _every_n_steps(trainer)
+        if every and ((step + 1) % every == 0 or trainer.should_stop) and not private_loop_api.is_accumulating(trainer):
+            self._log(trainer, step, self._numbers())
+        elif self._is_monitored:
+            self._publish(self._numbers())
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Shows monitors how things stand."""
+        if self._has_run:
+            self._publish(self._numbers())
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Shows monitors how things stand; Lightning calls them after all others."""
+        self._publish(self._numbers())
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Logs the end; by now callbacks have read what was on its way."""
+        self._log_the_end(trainer)
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Leaves the Trainer."""
+        self._detach(trainer)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Logs the last numbers that the host has, and leaves the Trainer."""
+        # A logger that fails now must not hide why the run ended.
+        with suppress(Exception):
+            self._log_the_end(trainer)
+        self._detach(trainer)
+
+    def _detach(self, trainer: "pl.Trainer") -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.restore()
+        self._sources.clear()
+        self._published, self._logged, self._on_bar = {}, {}, {}
+        self._has_run = False
+        callbacks = private_api.callbacks_of(trainer)
+        for callback in callbacks:
+            wake(callback, *BATCH_HOOKS)
+        private_api.set_callbacks(trainer, [callback for callback in callbacks if callback is not self])
+
+    # -- where to ------------------------------------------------------------------------------------------------------
+
+    def _numbers(self) -> dict[str, float]:
+        return {name: float(value) for metrics, _ in self._sources for name, value in metrics().items()}
+
+    def _publish(self, numbers: Mapping[str, float]) -> None:
+        self._published.update({name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()})
+
+    def _log(self, trainer: "pl.Trainer", step: int, numbers: dict[str, float]) -> None:
+        self._publish(numbers)
+        self._last_row = (step, numbers)
+        if not numbers or not trainer.is_global_zero:
+            return
+        self._logged.update(numbers)
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(numbers), step=step)
+
+    def _log_the_end(self, trainer: "pl.Trainer") -> None:
+        """Logs what has come since the last row, at the step of the last batch."""
+        if not self._has_run:
+            return
+        step, numbers = max(0, private_loop_api.logger_step(trainer) - 1), self._numbers()
+        if not _every_n_steps(trainer):
+            self._publish(numbers)
+        elif (step, numbers) != self._last_row:
+            self._log(trainer, step, numbers)
+            for logger in trainer.loggers:
+                logger.save()
+
+    def _get_metrics(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> Any:
+        """Of the progress bar, which asks whenever it refreshes."""
+        for _, on_bar in self._sources:
+            if on_bar is not None:
+                self._on_bar.update(on_bar())
+        assert self._bar is not None
+        return self._bar.original(trainer, pl_module)
+
+
+def _every_n_steps(trainer: "pl.Trainer") -> int:
+    """Two public attributes that connectors set and type checkers cannot see; 0 for never."""
+    settings = vars(trainer)
+    return 1 if settings["fast_dev_run"] else settings["log_every_n_steps"]

@@ -1,0 +1,134 @@
+"""Which gradients a backward holds in 16 bit, and how large the largest of them is."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.gradients import gradient_ops
+
+__all__ = ["BackwardWatch"]
+
+_LOW = (torch.float16, torch.bfloat16)
+#: Nodes that only change the shape of a parameter: what uses the parameter comes after them.
+_SHAPE_NODES = frozenset(
+    {
+        *("View", "UnsafeView", "Reshape", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Expand"),
+        *("T", "Transpose", "Permute", "Slice", "Select", "Narrow", "Split", "Unbind", "Chunk"),
+    }
+)
+
+
+class BackwardWatch:
+    """Hooks on the autograd graph of a loss for its backward, with public means of torch only.
+
+    Under autocast an fp32 weight of a matmul is cast, and its gradient exists in 16 bit before it is cast back. A
+    parameter that is used as it is (an embedding, a positional embedding that is added to fp32 values) gets its
+    gradient in fp32: no loss scale makes that overflow. The affine parameters of a norm do so, too: its backward sums
+    them in fp32.
+
+    What runs in a reentrant activation checkpoint or in compiled code makes its nodes later and is not seen; the
+    parameters in there are not called fp32. Several backwards (micro-batches, losses) may be watched one by one.
+
+    Args:
+        device: where the largest magnitude is kept.
+
+    Example:
+        >>> linear, offset = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.zeros(4))
+        >>> watch = BackwardWatch(torch.device("cpu"))
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     loss = (linear(torch.ones(2, 4)).float() + offset).square().sum()
+        >>> _ = watch.attach(loss)
+        >>> loss.backward()
+        >>> watch.detach()
+        >>> watch.is_kept_in_fp32(offset), watch.is_kept_in_fp32(linear.weight)
+        (True, False)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._largest: Tensor | None = None
+        self._kept: set[int] = set()
+        self._passed: set[int] = set()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._users: dict[Node, list[Node]] = {}
+        self._low_nodes: set[Node] = set()
+
+    def attach(self, loss: Tensor) -> Self:
+        """Puts hooks on all nodes that the loss was computed by."""
+        if loss.grad_fn is None:
+            return self
+        waiting, self._users[loss.grad_fn] = [loss.grad_fn], []
+        while waiting:
+            node = waiting.pop()
+            self._handles.append(node.register_prehook(self._hook(node)))
+            for used, _ in node.next_functions:
+                if used is not None:
+                    if used not in self._users:
+                        self._users[used] = []
+                        waiting.append(used)
+                    self._users[used].append(node)
+        return self
+
+    def detach(self) -> None:
+        """Takes the hooks away and notes which parameters had a gradient in 16 bit; does nothing the second time."""
+        for handle in self._handles:
+            handle.remove()
+        if self._low_nodes:
+            for node in self._users:
+                parameter = getattr(node, "variable", None)  # of the node that stores a gradient
+                if isinstance(parameter, Tensor):
+                    (self._passed if self._passes(node) else self._kept).add(id(parameter))
+        self._clear()
+
+    def is_kept_in_fp32(self, parameter: Tensor) -> bool:
+        """Whether it certainly is: its backward was seen, and no gradient of it was in 16 bit."""
+        return id(parameter) in self._kept and id(parameter) not in self._passed
+
+    @property
+    def largest(self) -> Tensor | None:
+        """Largest magnitude of all 16-bit gradients, of shape [], inf or nan if one is not finite; None without any."""
+        return self._largest
+
+    def _hook(self, node: Node) -> Callable[..., None]:
+        @torch.no_grad()
+        def before(gradients: tuple[Tensor | None, ...]) -> None:
+            for gradient in gradients:
+                if gradient is not None and gradient.dtype in _LOW:
+                    self._low_nodes.add(node)
+                    self._note(gradient)
+
+        return before
+
+    def _note(self, gradient: Tensor) -> None:
+        values = gradient_ops.local_shard(gradient)
+        if not values.numel():
+            return
+        largest = torch.linalg.vector_norm(values, float("inf")).to(self._device, torch.float32, non_blocking=True)
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+
+    def _passes(self, leaf: Node) -> bool:
+        """Whether a gradient of this parameter may have been in 16 bit."""
+        if leaf in self._low_nodes:
+            return True
+        waiting, seen = [*self._users[leaf]], set[Node]()
+        while waiting:
+            user = waiting.pop()
+            if user in seen:
+                continue
+            seen.add(user)
+            name = user.name().removesuffix("0").removesuffix("Backward")
+            if issubclass(type(user), BackwardCFunction):
+                return True  # a custom function: what it does inside cannot be seen
+            if name in _SHAPE_NODES:
+                waiting += self._users[user]
+            elif user in self._low_nodes and "Norm" not in name:
+                return True
+        return False

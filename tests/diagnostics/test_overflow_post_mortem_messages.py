@@ -1,0 +1,106 @@
+"""What the post-mortem says: a diverged run by that name, the same trouble once, everything on one line."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted_overflows import LogOfZero, Planted, TimesInBackward, TimesInForward, numbered_batches
+from small_models import Regression, loader, quiet_trainer, regression_batches
+from torch import nn
+
+from lightning_mp import AutocastPrecision, LossScaler, OverflowPostMortem
+
+
+def plugin() -> AutocastPrecision:
+    return AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [line for line in said if "skipped" in line]
+
+
+def fit(module: Any, batches: Any, folder: Path, **settings: Any) -> OverflowPostMortem:
+    post_mortem = OverflowPostMortem(replay=True, dirpath=folder, **settings)
+    quiet_trainer(plugins=[plugin()], callbacks=[post_mortem]).fit(module, loader(batches))
+    return post_mortem
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_diverged_model_is_called_diverged(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen: weights near 1e6 were "a division by zero"."""
+    module = Regression(partial(kind, lr=1e6))
+    (report, *_) = fit(module, regression_batches(6), tmp_path, max_replays=1).reports
+    (finding,) = report.findings
+    assert (report.step_index > 0, finding.verdict) == (True, "diverged")
+    assert report.growth is not None
+    assert report.growth.rms > 1e3 > 1 > report.growth.rms_at_start
+    text = messages(caplog)[0]
+    assert f"training has diverged: the values of {report.growth.parameter} are about {report.growth.rms:.2g}" in text
+    assert "division by zero" not in text
+
+
+def test_weights_that_were_large_from_the_start_have_not_diverged(tmp_path: Path) -> None:
+    module = Planted(LogOfZero)
+    with torch.no_grad():
+        module.head.weight.mul_(100.0)
+    (report,) = [r for r in fit(module, numbered_batches(4), tmp_path).reports if r.step_index == 2]
+    assert (report.findings[0].verdict, report.growth) == ("model", None)
+
+
+def test_a_resumed_run_is_compared_with_the_beginning(tmp_path: Path) -> None:
+    first = OverflowPostMortem(dirpath=tmp_path)
+    trainer = quiet_trainer(plugins=[plugin()], callbacks=[first])
+    module = Regression(partial(torch.optim.AdamW, lr=1e4))
+    trainer.fit(module, loader(regression_batches(2)))
+    trainer.save_checkpoint(tmp_path / "diverged.ckpt")
+    second, module = OverflowPostMortem(dirpath=tmp_path), Regression(overflows=[0])
+    trainer = quiet_trainer(plugins=[plugin()], callbacks=[second], max_epochs=2)
+    trainer.fit(module, loader(regression_batches(2)), ckpt_path=tmp_path / "diverged.ckpt", weights_only=True)
+    assert second.reports[0].growth is not None
+
+
+def test_the_same_trouble_is_told_once_then_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    planted = range(1, 13)
+    module = Planted(partial(TimesInForward, factor=1e6), planted=planted)
+    post_mortem = fit(module, numbered_batches(14), tmp_path, max_replays=20)
+    assert len(post_mortem.reports) == len(planted)
+    said = messages(caplog)
+    assert said[0].startswith("Optimizer step 1 was skipped at loss scale 1024.")
+    kind = "because numbers were too large for 16 bit in body.1.place (first at step 1)"
+    assert said[1:] == [
+        f"OverflowPostMortem: 10 optimizer steps were skipped: 10 {kind}.",
+        f"OverflowPostMortem: 12 optimizer steps were skipped: 12 {kind}.",
+    ]
+    assert all("\n" not in line for line in said)
+
+
+def test_other_trouble_is_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Both(TimesInBackward):
+        """A gradient that is too large at first; later a forward that is."""
+
+        def forward(self, x: Any) -> Any:
+            if self.trigger.on and len(seen) >= 2:
+                return x * 1e6
+            return super().forward(x)
+
+    seen: list[int] = []
+
+    class Counted(Planted):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(batch, batch_idx)
+            if batch_idx == 3:
+                seen.extend([0, 0])
+
+    module = Counted(partial(Both, factor=2e4), planted=[1, 2, 3])
+    module.body[2] = nn.Identity()
+    post_mortem = fit(module, numbered_batches(5), tmp_path)
+    verdicts = [report.findings[0].verdict for report in post_mortem.reports]
+    assert verdicts == ["scale", "scale", "range"]
+    said = messages(caplog)
+    assert [line.split(" was")[0] for line in said[:2]] == ["Optimizer step 1", "Optimizer step 3"]
+    assert "3 optimizer steps were skipped: 2 because the loss scale was too high (first at step 1)" in said[2]
+    assert len(said) == 3
