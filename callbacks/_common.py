@@ -73,7 +73,7 @@ def join_window_controller(
     """
     refuse_rivals(callback, trainer, pl_module)
     controller = AccumulationController.attach(trainer)
-    controller.requests.weigh(weight_by, count)
+    controller.settings.weigh(weight_by, count)
     return controller
 
 

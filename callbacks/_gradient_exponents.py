@@ -58,7 +58,7 @@ def count_gradients(
         if parameter.grad is not None and not (watch is not None and watch.is_kept_in_fp32(parameter)):
             table.add(name, parameter.grad, factor)
     ranks = gradient_replication(trainer)
-    copies = [ranks.copies(p if p.grad is None else p.grad, p) for p in parameters]
+    copies = ranks.copies([p if p.grad is None else p.grad for p in parameters], parameters)
     together = dist.get_world_size(ranks.group) if dist.is_available() and dist.is_initialized() else 1
     if ranks.holders == together and any(number < together for number in copies):
         table.sum_over_ranks_(copies, ranks.group)

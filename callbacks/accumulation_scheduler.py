@@ -204,7 +204,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
         controller = join_window_controller(self, trainer, pl_module, self.count, self.weight_by)
         if self.save_partial_gradients:
             _refuse_partial_gradients(trainer)
-        controller.requests.follow(
+        controller.settings.follow(
             self.windows,
             sync=self.sync,
             save_partial_gradients=self.save_partial_gradients,
@@ -212,7 +212,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
             total_steps=lambda: self._estimated_stepping_batches(trainer),
         )
         # From now on `trainer.estimated_stepping_batches` is right, also in `configure_optimizers`.
-        trainer.accumulate_grad_batches = controller.requests.at_rest()
+        trainer.accumulate_grad_batches = controller.settings.at_rest()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns, as Lightning does, where the module's own hooks are called once per window only."""

@@ -109,7 +109,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         TokenBudget(1 if self._tokens is None else self._tokens, landing)
         Weighting("auto", count)
         self.parameters: Counted = parameters
-        self.budget_tokens: int | None = self._tokens
+        self._target_tokens: int | None = self._tokens
         self.count = count
         self.landing: LandingMode = landing
         self.trim = trim
@@ -126,6 +126,15 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self._first_batch = True
 
     # -- how far the run is --------------------------------------------------------------------------------------------
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """Tokens on which the run ends: the smallest target, or where ``TokenLearningRate.cooldown_now`` ends it.
+
+        None without such a target, and for targets in parameters or FLOPs before the first ``fit``.
+        """
+        end_tokens = self._controller.state.end_tokens if self._controller is not None else None
+        return self._target_tokens if end_tokens is None else end_tokens
 
     @property
     def tokens_seen(self) -> int:
@@ -156,7 +165,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
     @property
     def reached(self) -> bool:
         """Whether the run has spent its budget."""
-        return self._out_of_time or (self._controller is not None and self._controller.budget_reached)
+        return self._out_of_time or (self._controller is not None and self._controller.state.budget_reached)
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -171,10 +180,10 @@ class ChinchillaBudget(SettingsRepr, Callback):
         """Counts parameters and sets the budget."""
         self._has_told = False
         assert self._controller is not None
-        self.budget_tokens = self._smallest_target(trainer, pl_module)
-        if self.budget_tokens is not None:
-            budget = TokenBudget(self.budget_tokens, self.landing, self.on_waste == "extend", self.trim)
-            self._controller.requests.spend(budget)
+        self._target_tokens = self._smallest_target(trainer, pl_module)
+        if self._target_tokens is not None:
+            budget = TokenBudget(self._target_tokens, self.landing, self.on_waste == "extend", self.trim)
+            self._controller.settings.spend(budget)
 
     def _smallest_target(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> int | None:
         targets = [] if self._tokens is None else [self._tokens]
@@ -255,11 +264,11 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 )
         if trainer.max_steps != -1:
             steps = trainer.max_steps - trainer.global_step
-            tokens = steps * self._controller.planned_micro_batches * per_batch
+            tokens = steps * self._controller.state.window.planned * per_batch
             if tokens < left:
                 rank_zero_warn(
                     f"max_steps={trainer.max_steps} ends before the budget: {steps:,} steps of"
-                    f" {self._controller.planned_micro_batches} micro-batches of about {per_batch:,} tokens make"
+                    f" {self._controller.state.window.planned} micro-batches of about {per_batch:,} tokens make"
                     f" {tokens:,} of {left:,} tokens to go. Leave max_steps out, or accumulate more micro-batches."
                 )
 

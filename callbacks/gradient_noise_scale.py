@@ -340,7 +340,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if (
             controller is None
             or not controller.is_open
-            or not controller.requests.saves_partial_gradients
+            or not controller.settings.saves_partial_gradients
             or window is None
         ):
             return
@@ -376,9 +376,9 @@ class GradientNoiseScale(SettingsRepr, Callback):
 def _weight(trainer: "pl.Trainer") -> float | Tensor:
     """What the controller multiplies this micro-batch's loss by."""
     controller = AccumulationController.of(trainer)
-    if controller is None or controller.measure is None or controller.reference_items is None:
+    if controller is None or controller.measure is None or controller.state.reference_items is None:
         return 1.0
-    return controller.measure.items / controller.reference_items
+    return controller.measure.items / controller.state.reference_items
 
 
 def _square_scale(trainer: "pl.Trainer", like: Tensor) -> Tensor:

@@ -218,8 +218,8 @@ class MFUMonitor(SettingsRepr, Callback):
             MisconfigurationException: if the batch holds no tokens.
         """
         assert self._controller is not None
-        assert self._controller.requests.weighting is not None
-        if not self._controller.requests.weighting.counts_tokens:
+        assert self._controller.weighting is not None
+        if not self._controller.weighting.counts_tokens:
             raise no_tokens_in(batch, "MFUMonitor", ", or unit='sample' to have all figures per sample")
         if not self._is_count_checked and self._controller.measure is not None:
             self._is_count_checked = True
@@ -227,7 +227,7 @@ class MFUMonitor(SettingsRepr, Callback):
                 self.unit,
                 self._controller.measure.presented_tokens,
                 batch,
-                is_counted=self._controller.requests.weighting.count is not None,
+                is_counted=self._controller.weighting.count is not None,
             )
             if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
                 raise MisconfigurationException(_of_tokens(self.flops_per_token))

@@ -11,9 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
-from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.arguments import whole_tokens
-from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.lr_schedule.cooldown import COOLDOWN_KINDS, CooldownRequest
@@ -113,7 +111,7 @@ class TokenLearningRate(SettingsRepr, Callback):
     @property
     def _skips_are_made_up_for(self) -> bool:
         assert self._controller is not None
-        budget = self._controller.requests.budget
+        budget = self._controller.budget
         return budget is not None and budget.makes_up_for_skips
 
     def _advance(self, trained_tokens: int) -> float:
@@ -161,26 +159,19 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     def _begin_cooldown(self, trainer: "pl.Trainer") -> None:
         assert self._controller is not None
-        budget, trained = self._controller.requests.budget, self._trained_tokens
+        budget, trained = self._controller.budget, self._trained_tokens
         spent = trained + (0 if self._skips_are_made_up_for else self._controller.counter.skipped_tokens)
         length, self._cooldown = CooldownRequest.tokens(self._cooldown, trained), 0.0
         if budget is not None:
             length = max(1, min(length, budget.tokens - spent))
         self._run.cool_down(trained, length)
         self._end_tokens = spent + length
-        self._end_run(trainer)
+        self._controller.end_at(self._end_tokens)
         assert self._run.cooldown is not None
         rank_zero_info(
             f"Cooldown: after {trained:,} tokens the learning rate falls from {self._run.cooldown.start:.3g} to"
             f" {self._run.cooldown.final:.3g} of its peak, over {length:,} tokens; the run ends there."
         )
-
-    def _end_run(self, trainer: "pl.Trainer") -> None:
-        assert self._controller is not None
-        self._controller.end_at(self._end_tokens)
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, ChinchillaBudget):
-                callback.budget_tokens = self._end_tokens
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
@@ -213,7 +204,7 @@ class TokenLearningRate(SettingsRepr, Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the horizon, goes on where a checkpoint was, and sets the first rate."""
         assert self._controller is not None
-        budget, counter = self._controller.requests.budget, self._controller.counter
+        budget, counter = self._controller.budget, self._controller.counter
         horizon = self.tokens if self.tokens is not None else budget.tokens if budget is not None else None
         if horizon is None:
             raise MisconfigurationException(
@@ -253,8 +244,8 @@ class TokenLearningRate(SettingsRepr, Callback):
                 f" tokens={old_horizon}, or resume from an earlier checkpoint."
             )
         if self.is_cooling_down:
-            self._end_run(trainer)
-            if self._controller.budget_reached:
+            self._controller.end_at(self._end_tokens)
+            if self._controller.state.budget_reached:
                 trainer.should_stop = True
                 rank_zero_warn(
                     "TokenLearningRate: this run has ended with its cooldown. To train on, resume from a checkpoint"
@@ -264,7 +255,7 @@ class TokenLearningRate(SettingsRepr, Callback):
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if the run ended long before its schedule."""
         assert self._controller is not None
-        if self._controller.requests.budget is None:
+        if self._controller.budget is None:
             trained = self._controller.counter.tokens - self._controller.counter.skipped_tokens
             self._warn_of_a_missed_end(trained, f"the run ended after {trained:,} tokens")
 
@@ -333,16 +324,16 @@ class TokenLearningRate(SettingsRepr, Callback):
     def _look_at(self, trainer: "pl.Trainer", batch: Any) -> None:
         """Refuses a batch without tokens; warns if the run will end far from the schedule's end."""
         assert self._controller is not None
-        assert self._controller.requests.weighting is not None
-        if not self._controller.requests.weighting.counts_tokens:
+        assert self._controller.weighting is not None
+        if not self._controller.weighting.counts_tokens:
             raise no_tokens_in(batch, "TokenLearningRate")
-        if self._controller.requests.budget is not None:
+        if self._controller.budget is not None:
             return
         micro_batches = []
         if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
             micro_batches.append(int(trainer.num_training_batches) * (trainer.max_epochs - trainer.current_epoch))
-        if trainer.max_steps != -1 and self._controller.requests.schedule is None:
-            micro_batches.append((trainer.max_steps - trainer.global_step) * self._controller.planned_micro_batches)
+        if trainer.max_steps != -1 and self._controller.settings.schedule is None:
+            micro_batches.append((trainer.max_steps - trainer.global_step) * self._controller.state.window.planned)
         if micro_batches:
             tokens = self._controller.counter.tokens + min(micro_batches) * self._controller.presented_tokens(batch)
             # Padding is in it, and batches differ: only a horizon that is far too long can be told now.

@@ -10,20 +10,20 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mp.accumulation import transitions
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.across_epochs import another_epoch_follows
 from lightning_mp.accumulation.boundary import AccumulationBoundary, refuse_repeated_losses
+from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_of_a_lost_gradient
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.accumulation.state import DataLayout, WindowState
+from lightning_mp.accumulation.state import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core import private_api
-from lightning_mp.distributed.data_ranks import data_rank, num_data_ranks
 from lightning_mp.gradients import gradient_ops
-from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
-from lightning_mp.tokens import batch_tokens
-from lightning_mp.tokens.budget import BudgetLimiter, OpenWindow, is_spent_already
-from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
-from lightning_mp.tokens.loss_weighting import Measure, WeightBy
+from lightning_mp.optimizer_step.outcome import StepOutcome
+from lightning_mp.tokens.budget import TokenBudget, is_spent_already
+from lightning_mp.tokens.counter import TokenCounter
+from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
 
 __all__ = ["AccumulationController"]
 
@@ -47,25 +47,25 @@ class AccumulationController(Callback):
 
     ``n_ref`` is the count of the run's first micro-batch on rank 0. Where all micro-batches are alike, every factor is
     exactly 1, and a full window equals Lightning's to the last bit.
+
+    What is decided stands in the pure functions of ``lightning_mp.accumulation.transitions``. The controller calls them
+    from Lightning's hooks and keeps what they return. Others read it, and call its methods; nobody writes into it.
+
+    Attributes:
+        settings: how this fit accumulates. Callbacks fill it in until training starts, then it is frozen.
+        state: where the run stands; replaced, never changed.
+        counter: totals of all windows closed so far; they come from the device one window late.
     """
 
     def __init__(self, micro_batches: int = 1) -> None:
-        self.requests = AccumulationSettings(micro_batches)
-        self._spending: BudgetLimiter | None = None
-        self._resolved = False
+        self.settings = AccumulationSettings(micro_batches)
+        self.state = AccumulationState()
         self.counter = TokenCounter()
-        self.state = WindowState()
-        self._num_data_ranks = 1
-        self._planned = 1
-        self._position = 0
-        self._is_open = False
-        self._closes = False
-        self._lands = False
-        self._is_repeating = False
-        self._measure: Measure | None = None
-        self._totals: AccumulationTotals | None = None
-        self._partial: PartialAccumulation | None = None
-        self._holds: AccumulationBoundary | None = None
+        # Of this fit, once its first batch was seen.
+        self._meter: MicroBatchMeter | None = None
+        self._boundary: AccumulationBoundary | None = None
+        # Of a checkpoint, until training starts.
+        self._saved_window: PartialAccumulation | None = None
 
     # -- who asks for what ---------------------------------------------------------------------------------------------
 
@@ -82,53 +82,47 @@ class AccumulationController(Callback):
             controller = cls(int(trainer.accumulate_grad_batches))
             # A new list: Lightning is walking through the old one while callbacks are set up.
             private_api.set_callbacks(trainer, [controller, *private_api.callbacks_of(trainer)])
-        elif controller.requests.weighting is None:
-            controller.requests.constant = int(trainer.accumulate_grad_batches)
+        elif controller.settings.weighting is None:
+            controller.settings.constant = int(trainer.accumulate_grad_batches)
         return controller
 
-    @property
-    def reference_items(self) -> float | None:
-        """What the run's first micro-batch weighs on rank 0; None before it."""
-        return self.state.reference_items
+    # -- what others read ----------------------------------------------------------------------------------------------
 
     @property
-    def budget_reached(self) -> bool:
-        """Whether the run has spent its budget of tokens."""
-        return self.state.budget_reached
+    def budget(self) -> TokenBudget | None:
+        """Where the run ends as things stand; None without a budget."""
+        return transitions.current_budget(self.settings, self.state)
 
     @property
     def is_open(self) -> bool:
         """Whether the last micro-batch left its window open."""
-        return self._is_open
+        return self.state.window.is_open
 
     @property
-    def planned_micro_batches(self) -> int:
-        """Micro-batches of the window at hand."""
-        return self._planned
+    def weighting(self) -> Weighting | None:
+        """How micro-batches are measured, settled by the first batch; None where nobody weighs them."""
+        return self.settings.weighting if self._meter is None else self._meter.weighting
+
+    @property
+    def weight_by(self) -> WeightBy | None:
+        """What micro-batches weigh; None where nobody weighs them."""
+        return self.weighting.weight_by if self.weighting is not None else None
+
+    @property
+    def measure(self) -> Measure | None:
+        """The micro-batch at hand; None where nobody weighs."""
+        return self.state.micro_batch.measure if self.state.micro_batch is not None else None
 
     def presented_tokens(self, batch: Any) -> int:
         """Tokens that a batch like this presents over all ranks, padding included."""
-        assert self.requests.weighting is not None
-        return self._num_data_ranks * self.requests.weighting.size(batch, {"token"})[1]
+        assert self.weighting is not None
+        return self._num_data_ranks * self.weighting.size(batch, {"token"})[1]
 
-    def end_at(self, tokens: int) -> None:
-        """Ends the run on so many tokens, in place of its budget if it has one; from the next micro-batch on."""
-        budget = self.requests.end_at(tokens)
-        is_spent = is_spent_already(budget, self.counter, 0, None, had_ended=False)
-        self.state = replace(self.state, budget_reached=is_spent)
-        self._resolved = False
+    def needs_gradients(self, step_index: int) -> bool:
+        """Our precision plugins need not make true gradients for the controller: they normalise themselves."""
+        return False
 
-    def release(self, trainer: "pl.Trainer") -> None:
-        """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
-        trainer.accumulate_grad_batches = self.requests.at_rest()
-        self._restore_labels()
-        if self._holds is not None:
-            self._holds.detach()
-        self.requests.schedule = self.requests.weighting = self.requests.budget = self.requests.total_steps = None
-        self._spending = self._holds = None
-        self._resolved = self._is_open = False
-
-    # -- one micro-batch -----------------------------------------------------------------------------------------------
+    # -- a fit ---------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses an optimizer that evaluates the loss several times in one step.
@@ -137,86 +131,114 @@ class AccumulationController(Callback):
             MisconfigurationException: with LBFGS.
         """
         refuse_repeated_losses(trainer)
-        if self.requests.weighting is not None:
-            self._holds = AccumulationBoundary(
+        self.state = replace(self.state, end_tokens=None)
+        if self.settings.weighting is not None:
+            self._boundary = AccumulationBoundary(
                 trainer,
                 pl_module,
-                self.requests.sync,
-                lambda: self._is_open,
-                self._close_early,
-                checkpoints_wait=not self.requests.saves_partial_gradients,
-                straddles_epochs=self.requests.straddles_epochs,
+                self.settings.sync,
+                lambda: self.is_open,
+                lambda: setattr(self, "state", transitions.close_early(self.state)),
+                checkpoints_wait=not self.settings.saves_partial_gradients,
+                straddles_epochs=self.settings.straddles_epochs,
             )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Goes on inside a window that was saved open; ends a resumed run at once if its budget is spent."""
-        if self._holds is None:
+        self.settings.freeze()
+        if self._boundary is None:
             return
-        self._holds.start()
+        self._boundary.start()
         before, layout = self.state.layout, DataLayout.of(trainer)
         growth = layout.ratio_to(before) if before not in (None, layout) else None
         self.state = self.state.in_layout(layout)
-        partial, self._partial = self._partial, None
-        budget, tokens = self.requests.budget, round(partial.totals[1]) if partial is not None else 0
+        saved, self._saved_window = self._saved_window, None
+        budget, tokens = self.settings.budget, round(saved.totals[1]) if saved is not None else 0
         if budget is not None:
             is_spent = is_spent_already(budget, self.counter, tokens, growth, had_ended=self.state.budget_reached)
             self.state = replace(self.state, budget_reached=is_spent)
             trainer.should_stop = trainer.should_stop or is_spent
         if growth is not None:
             self.counter.forget_sizes()
-        if partial is not None:
-            if growth is not None and self.requests.schedule is not None and self.requests.schedule.has_target:
-                partial = partial.resized(growth)
-            partial.restore_gradients(trainer, pl_module)
-            self._planned, self._position, self._is_open = partial.planned, partial.position, True
-            self._totals = partial.totals_of_rank(is_global_zero=trainer.is_global_zero, same_layout=growth is None)
+        if saved is not None:
+            if growth is not None and self.settings.schedule is not None and self.settings.schedule.has_target:
+                saved = saved.resized(growth)
+            saved.restore_gradients(trainer, pl_module)
+            totals = saved.totals_of_rank(is_global_zero=trainer.is_global_zero, same_layout=growth is None)
+            self.state = transitions.resume_window(self.state, saved.planned, saved.position, totals)
+
+    def end_at(self, tokens: int) -> None:
+        """Ends this fit on so many tokens, in place of its budget if it has one; from the next micro-batch on."""
+        self.state = transitions.end_at(self.state, tokens)
+        assert self.budget is not None
+        is_spent = is_spent_already(self.budget, self.counter, 0, None, had_ended=False)
+        self.state = replace(self.state, budget_reached=is_spent)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Settles the counter."""
+        self._restore_labels()
+        self.counter.settle()
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Gives the Trainer its own setting back."""
+        self.release(trainer)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Gives the Trainer its own setting back."""
+        self.release(trainer)
+
+    def release(self, trainer: "pl.Trainer") -> None:
+        """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
+        trainer.accumulate_grad_batches = self.settings.at_rest()
+        self._restore_labels()
+        if self._boundary is not None:
+            self._boundary.detach()
+        self.settings = AccumulationSettings(self.settings.constant)
+        self._meter = self._boundary = None
+        self.state = replace(transitions.close_early(self.state), micro_batch=None)
+
+    # -- one micro-batch -----------------------------------------------------------------------------------------------
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
-        if self.requests.weighting is None:
+        if self.settings.weighting is None:
             return
         self._restore_labels()
-        self._resolve(trainer, pl_module, batch)
-        opens = not self._is_open
-        if opens:
-            schedule, constant = self.requests.schedule, self.requests.constant
-            self._planned = schedule.micro_batches(self.state.progress(trainer, self.counter)) if schedule else constant
-            self._position = 0
-            self._totals = AccumulationTotals()
-        self._is_repeating = trainer.current_epoch > 0
-        last_of_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
-        self._lands = self._begin(trainer, pl_module.device, batch)
-        last_of_all = last_of_epoch and not (self.requests.straddles_epochs and another_epoch_follows(trainer))
-        self._closes = self._lands or last_of_all or self._position + 1 >= self._planned
-        total = self.requests.total_steps
-        trainer.accumulate_grad_batches = AccumulateGradBatches(
-            self._planned, batch_idx=batch_idx, opens=opens, closes=self._closes, total=total
+        if self._meter is None:
+            self._meter = self._look_at_first(trainer, pl_module, batch)
+        opens = not self.is_open
+        progress = self.state.progress(self.counter, epoch=trainer.current_epoch, step=trainer.global_step)
+        self.state = transitions.open_window(self.settings, self.state, progress)
+        ends_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
+        measure, ends_run = self._meter.measure(batch, self.state.window, self.budget)
+        micro_batch = MicroBatch(
+            measure, ends_run, ends_epoch, another_epoch_follows(trainer), is_repeated=trainer.current_epoch > 0
         )
-        if self._holds is not None:
-            self._holds.begin(closes=self._closes, last_of_epoch=last_of_epoch)
+        self.state = transitions.begin_micro_batch(self.settings, self.state, micro_batch)
+        window = self.state.window
+        trainer.accumulate_grad_batches = AccumulateGradBatches(
+            window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=self.settings.total_steps
+        )
+        if self._boundary is not None:
+            self._boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
-        if self.requests.weighting is None:
+        if self.settings.weighting is None:
             return
-        assert self._measure is not None
-        assert self._totals is not None
-        measure = self._measure
         reference = self.state.reference_items
         if reference is None:
+            assert self.measure is not None
             # Once per run, so the wait does not matter.
-            reference = float(trainer.strategy.broadcast(max(int(measure.items), 1)))
-            self.state = replace(self.state, reference_items=reference)
-        divisor = measure.items if measure.divisor is None else measure.divisor
-        if isinstance(divisor, Tensor):
-            loss.mul_((divisor / reference).to(loss.device))
-        elif divisor != reference:
-            loss.mul_(divisor / reference)
-        self._totals.add(
-            measure.items, measure.tokens, measure.presented_tokens, measure.samples, measure.nonpad_tokens
-        )
+            reference = float(trainer.strategy.broadcast(max(int(self.measure.items), 1)))
+        self.state = transitions.add_micro_batch(self.state, reference)
+        factor = transitions.loss_factor(self.state)
+        if isinstance(factor, Tensor):
+            loss.mul_(factor.to(loss.device))
+        elif factor != 1.0:
+            loss.mul_(factor)
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -241,43 +263,15 @@ class AccumulationController(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Moves on to the next micro-batch, or ends the run."""
-        if self.requests.weighting is None:
+        if self.settings.weighting is None:
             return
-        self._position += 1
-        self._is_open = not self._closes
-        if self._holds is not None:
-            self._holds.end()
-        if self._lands and self._is_spent(trainer):
+        self.state = transitions.end_micro_batch(self.state)
+        if self._boundary is not None:
+            self._boundary.end()
+        assert self.state.micro_batch is not None
+        if self.state.micro_batch.ends_run and self._is_spent():
             self.state = replace(self.state, budget_reached=True)
             trainer.should_stop = True
-
-    def _close_early(self) -> None:
-        self._is_open, self._totals = False, None
-
-    def _is_spent(self, trainer: "pl.Trainer") -> bool:
-        """Whether the budget is spent for good: if skipped tokens are to be made up for, the last step must count."""
-        if self.requests.budget is None or not self.requests.budget.makes_up_for_skips:
-            return True
-        dispatcher = StepOutcomeDispatcher.of(trainer)
-        if dispatcher is not None:
-            dispatcher.settle()
-        before = self.counter.skipped_tokens
-        self.counter.settle()
-        return self.counter.skipped_tokens == before
-
-    def needs_gradients(self, step_index: int) -> bool:
-        """Our precision plugins need not make true gradients for the controller: they normalise themselves."""
-        return False
-
-    @property
-    def weight_by(self) -> WeightBy | None:
-        """What micro-batches weigh; None where nobody weighs them."""
-        return self.requests.weighting.weight_by if self.requests.weighting is not None else None
-
-    @property
-    def measure(self) -> Measure | None:
-        """The micro-batch at hand; None where nobody weighs."""
-        return self._measure if self.requests.weighting is not None else None
 
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
@@ -287,7 +281,8 @@ class AccumulationController(Callback):
         They are :meth:`lightning_mp.tokens.counter.AccumulationTotals.tensor`; the caller adds them over all ranks and
         hands them to :meth:`close_window`.
         """
-        return self._totals.tensor(device) if self._totals is not None and self._totals.micro_batches else None
+        totals = self.state.window.totals
+        return totals.tensor(device) if totals is not None and totals.micro_batches else None
 
     def close_window(self, totals: Tensor) -> Tensor | None:
         """Books a window.
@@ -298,93 +293,72 @@ class AccumulationController(Callback):
         Returns:
             The factor that makes the gradient the exact mean, a scalar tensor; None if it is known to be 1.
         """
-        local, self._totals = self._totals, None
+        local, micro_batch = self.state.window.totals, self.state.micro_batch
         assert local is not None
-        assert self.state.reference_items is not None
+        self.state = transitions.take_totals(self.state)
         num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         # Ranks that share their data (tensor parallel) have counted it once each.
         totals_once = totals / (num_ranks // self._num_data_ranks)
-        self.counter.close_window(totals_once, local.micro_batches, repeated=self._is_repeating)
-        expected_items = num_ranks * self.state.reference_items * self._planned
+        is_repeated = micro_batch is not None and micro_batch.is_repeated
+        self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
+        expected_items = transitions.expected_items(self.state, num_ranks)
         if num_ranks == 1 and local.host_items == expected_items:
             return None
         return expected_items / totals[0].clamp(min=1.0)
 
-    def _begin(self, trainer: "pl.Trainer", device: torch.device, batch: Any) -> bool:
-        """Measures the micro-batch, trims it if the budget ends in it, and returns whether it does."""
-        assert self.requests.weighting is not None
-        assert self._totals is not None
-        self._measure = self.requests.weighting.measure(batch)
-        if self._spending is None:
-            return False
-        certain_tokens = self._measure.presented_tokens if self._num_data_ranks == 1 else 0
-        if self._spending.is_far_from_the_end(self._position, certain_tokens):
-            return False
-        window = OpenWindow(self._totals, self._position, self._measure, data_rank(trainer), device)
-        lands, self._measure = self._spending.begin_micro_batch(window, batch)
-        return lands
+    # -- what a micro-batch needs of its Trainer -----------------------------------------------------------------------
 
-    # -- life cycle ----------------------------------------------------------------------------------------------------
+    @property
+    def _num_data_ranks(self) -> int:
+        return self.state.layout.data_ranks if self.state.layout is not None else 1
+
+    def _look_at_first(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> MicroBatchMeter:
+        meter = MicroBatchMeter(trainer, pl_module, self.settings, self.counter, batch)
+        schedule = self.settings.schedule
+        if schedule is not None and self.state.lacks_sizes(schedule.units):
+            size = trainer.strategy.broadcast(meter.weighting.size(batch, schedule.units))
+            self.state = self.state.measured(*(self._num_data_ranks * count for count in size))
+        return meter
 
     def _restore_labels(self) -> None:
-        if self._spending is not None:
-            self._spending.restore_labels()
+        if self._meter is not None:
+            self._meter.restore_labels()
 
-    def _resolve(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
-        if self._resolved:
-            return
-        assert self.requests.weighting is not None
-        if self.requests.schedule is not None and "sample" in self.requests.schedule.units:
-            self.requests.weighting.counts_samples = True
-        shifted = bool(trainer.strategy.broadcast(batch_tokens.shifts_labels_inside(pl_module, batch)))
-        needs_tokens = self.requests.budget is not None or (
-            self.requests.schedule is not None and "token" in self.requests.schedule.units
-        )
-        self.requests.weighting.resolve(batch, shifted=shifted, budgeted=needs_tokens)
-        if self.requests.budget is not None:
-            self._spending = BudgetLimiter(self.requests.budget, self.counter, self.requests.weighting)
-        self._num_data_ranks = num_data_ranks(trainer)
-        schedule = self.requests.schedule
-        if schedule is not None and self.state.lacks_sizes(schedule.units):
-            size = trainer.strategy.broadcast(self.requests.weighting.size(batch, schedule.units))
-            self.state = self.state.measured(*(self._num_data_ranks * count for count in size))
-        self._resolved = True
-
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Settles the counter."""
-        self._restore_labels()
+    def _is_spent(self) -> bool:
+        """Whether the budget is spent for good: if skipped tokens are to be made up for, the last step must count."""
+        if self.budget is None or not self.budget.makes_up_for_skips:
+            return True
+        if self._boundary is not None:
+            self._boundary.settle_outcome()
+        before = self.counter.skipped_tokens
         self.counter.settle()
+        return self.counter.skipped_tokens == before
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Gives the Trainer its own setting back."""
-        self.release(trainer)
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Gives the Trainer its own setting back."""
-        self.release(trainer)
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Saves the gradient of an open window if asked to, else warns that it would be lost."""
-        if not self._is_open or self._totals is None:
+        window = self.state.window
+        if not window.is_open or window.totals is None:
             return
-        if self.requests.saves_partial_gradients:
-            totals = self._totals.tensor(pl_module.device)
-            PartialAccumulation.of(trainer, pl_module, self._planned, self._position, totals).save(checkpoint)
+        if self.settings.saves_partial_gradients:
+            totals = window.totals.tensor(pl_module.device)
+            PartialAccumulation.of(trainer, pl_module, window.planned, window.position, totals).save(checkpoint)
             return
-        warn_of_a_lost_gradient(self._planned, self._position)
+        warn_of_a_lost_gradient(window.planned, window.position)
 
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Remembers the gradient of a window that was saved open."""
-        self._partial = PartialAccumulation.load(checkpoint, trainer, pl_module)
+        self._saved_window = PartialAccumulation.load(checkpoint, trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """The counter and the run's own numbers."""
-        if self._holds is not None:
-            self._holds.settle_outcome()
+        if self._boundary is not None:
+            self._boundary.settle_outcome()
         return {"counter": self.counter.state_dict()} | self.state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -393,6 +367,6 @@ class AccumulationController(Callback):
         Raises:
             ValueError: if an entry is missing or cannot be; nothing is changed then.
         """
-        state = WindowState.read(state_dict)
+        state = AccumulationState.read(state_dict)
         self.counter.load_state_dict(state_dict.get("counter", {}))
         self.state = state

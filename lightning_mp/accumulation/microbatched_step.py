@@ -41,11 +41,9 @@ def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], b
         shifts: whether the model shifts labels itself; asked only if nobody else has settled it.
     """
     controller = AccumulationController.of(trainer)
-    if controller is not None and controller.requests.weighting is not None:
-        return controller.requests.weighting
-    weighting = Weighting("auto")
-    weighting.resolve(first_batch, shifted=shifts(), budgeted=False)
-    return weighting
+    if controller is not None and controller.weighting is not None:
+        return controller.weighting
+    return Weighting("auto").resolved(first_batch, shifted=shifts())
 
 
 class MicrobatchedStep:

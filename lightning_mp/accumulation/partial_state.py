@@ -129,7 +129,7 @@ class PartialAccumulation:
             same_layout: whether the largest micro-batch so far says something about those to come.
         """
         totals = [*self.totals[:-1], self.totals[-1] * same_layout]
-        return AccumulationTotals.of(self.position, totals if is_global_zero else [0.0] * len(totals))
+        return AccumulationTotals(self.position, tuple(totals if is_global_zero else [0.0] * len(totals)))
 
 
 def mean_over_ranks(module: nn.Module) -> dict[str, Tensor]:

@@ -1,12 +1,13 @@
-"""What callbacks want of the accumulation controller, gathered and checked against each other."""
+"""How a fit accumulates: what callbacks ask of the accumulation controller, checked against each other, then frozen."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.accumulate_grad_batches import ScheduledWindows
-from lightning_mp.accumulation.schedule import WindowSchedule
+from lightning_mp.accumulation.schedule import Unit, WindowSchedule
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.budget import TokenBudget
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
@@ -16,7 +17,9 @@ __all__ = ["AccumulationSettings"]
 
 @dataclass
 class AccumulationSettings:
-    """The wishes for one ``fit``.
+    """The settings of one ``fit``. Callbacks fill them in before it starts; from then on nobody can change them.
+
+    What does change during a fit is in :class:`lightning_mp.accumulation.state.AccumulationState`.
 
     Attributes:
         constant: micro-batches per window where nobody gives a schedule: ``Trainer(accumulate_grad_batches=...)``.
@@ -27,6 +30,16 @@ class AccumulationSettings:
         weighting: what micro-batches weigh; None while nobody has asked for anything.
         budget: where the run ends.
         total_steps: optimizer steps of the whole schedule, for ``trainer.estimated_stepping_batches``.
+
+    Raises:
+        MisconfigurationException: when a setting is changed during the fit.
+
+    Example:
+        >>> settings = AccumulationSettings(constant=4)
+        >>> settings.spend(TokenBudget(1_000))
+        >>> settings.freeze()
+        >>> settings.budget.tokens, settings.is_frozen
+        (1000, True)
     """
 
     constant: int = 1
@@ -37,6 +50,34 @@ class AccumulationSettings:
     weighting: Weighting | None = None
     budget: TokenBudget | None = None
     total_steps: Callable[[], int | None] | None = None
+    is_frozen: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "is_frozen", False):
+            raise MisconfigurationException(
+                f"AccumulationSettings.{name} cannot be set to {value!r} during a fit: the optimizer steps before and"
+                " after it would not be made alike. Set it in a callback's setup() or on_fit_start(); to end the run"
+                " elsewhere, call AccumulationController.end_at(tokens)."
+            )
+        super().__setattr__(name, value)
+
+    def freeze(self) -> None:
+        """The fit starts: no setting can change any more."""
+        if not self.is_frozen:
+            self.is_frozen = True
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether tokens must be counted, whatever micro-batches weigh."""
+        return self.budget is not None or self._counts("token")
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether samples must be counted, whatever micro-batches weigh."""
+        return self._counts("sample")
+
+    def _counts(self, unit: Unit) -> bool:
+        return self.schedule is not None and unit in self.schedule.units
 
     def follow(
         self,
@@ -47,7 +88,7 @@ class AccumulationSettings:
         carry_over: bool = False,
         total_steps: Callable[[], int | None] | None = None,
     ) -> None:
-        """AccumulateGradBatches lengths come from ``schedule``, asked once when a window opens.
+        """Lengths of windows come from ``schedule``, asked once when a window opens.
 
         Args:
             schedule: says how long they are.
@@ -102,8 +143,3 @@ class AccumulationSettings:
                 "There are two ChinchillaBudgets; a run has one budget. Remove one of them."
             )
         self.budget = budget
-
-    def end_at(self, tokens: int) -> TokenBudget:
-        """The run ends on so many tokens: its budget is another now, or it has one now and reaches it ("ceil")."""
-        self.budget = TokenBudget(tokens, "ceil") if self.budget is None else replace(self.budget, tokens=tokens)
-        return self.budget

@@ -1,4 +1,9 @@
-"""What the accumulation controller knows of a run besides its counter: one value, which a checkpoint holds."""
+"""How far a run is with accumulation, besides the totals of its token counter: one value that never changes.
+
+``lightning_mp.accumulation.transitions`` has the functions from one state to the next. A checkpoint holds the run's own
+numbers; those of an open window are saved with its gradient
+(:class:`lightning_mp.accumulation.partial_state.PartialAccumulation`), because without that the window is lost.
+"""
 
 from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
@@ -9,9 +14,10 @@ import lightning.pytorch as pl
 from lightning_mp.accumulation.schedule import Progress
 from lightning_mp.core.saved_state import COUNT, FLAG, POSITIVE, checked_state, or_none
 from lightning_mp.distributed.data_ranks import num_data_ranks
-from lightning_mp.tokens.counter import TokenCounter
+from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
+from lightning_mp.tokens.loss_weighting import Measure
 
-__all__ = ["DataLayout", "WindowState"]
+__all__ = ["AccumulationState", "DataLayout", "MicroBatch", "Window"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,46 @@ class DataLayout:
 
 
 @dataclass(frozen=True)
-class WindowState:
-    """A run's own numbers.
+class MicroBatch:
+    """What is known of a micro-batch when it begins.
+
+    Attributes:
+        measure: its items and tokens on this rank, after it was trimmed.
+        ends_run: the token budget ends in it.
+        ends_epoch: it is the last of its epoch.
+        another_epoch_follows: and that epoch is not the last of the run.
+        is_repeated: it is not of the first epoch.
+    """
+
+    measure: Measure
+    ends_run: bool = False
+    ends_epoch: bool = False
+    another_epoch_follows: bool = False
+    is_repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of one optimizer step.
+
+    Attributes:
+        planned: micro-batches that it is to have.
+        position: those that are over.
+        is_open: the last one left it open.
+        closes: the optimizer steps after the micro-batch at hand.
+        totals: of those that came to backward on this rank; None once the optimizer step has taken them.
+    """
+
+    planned: int = 1
+    position: int = 0
+    is_open: bool = False
+    closes: bool = False
+    totals: AccumulationTotals | None = None
+
+
+@dataclass(frozen=True)
+class AccumulationState:
+    """Where a run stands.
 
     Attributes:
         reference_items: what the run's first micro-batch weighs on rank 0; None before it.
@@ -54,6 +98,9 @@ class WindowState:
         micro_batch_samples: samples of the first micro-batch in that layout, over all ranks; 0 if nobody asks for it.
         micro_batch_tokens: the same for tokens, padding included.
         budget_reached: whether the run has ended on its budget.
+        end_tokens: where this fit ends, if not where its settings say; whoever asked for it saves it.
+        window: the window at hand, or the last one.
+        micro_batch: the micro-batch at hand, or the last one.
     """
 
     reference_items: float | None = None
@@ -61,14 +108,17 @@ class WindowState:
     micro_batch_samples: int = 0
     micro_batch_tokens: int = 0
     budget_reached: bool = False
+    end_tokens: int | None = None
+    window: Window = Window()
+    micro_batch: MicroBatch | None = None
 
-    def in_layout(self, layout: DataLayout) -> "WindowState":
+    def in_layout(self, layout: DataLayout) -> "AccumulationState":
         """The state for a run that goes on in a layout: in another one, sizes are measured again."""
         if self.layout in (None, layout):
             return replace(self, layout=layout)
         return replace(self, layout=layout, micro_batch_samples=0, micro_batch_tokens=0)
 
-    def measured(self, samples: int, tokens: int) -> "WindowState":
+    def measured(self, samples: int, tokens: int) -> "AccumulationState":
         """The state once the first micro-batch was seen."""
         return replace(self, micro_batch_samples=samples, micro_batch_tokens=tokens)
 
@@ -76,11 +126,11 @@ class WindowState:
         """Whether a schedule in these units needs the size of a micro-batch, and it is not known."""
         return bool(units & {"sample", "token"}) and not self.micro_batch_samples and not self.micro_batch_tokens
 
-    def progress(self, trainer: "pl.Trainer", counter: TokenCounter) -> Progress:
-        """How far the run is, for a schedule."""
+    def progress(self, counter: TokenCounter, *, epoch: int, step: int) -> Progress:
+        """How far the run is, for a schedule; ``epoch`` and ``step`` as in :class:`Progress`."""
         return Progress(
-            epoch=trainer.current_epoch,
-            step=trainer.global_step,
+            epoch=epoch,
+            step=step,
             samples=counter.samples_before_last_window,
             tokens=counter.tokens_before_last_window,
             micro_batch_samples=self.micro_batch_samples,
@@ -88,8 +138,14 @@ class WindowState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return asdict(self)
+        """The run's own numbers, for a checkpoint."""
+        return {
+            "reference_items": self.reference_items,
+            "layout": None if self.layout is None else asdict(self.layout),
+            "micro_batch_samples": self.micro_batch_samples,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "budget_reached": self.budget_reached,
+        }
 
     @classmethod
     def read(cls, saved: Any) -> Self:

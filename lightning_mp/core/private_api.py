@@ -110,16 +110,9 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
 )
 
 
-def amp_update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    """torch's own update of the loss scale, in place, on the device."""
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+#: torch's own update of the loss scale, in place, on the device: scale, growth tracker, found_inf, growth factor,
+#: backoff factor, growth interval.
+amp_update_scale_ = torch._amp_update_scale_
 
 
 def amp_unscale_(shards: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
@@ -127,9 +120,8 @@ def amp_unscale_(shards: Sequence[Tensor], found_inf: Tensor, inverse_scale: Ten
     torch._amp_foreach_non_finite_check_and_unscale_(list(shards), found_inf, inverse_scale)
 
 
-def foreach_norm(shards: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """The norm of each tensor, in one kernel where torch can."""
-    return torch._foreach_norm(list(shards), order, dtype=dtype)
+#: The norm of each tensor of a list, in one kernel where torch can: shards, order, dtype.
+foreach_norm = torch._foreach_norm
 
 
 def foreach_mul_(shards: Sequence[Tensor], factor: Tensor) -> None:

@@ -45,12 +45,7 @@ def clip_by_whole_norm_(
     """
     if max_norm <= 0:
         return
-    parameters = gradient_ops.parameters_with_gradient(optimizer)
-    gradient_ops.reduce_partial_gradients_(parameters)
-    shards = [gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None]
-    total = torch.zeros((), dtype=gradient_ops.accumulation_dtype(device), device=device)
-    if shards:
-        copies = [ranks.copies(p.grad, p) for p in parameters if p.grad is not None]
-        total = gradient_ops.square_sum(gradient_ops.shard_norms(shards), copies)
-    norm = ranks.sum_(total).sqrt()
+    here = gradient_ops.read_gradients(optimizer)
+    norm = ranks.sum_(ranks.square_sum(here, device)).sqrt()
+    shards = [gradient_ops.local_shard(gradient) for gradient in here.gradients]
     gradient_ops.multiply_(shards, gradient_ops.clip_coefficient(norm, max_norm))

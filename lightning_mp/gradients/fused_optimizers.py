@@ -10,7 +10,13 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from lightning_mp.core import private_api
 
-__all__ = ["applies_grad_scale", "momentum_is_missing", "one_mesh_per_group", "refuse_fused_without_dtensors"]
+__all__ = [
+    "applies_grad_scale",
+    "fused_step",
+    "momentum_is_missing",
+    "one_mesh_per_group",
+    "refuse_fused_without_dtensors",
+]
 
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -52,6 +58,26 @@ def one_mesh_per_group(optimizer: Optimizer) -> AbstractContextManager[None]:
     groups = optimizer.param_groups
     split = [part for group in groups for part in _split(group)]
     return nullcontext() if len(split) == len(groups) else _groups_are(groups, split)
+
+
+@contextmanager
+def fused_step(optimizer: Optimizer, found_inf: Tensor, factor: Tensor | None) -> Iterator[None]:
+    """While this is entered, ``optimizer.step()`` multiplies gradients and decides in its own kernel.
+
+    Args:
+        optimizer: one for which :func:`applies_grad_scale` holds.
+        found_inf: scalar tensor; the step is skipped if it is not 0.
+        factor: scalar tensor by which gradients are multiplied; None for 1.
+    """
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # torch's protocol
+    if factor is not None:
+        optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]  # the kernel divides
+    try:
+        yield
+    finally:
+        for name in ("found_inf", "grad_scale"):
+            if hasattr(optimizer, name):
+                delattr(optimizer, name)
 
 
 @contextmanager

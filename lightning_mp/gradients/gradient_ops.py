@@ -10,6 +10,7 @@ A *pass* is every gradient byte read or written once. :func:`shard_norms` costs 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api
 
 __all__ = [
+    "LocalGradients",
     "accumulation_dtype",
     "any_overflow",
     "clamp_",
@@ -28,8 +30,10 @@ __all__ = [
     "local_shards",
     "multiply_",
     "parameters_with_gradient",
+    "read_gradients",
     "reduce_partial_gradients_",
     "replicas",
+    "replicas_of",
     "scaled_clamp_",
     "shard_norms",
     "square_sum",
@@ -116,6 +120,14 @@ def replicas(gradient: Tensor, *, holders: int, plain_replicas: int) -> int:
     return math.prod(copies) * (holders // mesh.size())
 
 
+def replicas_of(gradients: Iterable[Tensor], *, holders: int, plain_replicas: int) -> list[int]:
+    """:func:`replicas` of each gradient; plain ones cost no call."""
+    return [
+        plain_replicas if type(g) is Tensor else replicas(g, holders=holders, plain_replicas=plain_replicas)
+        for g in gradients
+    ]
+
+
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Where sums of squares and token counts are kept: float64, but float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -156,9 +168,33 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
 def _norms_of_one_kind(shards: Sequence[Tensor]) -> Tensor:
     """Of shards of one device and dtype."""
     dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
-    norms = torch.stack(tuple(private_api.foreach_norm(shards, 2, dtype)))
+    norms = torch.stack(tuple(private_api.foreach_norm(list(shards), 2, dtype=dtype)))
     # torch does not square a single number.
     return torch.where(norms.square().isinf(), torch.inf, norms)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalGradients:
+    """What one pass over an optimizer's gradients has found on this rank.
+
+    Attributes:
+        parameters: those that have a gradient.
+        gradients: theirs.
+        norms: two-norm of each one's local shard, shape ``[num_parameters]``; None if there are none.
+    """
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    norms: Tensor | None
+
+
+def read_gradients(optimizer: Optimizer) -> LocalGradients:
+    """Reads the gradients of an optimizer on this rank (one pass); sums that are still to be made are made first."""
+    parameters = parameters_with_gradient(optimizer)
+    reduce_partial_gradients_(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = shard_norms(local_shards(parameters)) if gradients else None
+    return LocalGradients(parameters, gradients, norms)
 
 
 def any_overflow(norms: Tensor) -> Tensor:

@@ -5,12 +5,19 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_mp.gradients.gradient_ops import replicas, sum_over_ranks_
+from lightning_mp.gradients.gradient_ops import (
+    LocalGradients,
+    accumulation_dtype,
+    replicas_of,
+    square_sum,
+    sum_over_ranks_,
+)
 
 __all__ = ["GradientReplication", "all_hold_the_same", "gradient_replication"]
 
@@ -79,18 +86,23 @@ class GradientReplication:
             return cls(None, everyone.holders, everyone.holders // dist.get_world_size(unit.process_group))
         return cls(None, everyone.holders, 1)
 
-    def copies(self, gradient: Tensor, parameter: Tensor | None = None) -> int:
-        """How many of the ranks hold the same local shard of a gradient; ``parameter`` says whose it is."""
-        here = replicas(gradient, holders=self.holders, plain_replicas=self.plain_replicas)
-        return here if parameter is None else here * self.shared.get(parameter, 1)
+    def copies(self, gradients: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[int]:
+        """For each gradient, how many of the ranks hold the same local shard; ``parameters`` says whose they are."""
+        here = replicas_of(gradients, holders=self.holders, plain_replicas=self.plain_replicas)
+        if not self.shared:
+            return here
+        return [number * self.shared.get(parameter, 1) for number, parameter in zip(here, parameters, strict=True)]
 
-    def copies_of(self, parameters: Iterable[Tensor]) -> list[int]:
-        """:meth:`copies` of every gradient that is there; plain ones cost no call."""
-        return [
-            self.plain_replicas if type(g) is Tensor and not self.shared else self.copies(g, p)
-            for p in parameters
-            if (g := p.grad) is not None
-        ]
+    def square_sum(self, here: LocalGradients, device: torch.device) -> Tensor:
+        """This rank's share of the squared norm over all ranks, a scalar tensor.
+
+        Args:
+            here: the gradients of this rank.
+            device: where the sum lives if there are none.
+        """
+        if here.norms is None:
+            return torch.zeros((), dtype=accumulation_dtype(device), device=device)
+        return square_sum(here.norms, self.copies(here.gradients, here.parameters))
 
     def sum_(self, values: Tensor) -> Tensor:
         """Adds a small tensor over the ranks that step together, in place."""

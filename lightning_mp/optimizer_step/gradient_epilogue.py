@@ -5,7 +5,6 @@ a small vector makes every rank decide alike.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,24 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.gradients import gradient_ops
-from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import GradientReplication
 
 __all__ = ["GradientEpilogue"]
-
-
-@dataclass
-class _Plan:
-    """Scalars on the device; the gradient to step with is ``raw * factor * coefficient``, or limited by value."""
-
-    factor: Tensor | None = None
-    coefficient: Tensor | None = None
-    value_limit: float | None = None
-
-    def combined(self) -> Tensor | None:
-        if self.factor is None or self.coefficient is None:
-            return self.factor if self.coefficient is None else self.coefficient
-        return self.factor * self.coefficient
 
 
 class GradientEpilogue:
@@ -51,35 +35,52 @@ class GradientEpilogue:
         scale: the loss scale, a scalar tensor; None without a scaler.
         ranks: who steps together, and who holds the same gradients.
         device: where scalars live if the optimizer has no gradient at all.
+        in_kernel: the optimizer's own kernel multiplies, and skips.
+        unscaled_found: what ``scaler.unscale_`` has found, if gradients are true already because of it.
+
+    Attributes:
+        parameters: those with a gradient, in the order of the optimizer's groups.
+        scale: a copy of the loss scale.
+        norms: two-norms of their local gradients, shape ``[num_parameters]``; None if there are none.
+        grad_norm: two-norm of the gradient over all ranks, a scalar tensor; true once it is planned for.
+        found_inf: scalar tensor, 1.0 if the step is to be skipped.
+        multiplier: what the gradients are still to be multiplied by, a scalar tensor; None for 1.
     """
 
+    # Known from `reduce` on.
+    parameters: list[Tensor]
+    scale: Tensor | None
+    norms: Tensor | None
+    grad_norm: Tensor
+    found_inf: Tensor
+    _anyone: Tensor
+
     def __init__(
-        self, optimizer: Optimizer, scale: Tensor | None, *, ranks: GradientReplication, device: torch.device
+        self,
+        optimizer: Optimizer,
+        scale: Tensor | None,
+        *,
+        ranks: GradientReplication,
+        device: torch.device,
+        in_kernel: bool = False,
+        unscaled_found: Sequence[Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.parameters = gradient_ops.parameters_with_gradient(optimizer)
-        gradient_ops.reduce_partial_gradients_(self.parameters)
-        self._ranks = ranks
-        self._device = self.parameters[0].device if self.parameters else device
-        # A copy: the scaler updates its own in place before the outcome is read.
-        self.scale = scale.to(self._device, copy=True, non_blocking=True) if scale is not None else None
-        self.in_kernel = applies_grad_scale(optimizer)
+        self.in_kernel = in_kernel
         self.is_checked = False
-        self._unscaled_found: list[Tensor] | None = None
-        self._anyone: Tensor | None = None
-        self._plan = _Plan()
+        self._ranks = ranks
+        self._device = device
+        self._given_scale = scale
+        self._unscaled_found = unscaled_found
+        # What is planned: the gradient to step with is `raw * multiplier`, or `raw * factor` limited by value.
+        self._factor: Tensor | None = None
+        self.multiplier: Tensor | None = None
+        self._value_limit: float | None = None
         self._host_factor: float | None = None
-        self.norms: Tensor | None = None
-        self.grad_norm: Tensor = torch.zeros((), device=self._device)
-        self.found_inf: Tensor = torch.zeros((), device=self._device)
-
-    def were_unscaled(self, found_inf: Sequence[Tensor]) -> None:
-        """Gradients are true already: ``scaler.unscale_`` has made them so, and has found this."""
-        self._unscaled_found = list(found_inf)
 
     def anyone_has_gradients(self) -> bool:
         """Whether any rank has some; all ranks get the same answer. Only a rank without waits for the device."""
-        return bool(self.parameters) or (self._anyone is not None and bool(self._anyone > 0))
+        return bool(self.parameters) or bool(self._anyone > 0)
 
     @property
     def shards(self) -> list[Tensor]:
@@ -95,46 +96,56 @@ class GradientEpilogue:
         Returns:
             The totals over all ranks.
         """
-        square_sum = self._local_square_sum()
+        square_sum = self._read()
+        # A copy: the scaler updates its own in place before the outcome is read.
+        scale = self._given_scale
+        self.scale = scale.to(self._device, copy=True, non_blocking=True) if scale is not None else None
         for found in self._unscaled_found or ():
             # What was not finite may have been clipped since; the step is skipped nevertheless, as by the scaler.
             square_sum = torch.where(found.to(square_sum.device) > 0, torch.nan, square_sum)
         vector = torch.stack([square_sum, torch.full_like(square_sum, float(bool(self.parameters)))])
         if totals is not None:
             vector = torch.cat([vector, totals.to(device=vector.device, dtype=vector.dtype)])
-        self._ranks.sum_(vector)
+        gradient_ops.sum_over_ranks_(vector, self._ranks.group)
         self.grad_norm = vector[0].sqrt()
         self._anyone = vector[1]
         self.found_inf = (~torch.isfinite(self.grad_norm)).float()
         return vector[2:] if totals is not None else None
 
-    def _local_square_sum(self) -> Tensor:
-        shards = self.shards
-        self.norms = None
-        if not shards:
-            return torch.zeros((), dtype=gradient_ops.accumulation_dtype(self._device), device=self._device)
-        self.norms = gradient_ops.shard_norms(shards)
-        return gradient_ops.square_sum(self.norms, self._ranks.copies_of(self.parameters))
+    def _read(self) -> Tensor:
+        here = gradient_ops.read_gradients(self.optimizer)
+        self.parameters, self.norms = here.parameters, here.norms
+        square_sum = self._ranks.square_sum(here, self._device)
+        self._device = square_sum.device
+        return square_sum
 
-    def plan_factor(self, normalisation: Tensor | None) -> None:
-        """Sets the factor from raw to true gradients: normalisation over loss scale."""
+    def plan(self, normalisation: Tensor | None, max_norm: float | None = None) -> None:
+        """Plans by what gradients are multiplied: normalisation over loss scale, and the clip coefficient.
+
+        Args:
+            normalisation: makes the gradient of a window the exact mean; None for 1.
+            max_norm: largest two-norm over all parameters and ranks; None where nobody clips, or clips later.
+        """
         factor = normalisation
         if self.scale is not None and self._unscaled_found is None:
             inverse = self.scale.to(self.grad_norm.dtype).reciprocal()
             self.found_inf = torch.maximum(self.found_inf, (~torch.isfinite(inverse)).float())
             factor = inverse if factor is None else factor.to(inverse) * inverse
-        self._plan.factor = factor
+        self._factor = self.multiplier = factor
         if factor is not None:
             self.grad_norm = self.grad_norm * factor.to(self.grad_norm)
             if self.scale is not None:
                 # A scale below 1 makes gradients larger.
                 self.found_inf = torch.maximum(self.found_inf, gradient_ops.any_overflow(self.grad_norm.float()))
+        if max_norm is not None:
+            coefficient = gradient_ops.clip_coefficient(self.grad_norm, max_norm)
+            self.multiplier = coefficient if factor is None else factor * coefficient
 
     def make_true(self) -> None:
         """Turns raw gradients into true ones in place, for those who look at them (two passes)."""
-        if self._plan.factor is not None:
-            gradient_ops.multiply_(self.shards, self._plan.factor)
-            self._plan.factor = None
+        if self._factor is not None:
+            gradient_ops.multiply_(self.shards, self._factor)
+            self._factor = self.multiplier = None
 
     def clip_by_norm(self, max_norm: float, *, fresh: bool) -> None:
         """Plans the clip coefficient.
@@ -144,7 +155,8 @@ class GradientEpilogue:
             fresh: the gradients may have changed since :meth:`reduce`; their norm is taken again (one pass).
         """
         norm = self.check_again() if fresh else self.grad_norm
-        self._plan.coefficient = gradient_ops.clip_coefficient(norm, max_norm)
+        coefficient = gradient_ops.clip_coefficient(norm, max_norm)
+        self.multiplier = coefficient if self._factor is None else self._factor * coefficient
 
     def check_again(self) -> Tensor:
         """Reads gradients again that may have been written since :meth:`reduce`, or are new (one pass).
@@ -152,9 +164,7 @@ class GradientEpilogue:
         Returns:
             Their norm over all ranks.
         """
-        self.parameters = gradient_ops.parameters_with_gradient(self.optimizer)
-        gradient_ops.reduce_partial_gradients_(self.parameters)
-        norm = self._ranks.sum_(self._local_square_sum()).sqrt()
+        norm = gradient_ops.sum_over_ranks_(self._read(), self._ranks.group).sqrt()
         self.found_inf = torch.maximum(self.found_inf, (~torch.isfinite(norm)).float())
         self.is_checked = True
         return norm
@@ -164,15 +174,15 @@ class GradientEpilogue:
 
         Without a fused optimizer it waits for :meth:`apply`, where it shares its passes with the factor.
         """
-        if self._plan.factor is not None and not self.in_kernel:
-            self._plan.value_limit = limit
+        if self._factor is not None and not self.in_kernel:
+            self._value_limit = limit
             return
         self._clamp(limit)
 
     def _clamp(self, limit: float) -> None:
         bound = torch.full((), limit, dtype=self.grad_norm.dtype, device=self._device)
-        if self._plan.factor is not None:
-            bound = bound / self._plan.factor.to(bound)
+        if self._factor is not None:
+            bound = bound / self._factor.to(bound)
         gradient_ops.clamp_(self.shards, bound)
 
     def clip_scaled(self, limit: float, *, by_value: bool) -> None:
@@ -190,34 +200,18 @@ class GradientEpilogue:
 
     def apply(self) -> None:
         """Multiplies what was planned into the gradients (two passes)."""
-        combined = self._plan.combined()
-        if self._plan.value_limit is not None:
+        if self._value_limit is not None:
             assert self._host_factor is not None
-            bound = self._plan.value_limit / self._host_factor
-            gradient_ops.scaled_clamp_(self.shards, self._host_factor, bound)
-        elif combined is not None:
-            gradient_ops.multiply_(self.shards, combined)
-        self._plan = _Plan()
+            gradient_ops.scaled_clamp_(self.shards, self._host_factor, self._value_limit / self._host_factor)
+        elif self.multiplier is not None:
+            gradient_ops.multiply_(self.shards, self.multiplier)
+        self._factor = self.multiplier = self._value_limit = None
 
     def wait_for_decision(self) -> bool:
         """Whether the step is to be skipped; waits for the device once."""
-        plan = self._plan
-        factor = None if plan.value_limit is None or plan.factor is None else HostCopy(plan.factor.reshape(1))
+        limited = self._factor if self._value_limit is not None else None
+        factor = HostCopy(limited.reshape(1)) if limited is not None else None
         found_inf = bool(self.found_inf.item())
         if factor is not None:
             self._host_factor = factor.read()[0]
         return found_inf
-
-    def tell_optimizer(self) -> None:
-        """What was planned, and the decision, for a fused optimizer's own kernel; see :meth:`release`."""
-        combined = self._plan.combined()
-        self.optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]  # torch's protocol
-        if combined is not None:
-            self.optimizer.grad_scale = combined.reciprocal().float()  # type: ignore[attr-defined]
-
-    def release(self) -> None:
-        """Takes off the optimizer what it was told."""
-        if self.in_kernel:
-            for name in ("found_inf", "grad_scale"):
-                if hasattr(self.optimizer, name):
-                    delattr(self.optimizer, name)

@@ -1,11 +1,10 @@
 """Who looks at gradients between backward and the optimizer step."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-
-from lightning_mp.core.private_api import callbacks_of
 
 __all__ = ["clips_by_itself", "overrides", "who_is_shown_gradients"]
 
@@ -27,19 +26,23 @@ def overrides(instance: object, base: type, method: str) -> bool:
 
 
 def who_is_shown_gradients(
-    trainer: "pl.Trainer", module: "pl.LightningModule"
+    callbacks: Iterable[Callback], module: "pl.LightningModule", step_index: int
 ) -> Literal["nobody", "readers", "writers"]:
     """Who looks at the gradients before this step; who does may change them.
 
     The pack's own callbacks only read. They answer ``needs_gradients(step_index)`` themselves, so that nothing is paid
     on other steps.
+
+    Args:
+        callbacks: those of the Trainer.
+        module: the module that it trains.
+        step_index: ``trainer.global_step`` before the step.
     """
     for hook in ("on_before_optimizer_step", "configure_gradient_clipping"):
         if overrides(module, pl.LightningModule, hook):
             return "writers"
-    step_index = trainer.global_step
     shown: Literal["nobody", "readers"] = "nobody"
-    for callback in callbacks_of(trainer):
+    for callback in callbacks:
         needs_gradients = getattr(callback, "needs_gradients", None)
         if needs_gradients is None:
             # Lightning passes over a hook that is None, as those of our callbacks are that have nothing to do.

@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, Optimizer
 
+from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
@@ -38,7 +39,8 @@ class NonFiniteGuard:
 
     def clip(self, clip: Callable[[], None]) -> None:
         """For the moment after ``on_before_optimizer_step``: clips, unless the step is to be skipped."""
-        if who_is_shown_gradients(self._model.trainer, self._model) == "writers":
+        trainer = self._model.trainer
+        if who_is_shown_gradients(callbacks_of(trainer), self._model, trainer.global_step) == "writers":
             self._epilogue.check_again()
         if self._skips():
             return

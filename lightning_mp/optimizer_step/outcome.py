@@ -142,7 +142,8 @@ class StepOutcomeDispatcher:
         # `trainer.global_step` goes on in a second fit, so this does, too.
         self.skipped_steps = self._skipped_before.get(trainer, 0)
         self._pending: _Pending | None = None
-        self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module)
+        self._last_skipped: bool | None = False
+        self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module, lambda: self._last_skipped)
         self._frequency = LearningRateFrequency(trainer, lambda: self.skipped_steps)
         self._averaging = SkippedStepAveragingGuard(trainer, self.settle, lambda: self.skipped_steps)
         self._ranks_alike: RanksAlike | None = None
@@ -191,7 +192,7 @@ class StepOutcomeDispatcher:
         """
         self.settle()
         self._pending = _Pending(optimizer, self._trainer.global_step, report, report.numbers())
-        self._learning_rate.expect_outcome()
+        self._last_skipped = None
         if settle_now:
             self.settle()
 
@@ -210,9 +211,10 @@ class StepOutcomeDispatcher:
             _report=pending.report,
             _pl_module=self._pl_module,
         )
-        self.skipped_steps += outcome.skipped
-        self._learning_rate.settle(skipped=outcome.skipped)
-        self._averaging.settle(skipped=outcome.skipped)
+        self._last_skipped = skipped = not outcome.stepped
+        self.skipped_steps += skipped
+        self._learning_rate.settle(skipped=skipped)
+        self._averaging.settle(skipped=skipped)
         self._tell(pending.optimizer, outcome)
 
     def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:

@@ -73,13 +73,20 @@ class SkippedStepSchedulerGuard:
     on its way (fused optimizers), the scheduler steps, and goes back when the outcome turns out to be a skip. That is
     before the next optimizer step, so every step that is made uses the learning rate it would have without skips.
     Schedulers with ``interval="epoch"`` count epochs and are left alone.
+
+    Args:
+        trainer: the Trainer that fits.
+        pl_module: its module.
+        last_skipped: whether the last step was skipped; None while that is not known.
     """
 
-    def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def __init__(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", last_skipped: Callable[[], bool | None]
+    ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
+        self._last_skipped = last_skipped
         self._method: InstancePatch | None = None
-        self._skipped: bool | None = False
         self._snapshots: list[_SchedulerSnapshot] = []
 
     def attach(self) -> None:
@@ -92,13 +99,8 @@ class SkippedStepSchedulerGuard:
             self._method.restore()
             self._method = None
 
-    def expect_outcome(self) -> None:
-        """A step was made whose outcome is not known yet."""
-        self._skipped = None
-
     def settle(self, *, skipped: bool) -> None:
         """The outcome of the last step is known."""
-        self._skipped = skipped
         snapshots, self._snapshots = self._snapshots, []
         if skipped:
             for snapshot in reversed(snapshots):
@@ -110,9 +112,10 @@ class SkippedStepSchedulerGuard:
             config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
         )
         if counts_steps:
-            if self._skipped:
+            skipped = self._last_skipped()
+            if skipped:
                 return
-            if self._skipped is None:
+            if skipped is None:
                 self._snapshots.append(_SchedulerSnapshot(scheduler))
         self._method.original(scheduler, metric)
 

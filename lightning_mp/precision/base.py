@@ -1,8 +1,8 @@
 """The base of our precision plugins: accepted by every stock strategy, it ends each step with the gradient epilogue."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,14 +22,14 @@ from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import is_asked_by
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients.fused_optimizers import refuse_fused_without_dtensors
-from lightning_mp.gradients.replication import GradientReplication, gradient_replication
-from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, found_by_unscaling
-from lightning_mp.optimizer_step.closures import evaluates_its_closure_once, refuse_closures_under_a_scale
+from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin
+from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
-from lightning_mp.precision.gradient_step import GradientStep, step_or_skip
+from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or_skip
 from lightning_mp.precision.optimizer_states import refuse_other_optimizers
 from lightning_mp.sharding.fsdp1_models import FSDP1Model
 
@@ -59,10 +59,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _trainer: "pl.Trainer | None" = None
     _run: AutocastRun | None = None
     _shown_table: str = ""
-    _ranks: GradientReplication | None = None
     _skipped_steps: int = 0
     _ran_on: str | None = None
     _step_hooks: Sequence[RemovableHandle] = ()
+    _plans: Mapping[Optimizer, StepPlan] = MappingProxyType({})
 
     def __str__(self) -> str:
         name = f"{type(self).__name__}({self.precision!r})"
@@ -103,7 +103,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
-            self._ranks = None
+            self._plans = {}
             self._remove_step_hooks()
             self._step_hooks = [o.register_step_pre_hook(self._notice_step) for o in optimizers]
             self._dispatcher = StepOutcomeDispatcher(self._trainer, self._trainer.lightning_module).attach(optimizers)
@@ -112,7 +112,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def teardown(self) -> None:
         """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
         dispatcher, self._dispatcher = self._dispatcher, None
-        self._trainer = self._ranks = None
+        self._trainer, self._plans = None, {}
         with ExitStack() as stack:
             # The last one first.
             stack.callback(super().teardown)
@@ -244,33 +244,36 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         closure itself) changes nothing: the gradients that are there are stepped with, as in fp32.
         """
         closure_result = closure()
+        plan, outside = self._plan_of(optimizer, model), self._outside_forward()
         if self._dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
             self._dispatcher.settle()
-        with self._outside_forward():
-            output = self._step_after_closure(optimizer, model, closure, closure_result, kwargs)
+        step = GradientStep(plan)
+        if plan.may_evaluate:
+            # In automatic optimization the closure enters the forward's context itself.
+            step.hand_out(
+                closure, closure_result, nullcontext if model.automatic_optimization else self.forward_context
+            )
+        with outside:
+            # An optimizer's closure may step another one.
+            outer, self._step = self._step, step
+            try:
+                output = step_or_skip(step, **kwargs)
+            finally:
+                self._step = outer
         return closure_result if output is None else output
 
-    def _step_after_closure(
-        self,
-        optimizer: Optimizer,
-        model: "pl.LightningModule",
-        closure: Callable[[], Any],
-        closure_result: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        step = GradientStep(self._open_epilogue(optimizer, model), model, self, self.scaler, self._dispatcher)
-        if not evaluates_its_closure_once(type(optimizer)):
-            # In automatic optimization the closure enters the forward's context itself.
-            context = nullcontext if model.automatic_optimization else self.forward_context
-            begin = partial(self._open_epilogue, optimizer, model)
-            step.hand_out(closure, closure_result, begin, context)
-        # Steps nest: a closure may step another optimizer.
-        outer, self._step = self._step, step
-        try:
-            return step_or_skip(step, **kwargs)
-        finally:
-            self._step = outer
+    def _plan_of(self, optimizer: Optimizer, model: "pl.LightningModule") -> StepPlan:
+        """The same for a whole fit; not made before the first step, where strategies have wrapped the model."""
+        plan = self._plans.get(optimizer)
+        if plan is None:
+            plan = StepPlan.of(optimizer, model, self, self._dispatcher, self._epilogue_type())
+            self._plans = {**self._plans, optimizer: plan}
+        return plan
+
+    def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
+        """What works on the gradients between backward and a step."""
+        return GradientEpilogue
 
     def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before any step of an optimizer, also one that is made past the plugin."""
@@ -288,28 +291,6 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self.scaler is not None and private_api.has_stepped(self.scaler):
             self.scaler.update()
 
-    def _open_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> GradientEpilogue:
-        if self.scaler is not None and private_api.grad_scaler_scale(self.scaler) is None:
-            # This rank has scaled no loss yet. Others may have: all of them count on the same scale.
-            self.scaler.scale(torch.zeros((), device=model.device))
-        epilogue = self._begin_epilogue(optimizer, model)
-        # Manual optimization may have called `scaler.unscale_`: these gradients are true already.
-        if self.scaler is not None and private_api.has_unscaled(self.scaler):
-            found_inf = found_by_unscaling(self.scaler, optimizer, model)
-            if found_inf is not None:
-                epilogue.were_unscaled(found_inf)
-        return epilogue
-
-    def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> GradientEpilogue:
-        scale = private_api.grad_scaler_scale(self.scaler) if self.scaler is not None else None
-        return GradientEpilogue(optimizer, scale, ranks=self._stepping_ranks(model), device=model.device)
-
-    def _stepping_ranks(self, model: "pl.LightningModule") -> GradientReplication:
-        """The same for a whole fit."""
-        if self._ranks is None:
-            self._ranks = gradient_replication(model.trainer)
-        return self._ranks
-
     # -- clipping ------------------------------------------------------------------------------------------------------
 
     def clip_gradients(
@@ -323,7 +304,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             return
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._step is not None and self._step.epilogue.optimizer is optimizer:
+        if self._step is not None and self._step.plan.optimizer is optimizer:
             self._step.clip(float(clip_val), gradient_clip_algorithm)
             return
         if self._trainer is None:
@@ -333,9 +314,11 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             )
         else:
             # `self.clip_gradients` in manual optimization: the gradients stay scaled until the step.
-            epilogue = self._open_epilogue(optimizer, self._trainer.lightning_module)
+            plan = self._plan_of(optimizer, self._trainer.lightning_module)
+            scale, unscaled_found = plan.loss_scale()
+            epilogue = plan.epilogue(scale, unscaled_found=unscaled_found)
         epilogue.reduce(None)
-        epilogue.plan_factor(None)
+        epilogue.plan(None)
         epilogue.clip_scaled(float(clip_val), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """One optimizer step from top to bottom: from "backward is done" to "stepped or skipped"."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -15,14 +15,83 @@ from torch.optim import Optimizer
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
-from lightning_mp.gradients.fused_optimizers import momentum_is_missing, one_mesh_per_group
-from lightning_mp.optimizer_step.closures import OptimizerMemory, StepClosure
+from lightning_mp.gradients.fused_optimizers import (
+    applies_grad_scale,
+    fused_step,
+    momentum_is_missing,
+    one_mesh_per_group,
+)
+from lightning_mp.gradients.replication import gradient_replication
+from lightning_mp.optimizer_step.bypassed_steps import found_by_unscaling
+from lightning_mp.optimizer_step.closures import OptimizerMemory, StepClosure, evaluates_its_closure_once
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, who_is_shown_gradients
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
 from lightning_mp.scaling.loss_scaler import LossScaleFloorError
 
-__all__ = ["GradientStep", "step_or_skip"]
+__all__ = ["GradientStep", "StepPlan", "step_or_skip"]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is settled about an optimizer's steps before the first of them, for a whole fit.
+
+    Attributes:
+        optimizer: that steps.
+        model: the module that it trains.
+        plugin: asked to clip where a module clips through Lightning's hook.
+        scaler: the loss scaler, if there is one.
+        dispatcher: told what came of each step, if this is a fit.
+        controller: knows by what a window is normalised, if somebody weighs micro-batches.
+        epilogue: makes the epilogue of a step, of the loss scale.
+        in_kernel: the optimizer's own kernel multiplies gradients, and skips.
+        may_evaluate: the optimizer may evaluate the loss itself.
+    """
+
+    optimizer: Optimizer
+    model: "pl.LightningModule"
+    plugin: Precision
+    scaler: torch.amp.GradScaler | None
+    dispatcher: StepOutcomeDispatcher | None
+    controller: AccumulationController | None
+    epilogue: Callable[..., GradientEpilogue]
+    in_kernel: bool
+    may_evaluate: bool
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizer,
+        model: "pl.LightningModule",
+        plugin: Precision,
+        dispatcher: StepOutcomeDispatcher | None,
+        epilogue_type: Callable[..., GradientEpilogue],
+    ) -> Self:
+        """Settles it; to be called on all ranks. ``epilogue_type`` is :class:`GradientEpilogue`, or made like it."""
+        return cls(
+            optimizer,
+            model,
+            plugin,
+            getattr(plugin, "scaler", None),
+            dispatcher,
+            AccumulationController.of(model.trainer),
+            partial(epilogue_type, optimizer, ranks=gradient_replication(model.trainer), device=model.device),
+            in_kernel=applies_grad_scale(optimizer),
+            may_evaluate=not evaluates_its_closure_once(type(optimizer)),
+        )
+
+    def loss_scale(self) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
+        """The scale of the gradients, and what ``scaler.unscale_`` has found if it has made true ones of them."""
+        scaler = self.scaler
+        if scaler is None:
+            return None, None
+        scale = private_api.grad_scaler_scale(scaler)
+        if scale is None:
+            # This rank has scaled no loss yet. Others may have: all of them count on the same scale.
+            scaler.scale(torch.zeros((), device=self.model.device))
+            scale = private_api.grad_scaler_scale(scaler)
+        is_unscaled = private_api.has_unscaled(scaler)
+        return scale, found_by_unscaling(scaler, self.optimizer, self.model) if is_unscaled else None
 
 
 @dataclass
@@ -30,20 +99,14 @@ class GradientStep:
     """The step that is being made.
 
     Attributes:
+        plan: what is settled about it.
         epilogue: its gradients, and what is planned for them; those of the last evaluation.
-        model: the module that it trains.
-        plugin: asked to clip where a module clips through Lightning's hook.
-        scaler: the loss scaler, if there is one.
-        dispatcher: told what came of it, if this is a fit.
         closure: for an optimizer that may evaluate the loss itself; None for those that do not.
         is_stepping: the optimizer's own ``step`` runs.
     """
 
-    epilogue: GradientEpilogue
-    model: "pl.LightningModule"
-    plugin: Precision
-    scaler: torch.amp.GradScaler | None
-    dispatcher: StepOutcomeDispatcher | None
+    plan: StepPlan
+    epilogue: GradientEpilogue = field(init=False)
     closure: StepClosure | None = None
     is_stepping: bool = False
     _gradients_may_have_changed: bool = False
@@ -58,65 +121,63 @@ class GradientStep:
             self.epilogue.clip_by_norm(limit, fresh=self._gradients_may_have_changed)
 
     def hand_out(
-        self,
-        closure: Callable[[], Any],
-        result: Any,
-        begin: Callable[[], GradientEpilogue],
-        context: Callable[[], AbstractContextManager[Any]],
+        self, closure: Callable[[], Any], result: Any, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         """Lets the optimizer evaluate the loss itself.
 
         Args:
             closure: forward and backward, which have run once.
             result: of that.
-            begin: reads the gradients of another evaluation.
-            context: what its forward runs in.
+            context: what another forward runs in.
         """
-        evaluate = partial(_evaluate_again, self, closure, begin, context) if self.scaler is None else None
-        self.closure = StepClosure(self.epilogue.optimizer, result, evaluate, self.plugin)
-        # Who evaluates between two changes of the weights needs gradients as they are to be used, not a factor.
-        self.epilogue.in_kernel = self.epilogue.in_kernel and self.scaler is not None
+        evaluate = partial(_evaluate_again, self, closure, context) if self.plan.scaler is None else None
+        self.closure = StepClosure(self.plan.optimizer, result, evaluate, self.plan.plugin)
 
 
 class _LaterOverflow(Exception):
     """Leaves an optimizer's step when an evaluation of its own overflows."""
 
 
-def _make_ready(step: GradientStep) -> torch.Tensor | None:
+def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     """Makes gradients ready to be stepped with: reduced, decided on, planned for and shown.
 
     Returns:
         The items of the window over all ranks, where somebody counts them.
     """
-    epilogue, model, trainer = step.epilogue, step.model, step.model.trainer
+    plan, model, trainer = step.plan, step.plan.model, step.plan.model.trainer
+    controller = plan.controller
+    scale, unscaled_found = plan.loss_scale()
+    shown_to = who_is_shown_gradients(private_api.callbacks_of(trainer), model, trainer.global_step)
+    step.epilogue = epilogue = plan.epilogue(scale, in_kernel=in_kernel, unscaled_found=unscaled_found)
+    algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
+    limit = trainer.gradient_clip_val if shown_to == "nobody" and model.automatic_optimization else None
 
     # Reduce: gradients are read once; their norm and the items of the window are added over all ranks.
-    controller = AccumulationController.of(trainer)
     totals = epilogue.reduce(controller.window_totals(model.device) if controller is not None else None)
 
     # Decide and plan: from here on every rank knows whether the step is skipped, and by what gradients are multiplied.
     normalisation = controller.close_window(totals) if controller is not None and totals is not None else None
-    epilogue.plan_factor(normalisation)
+    by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
+    epilogue.plan(normalisation, limit if by_norm else None)
 
     # Show: who looks at gradients, or clips them by a hook, finds true ones. What is stepped with is what was checked,
     # so whoever may have written them makes for another check.
-    shown_to = who_is_shown_gradients(trainer, model)
     if shown_to != "nobody":
         step._gradients_may_have_changed = shown_to == "writers"
         epilogue.make_true()
-        if step.scaler is not None:
-            private_api.set_unscaled(step.scaler, epilogue.optimizer, epilogue.found_inf)
-        private_api.call_before_optimizer_step_hooks(model, epilogue.optimizer)
-        private_api.clip_through_module(step.plugin, model, epilogue.optimizer)
-        if step.scaler is not None and private_api.has_stepped(step.scaler, epilogue.optimizer):
+        if plan.scaler is not None:
+            private_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
+        private_api.call_before_optimizer_step_hooks(model, plan.optimizer)
+        private_api.clip_through_module(plan.plugin, model, plan.optimizer)
+        if plan.scaler is not None and private_api.has_stepped(plan.scaler, plan.optimizer):
             raise RuntimeError(
                 "step() has already been called since the last update(): scaler.step was called by a hook that runs"
                 " before the optimizer's step. Leave it out; the step is made after the hooks."
             )
         if clips_by_itself(model) or (step._gradients_may_have_changed and not epilogue.is_checked):
             epilogue.check_again()
-    elif model.automatic_optimization and trainer.gradient_clip_val:
-        step.clip(trainer.gradient_clip_val, trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM)
+    elif limit and not by_norm:
+        epilogue.clip_by_value(limit)
     return totals[0] if totals is not None else None
 
 
@@ -133,49 +194,49 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     Raises:
         LossScaleFloorError: if gradients overflow at the smallest scale; names those that are not finite.
     """
-    optimizer = step.epilogue.optimizer
-    items = _make_ready(step)
+    plan, optimizer = step.plan, step.plan.optimizer
+    # Who evaluates between two changes of the weights needs gradients as they are to be used, not a factor.
+    in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
+    items = _make_ready(step, in_kernel=in_kernel)
     epilogue = step.epilogue
 
     # Step or skip: the host waits for the decision, unless the optimizer's kernel takes it.
-    on_device = epilogue.in_kernel and not momentum_is_missing(optimizer)
+    on_device = in_kernel and not momentum_is_missing(optimizer)
     output = None
     if on_device or not epilogue.wait_for_decision():
         memory = OptimizerMemory(optimizer) if step.closure is not None and step.closure.wants_memory else None
         step.is_stepping = True
         try:
-            if epilogue.in_kernel:
-                epilogue.tell_optimizer()
-            else:
+            if not in_kernel:
                 epilogue.apply()
-            with one_mesh_per_group(optimizer):
+            told = fused_step(optimizer, epilogue.found_inf, epilogue.multiplier) if in_kernel else nullcontext()
+            with told, one_mesh_per_group(optimizer):
                 output = optimizer.step(**kwargs) if step.closure is None else step.closure.step(**kwargs)
         except _LaterOverflow:
             epilogue = step.epilogue
             _go_back(memory, optimizer)
         finally:
             step.is_stepping = False
-            epilogue.release()
     # Manual optimization may go on with a forward under the same autocast, which has cached the old weights.
     torch.clear_autocast_cache()
 
     # Report.
-    if step.dispatcher is not None:
+    if plan.dispatcher is not None:
         report = StepReport(
             epilogue.found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms
         )
-        step.dispatcher.record(optimizer, report, settle_now=not on_device)
+        plan.dispatcher.record(optimizer, report, settle_now=not on_device)
 
     # Update the scale: once per batch. In manual optimization the batch may hold more steps, so it waits for the next.
-    if step.scaler is None:
+    if plan.scaler is None:
         return output
     if not epilogue.parameters and not epilogue.anyone_has_gradients():
-        private_api.forget_optimizers(step.scaler, [optimizer])
+        private_api.forget_optimizers(plan.scaler, [optimizer])
         return output
-    private_api.record_found_inf(step.scaler, optimizer, epilogue.found_inf)
-    if step.model.automatic_optimization:
+    private_api.record_found_inf(plan.scaler, optimizer, epilogue.found_inf)
+    if plan.model.automatic_optimization:
         try:
-            step.scaler.update()
+            plan.scaler.update()
         except LossScaleFloorError as error:
             raise _with_names(error, step) from None
     return output
@@ -184,7 +245,6 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
 def _evaluate_again(
     step: GradientStep,
     closure: Callable[[], Any],
-    begin: Callable[[], GradientEpilogue],
     context: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
     """Evaluates the loss once more, for an optimizer that asks for it inside of its step; see ``hand_out``.
@@ -192,20 +252,17 @@ def _evaluate_again(
     Raises:
         MisconfigurationException: if micro-batches are weighed and counted.
     """
-    optimizer = step.epilogue.optimizer
-    controller = AccumulationController.of(step.model.trainer)
+    controller = step.plan.controller
     if controller is not None and controller.weight_by is not None:
         raise MisconfigurationException(
             "AccumulationScheduler and ChinchillaBudget cannot be used with"
-            f" {type(optimizer).__name__}, which evaluates the loss several times in one step: tokens and windows would"
-            " be counted more than once. Use another optimizer, or remove the callbacks."
+            f" {type(step.plan.optimizer).__name__}, which evaluates the loss several times in one step: tokens and"
+            " windows would be counted more than once. Use another optimizer, or remove the callbacks."
         )
     torch.clear_autocast_cache()
     with context():
         result = closure()
-    step.epilogue = begin()
-    step.epilogue.in_kernel = False
-    _make_ready(step)
+    _make_ready(step, in_kernel=False)
     if step.epilogue.wait_for_decision():
         raise _LaterOverflow
     step.epilogue.apply()
@@ -224,9 +281,9 @@ def _go_back(memory: OptimizerMemory | None, optimizer: Optimizer) -> None:
 
 
 def _with_names(error: LossScaleFloorError, step: GradientStep) -> LossScaleFloorError:
-    names = {id(p): name for name, p in step.model.named_parameters()}
+    names = {id(p): name for name, p in step.plan.model.named_parameters()}
     shards = zip(step.epilogue.parameters, step.epilogue.shards, strict=True)
     bad = [names.get(id(p), "?") for p, shard in shards if not torch.isfinite(shard).all()]
     return LossScaleFloorError(
-        f"Step {step.model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or 'none'}."
+        f"Step {step.plan.model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or 'none'}."
     )

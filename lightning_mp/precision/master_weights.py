@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -16,11 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.modules.names import named_modules
-from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16
@@ -334,14 +333,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         for hooks in self._hooks:
             hooks.swap_out()
 
-    def _begin_epilogue(self, optimizer: Optimizer, model: "pl.LightningModule") -> GradientEpilogue:
-        return Fp32GradientEpilogue(
-            optimizer,
-            private_api.grad_scaler_scale(self.scaler) if self.scaler is not None else None,
-            self._fp32_copies,
-            ranks=self._stepping_ranks(model),
-            device=model.device,
-        )
+    def _epilogue_type(self) -> Callable[..., Fp32GradientEpilogue]:
+        return partial(Fp32GradientEpilogue, self._fp32_copies)
 
     def clip_gradients(
         self,

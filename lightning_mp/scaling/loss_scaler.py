@@ -285,16 +285,15 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         state = ScaleState(scale, growth_tracker, self._hysteresis_tracker, self._floor_tracker)
         update_scale_(state, found_inf, self.rule)
         self._per_optimizer_states.clear()
-        self._watch_floor()
-
-    def _watch_floor(self) -> None:
         if self._on_floor == "ignore":
             return
-        assert self._floor_tracker is not None
+        # Read one update late: nothing waits for the device.
         previous, self._floor_copy = self._floor_copy, HostCopy(self._floor_tracker.reshape(1))
         overflows = int(previous.read()[0]) if previous is not None else 0
-        if overflows == 0 or overflows % FLOOR_PATIENCE_STEPS:
-            return
+        if overflows and overflows % FLOOR_PATIENCE_STEPS == 0:
+            self._complain_of_the_floor(overflows)
+
+    def _complain_of_the_floor(self, overflows: int) -> None:
         message = (
             f"The loss scale is at its floor {self._min_scale:g} and the last {overflows} steps in a row still"
             " overflowed: the gradients are not finite at any scale. Look for the cause in the model or the data"

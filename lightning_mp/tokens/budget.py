@@ -174,26 +174,25 @@ def is_spent_already(
 
 
 class BudgetLimiter:
-    """Spends a budget.
+    """Trims the micro-batch in which a budget ends.
 
     Args:
-        budget: how much, and how to end.
         counter: what was spent so far, over all ranks.
         weighting: counts micro-batches.
     """
 
-    def __init__(self, budget: TokenBudget, counter: TokenCounter, weighting: Weighting) -> None:
-        self._budget = budget
+    def __init__(self, counter: TokenCounter, weighting: Weighting) -> None:
         self._counter = counter
         self._weighting = weighting
         self._undo_trim: Callable[[], None] | None = None
 
-    def is_far_from_the_end(self, position: int, certain_tokens: int) -> bool:
+    def is_far_from_the_end(self, budget: TokenBudget, position: int, certain_tokens: int) -> bool:
         """Whether the budget cannot end in the next micro-batch. All ranks answer alike, and nothing is waited for.
 
         Tokens that are still on their way are bounded by twice the largest micro-batch so far, since lengths vary.
 
         Args:
+            budget: how much, and how to end.
             position: micro-batches of the window before this one.
             certain_tokens: the most that this micro-batch can hold, if there is one rank; else 0, since the others'
                 are not known.
@@ -202,12 +201,16 @@ class BudgetLimiter:
         in_flight = self._counter.unread_micro_batches + position + 2
         return (
             largest > 0
-            and spent_tokens(self._budget, self._counter) + 2 * largest * in_flight + certain_tokens
-            < self._budget.tokens
+            and spent_tokens(budget, self._counter) + 2 * largest * in_flight + certain_tokens < budget.tokens
         )
 
-    def begin_micro_batch(self, window: OpenWindow, batch: Any) -> tuple[bool, Measure]:
+    def begin_micro_batch(self, budget: TokenBudget, window: OpenWindow, batch: Any) -> tuple[bool, Measure]:
         """Trims the micro-batch if it must. Waits for the device; ask :meth:`is_far_from_the_end` first.
+
+        Args:
+            budget: how much, and how to end.
+            window: where the run stands.
+            batch: the micro-batch that begins.
 
         Returns:
             Whether the run ends with this micro-batch, and what it now measures.
@@ -218,14 +221,14 @@ class BudgetLimiter:
         self._counter.settle()
         window_tokens, counts = _gather(window)
         if self._counter.windows == 0 and window.position == 0:
-            self._check_first(batch, sum(counts))
-        remaining = self._budget.tokens - spent_tokens(self._budget, self._counter) - window_tokens
+            self._check_first(budget, batch, sum(counts))
+        remaining = budget.tokens - spent_tokens(budget, self._counter) - window_tokens
         largest = max(self._counter.largest_micro_batch, window.measure.presented_tokens * len(counts))
-        landing = split_last_batch(counts, remaining, self._budget.landing, largest)
+        landing = split_last_batch(counts, remaining, budget.landing, largest)
         kept = landing.keep_tokens[window.data_rank]
         if kept == counts[window.data_rank]:
             return landing.is_last, window.measure
-        self._undo_trim = self._trim(batch, kept)
+        self._undo_trim = self._trim(budget, batch, kept)
         return landing.is_last, self._weighting.measure(batch)
 
     def restore_labels(self) -> None:
@@ -234,19 +237,19 @@ class BudgetLimiter:
         if undo is not None:
             undo()
 
-    def _trim(self, batch: Any, keep_tokens: int) -> Callable[[], None]:
-        if self._budget.trim is not None:
-            return self._budget.trim(batch, keep_tokens)
+    def _trim(self, budget: TokenBudget, batch: Any, keep_tokens: int) -> Callable[[], None]:
+        if budget.trim is not None:
+            return budget.trim(batch, keep_tokens)
         labels = batch_tokens.trim_labels_(batch, keep_tokens, shifted=self._weighting.shifted)
         return lambda: batch_tokens.replace_labels_(batch, labels)
 
-    def _check_first(self, batch: Any, tokens: int) -> None:
-        if self._budget.tokens < tokens:
+    def _check_first(self, budget: TokenBudget, batch: Any, tokens: int) -> None:
+        if budget.tokens < tokens:
             raise MisconfigurationException(
-                f"The budget of {self._budget.tokens:,} tokens is smaller than one micro-batch, which has {tokens:,}"
+                f"The budget of {budget.tokens:,} tokens is smaller than one micro-batch, which has {tokens:,}"
                 " tokens over all ranks. Raise the budget or make the batch smaller."
             )
-        if self._budget.landing != "exact" or self._budget.trim is not None:
+        if budget.landing != "exact" or budget.trim is not None:
             return
         if self._weighting.count is not None:
             raise MisconfigurationException(

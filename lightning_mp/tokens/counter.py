@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 from operator import sub
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,39 +30,45 @@ LEDGER_KINDS = dict.fromkeys((*_SUMS, *_PARTS, "largest_micro_batch"), COUNT)
 NUM_TOTALS = 6
 
 
+@dataclass(frozen=True, eq=False)
 class AccumulationTotals:
     """Running totals of one window on one rank, see :meth:`tensor`.
 
     Numbers that the host knows stay on the host; counts made on the device stay there, as int64, so that nothing waits.
+
+    Attributes:
+        micro_batches: micro-batches that were trained on.
+        host: what the host knows of each entry of :meth:`tensor`.
+        device: what was counted on the device, to be added to it; None where nothing was.
     """
 
-    def __init__(self) -> None:
-        self.micro_batches = 0
-        self._host = [0.0] * NUM_TOTALS
-        self._device: list[Tensor | None] = [None] * NUM_TOTALS
+    micro_batches: int = 0
+    host: tuple[float, ...] = (0.0,) * NUM_TOTALS
+    device: tuple[Tensor | None, ...] = (None,) * NUM_TOTALS
 
-    def add(
+    def plus(
         self,
         items: float | Tensor,
         tokens: float | Tensor,
         presented_tokens: int,
         samples: int = 0,
         nonpad_tokens: float | Tensor = 0,
-    ) -> None:
-        """Adds one micro-batch that was trained on."""
-        self.micro_batches += 1
+    ) -> "AccumulationTotals":
+        """The totals with one more micro-batch that was trained on."""
+        host, device = list(self.host), list(self.device)
         for index, number in enumerate((items, tokens, presented_tokens, samples, nonpad_tokens)):
             if isinstance(number, Tensor):
-                sum_before = self._device[index]
-                self._device[index] = number if sum_before is None else sum_before + number
+                sum_before = device[index]
+                device[index] = number if sum_before is None else sum_before + number
             else:
-                self._host[index] += number
-        self._host[5] = max(self._host[5], presented_tokens)
+                host[index] += number
+        host[5] = max(host[5], presented_tokens)
+        return AccumulationTotals(self.micro_batches + 1, tuple(host), tuple(device))
 
     @property
     def host_items(self) -> float | None:
         """The items, if the host knows them all."""
-        return self._host[0] if self._device[0] is None else None
+        return self.host[0] if self.device[0] is None else None
 
     def tensor(self, device: torch.device) -> Tensor:
         """Items; target, presented tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
@@ -72,22 +78,14 @@ class AccumulationTotals:
         dtype = accumulation_dtype(device)
         return torch.stack([self._entry(index, device, dtype) for index in range(NUM_TOTALS)])
 
-    @classmethod
-    def of(cls, micro_batches: int, totals: "list[float]") -> Self:
-        """Totals that were saved."""
-        made = cls()
-        made.micro_batches = micro_batches
-        made._host = list(totals)
-        return made
-
     def tokens(self, device: torch.device) -> Tensor:
         """The target tokens, a scalar tensor on ``device``."""
         return self._entry(1, device, accumulation_dtype(device))
 
     def _entry(self, index: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         # `full` is a kernel; `torch.tensor(number, device=...)` would make the host wait for the device.
-        known = torch.full((), self._host[index], dtype=dtype, device=device)
-        counted = self._device[index]
+        known = torch.full((), self.host[index], dtype=dtype, device=device)
+        counted = self.device[index]
         return known if counted is None else known + counted.to(device=device, dtype=dtype)
 
 

@@ -39,6 +39,7 @@ class Measure:
     nonpad_tokens: int | Tensor = 0
 
 
+@dataclass(frozen=True)
 class Weighting:
     """Measures micro-batches.
 
@@ -46,46 +47,58 @@ class Weighting:
         weight_by: "token" weighs by target tokens, "sample" by batch size, "batch" all alike; "auto" takes tokens
             if the first batch has token labels or ``count`` is given, else samples. The choice is printed.
         count: counts the tokens of a batch, where they are not its labels.
+        shifted: the model shifts its labels itself.
+        counts_tokens: whether tokens are counted at all.
+        counts_samples: whether samples are, also where they are not the weight.
 
     Raises:
         ValueError: if ``weight_by`` is unknown.
     """
 
-    def __init__(self, weight_by: WeightBy = "auto", count: CountFunction | None = None) -> None:
-        if weight_by not in get_args(WeightBy):
-            raise ValueError(f"weight_by={weight_by!r} is unknown; it must be one of {get_args(WeightBy)}.")
-        if count is not None and not callable(count):
-            raise ValueError(f"count={count!r} must be a function from a batch to its number of tokens.")
-        self.weight_by: WeightBy = weight_by
-        self.count = count
-        self.shifted = False
-        self.counts_tokens = True
-        self.counts_samples = weight_by == "sample"
+    weight_by: WeightBy = "auto"
+    count: CountFunction | None = None
+    shifted: bool = False
+    counts_tokens: bool = True
+    counts_samples: bool = False
 
-    def resolve(self, first_batch: Any, *, shifted: bool, budgeted: bool) -> None:
-        """Settles "auto" and refuses what the first batch cannot give.
+    def __post_init__(self) -> None:
+        if self.weight_by not in get_args(WeightBy):
+            raise ValueError(f"weight_by={self.weight_by!r} is unknown; it must be one of {get_args(WeightBy)}.")
+        if self.count is not None and not callable(self.count):
+            raise ValueError(f"count={self.count!r} must be a function from a batch to its number of tokens.")
+
+    def resolved(
+        self, first_batch: Any, *, shifted: bool, needs_tokens: bool = False, needs_samples: bool = False
+    ) -> "Weighting":
+        """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused.
 
         Args:
             first_batch: the first batch of the run.
             shifted: the model shifts its labels itself.
-            budgeted: a token budget needs tokens even if they are not the weight.
+            needs_tokens: tokens are needed even if they are not the weight, as for a budget.
+            needs_samples: the same for samples.
 
         Raises:
             MisconfigurationException: if tokens are needed and cannot be counted.
         """
-        self.shifted = shifted
         has_tokens = self.count is not None or batch_tokens.find_labels(first_batch) is not None
-        if not has_tokens and (budgeted or self.weight_by == "token"):
+        if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
                 f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: there is no integer"
                 " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
                 " batch to its number of tokens."
             )
-        if self.weight_by == "auto":
-            self.weight_by = "token" if has_tokens else "sample"
-            rank_zero_info(f"Gradient accumulation: micro-batches are weighted by their number of {self.weight_by}s.")
-        self.counts_tokens = has_tokens
-        self.counts_samples = self.counts_samples or self.weight_by == "sample"
+        weight_by = self.weight_by
+        if weight_by == "auto":
+            weight_by = "token" if has_tokens else "sample"
+            rank_zero_info(f"Gradient accumulation: micro-batches are weighted by their number of {weight_by}s.")
+        return Weighting(
+            weight_by,
+            self.count,
+            shifted=shifted,
+            counts_tokens=has_tokens,
+            counts_samples=needs_samples or weight_by == "sample",
+        )
 
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_mp import LossScaler
 from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.gradients.fused_optimizers import fused_step
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 
@@ -96,18 +97,16 @@ def _ways(parameters: list[nn.Parameter], device: torch.device) -> dict[str, tup
     unfused = torch.optim.AdamW(parameters, foreach=True)
 
     def ours_fused() -> None:
-        epilogue = GradientEpilogue(fused, scale, ranks=ranks, device=device)
+        epilogue = GradientEpilogue(fused, scale, ranks=ranks, device=device, in_kernel=True)
         epilogue.reduce(None)
-        epilogue.plan_factor(None)
-        epilogue.clip_by_norm(MAX_NORM, fresh=False)
-        epilogue.tell_optimizer()
-        epilogue.release()
+        epilogue.plan(None, MAX_NORM)
+        with fused_step(fused, epilogue.found_inf, epilogue.multiplier):
+            pass
 
     def ours_unfused() -> None:
         epilogue = GradientEpilogue(unfused, scale, ranks=ranks, device=device)
         epilogue.reduce(None)
-        epilogue.plan_factor(None)
-        epilogue.clip_by_norm(MAX_NORM, fresh=False)
+        epilogue.plan(None, MAX_NORM)
         epilogue.apply()
 
     def torchs() -> None:

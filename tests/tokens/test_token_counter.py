@@ -56,7 +56,7 @@ def test_totals_are_the_sums_whether_counted_on_the_host_or_on_the_device(number
     for items, tokens, presented_tokens, samples, nonpad_tokens in numbers:
         items_on_device, tokens_on_device = next(choices), next(choices)
         all_items_on_host &= not items_on_device
-        totals.add(
+        totals = totals.plus(
             torch.tensor(items, dtype=dtype) if items_on_device else items,
             torch.tensor(tokens, dtype=dtype) if tokens_on_device else tokens,
             presented_tokens,
@@ -73,23 +73,23 @@ def test_totals_are_the_sums_whether_counted_on_the_host_or_on_the_device(number
 
 def test_totals_are_one_vector_in_double_precision():
     totals = AccumulationTotals()
-    totals.add(1, torch.tensor(3), 4)
+    totals = totals.plus(1, torch.tensor(3), 4)
     vector = totals.tensor(CPU)
     assert (vector.shape, vector.dtype, totals.tokens(CPU).shape) == ((NUM_TOTALS,), torch.float64, ())
 
 
 def test_more_tokens_than_single_precision_counts_are_exact():
     totals = AccumulationTotals()
-    totals.add(torch.tensor(2**24), 2**24, 2**40, 7)
-    totals.add(torch.tensor(1), 1, 1, 8)
+    totals = totals.plus(torch.tensor(2**24), 2**24, 2**40, 7)
+    totals = totals.plus(torch.tensor(1), 1, 1, 8)
     assert totals.tensor(CPU).tolist() == [2**24 + 1, 2**24 + 1, 2**40 + 1, 15, 0, 2**40]
 
 
 def test_a_counted_tensor_is_not_written_to():
     counted = torch.tensor(5)
     totals = AccumulationTotals()
-    totals.add(counted, counted, 5)
-    totals.add(counted, 1, 5)
+    totals = totals.plus(counted, counted, 5)
+    totals = totals.plus(counted, 1, 5)
     totals.tensor(CPU).add_(1)
     assert counted.item() == 5
     assert totals.tensor(CPU).tolist() == [10.0, 6.0, 10.0, 0.0, 0.0, 5.0]
@@ -183,8 +183,7 @@ def test_closing_windows_reads_no_scalar_on_the_host():
     counter, totals = TokenCounter(), torch.tensor([1.0, 2.0, 3.0, 0.0, 0.0, 3.0], dtype=torch.float64)
     with CountReads() as reads:
         for _ in range(3):
-            window = AccumulationTotals()
-            window.add(torch.tensor(1), torch.tensor(2), 3)
+            window = AccumulationTotals().plus(torch.tensor(1), torch.tensor(2), 3)
             counter.close_window(window.tensor(CPU), 1)
         assert reads.reads == 0
         totals[0].item()

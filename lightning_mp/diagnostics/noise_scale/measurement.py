@@ -153,7 +153,8 @@ def square_share(parameters: Sequence[Tensor], ranks: GradientReplication) -> Te
     """
     finished = [(p, _finished(p.grad)) for p in parameters if p.grad is not None]
     norms = gradient_ops.shard_norms([gradient_ops.local_shard(gradient) for _, gradient in finished])
-    return gradient_ops.square_sum(norms, [ranks.copies(gradient, parameter) for parameter, gradient in finished])
+    copies = ranks.copies([gradient for _, gradient in finished], [parameter for parameter, _ in finished])
+    return gradient_ops.square_sum(norms, copies)
 
 
 def _finished(gradient: Tensor) -> Tensor:

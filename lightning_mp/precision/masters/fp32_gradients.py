@@ -5,13 +5,13 @@ become zero. So whatever changes gradients (unscaling, normalising, clipping, a 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mp.core import private_api
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 
 __all__ = ["Fp32GradientEpilogue", "Fp32Gradients", "as_float32"]
@@ -76,23 +76,13 @@ class Fp32GradientEpilogue(GradientEpilogue):
     """The epilogue over 16-bit gradients: it reads them as they are, and changes fp32 copies.
 
     Args:
-        optimizer: see :class:`~lightning_mp.optimizer_step.gradient_epilogue.GradientEpilogue`.
-        scale: see there.
         fp32_copies: makes the copies.
-        ranks: see there.
-        device: see there.
+        args: see :class:`~lightning_mp.optimizer_step.gradient_epilogue.GradientEpilogue`.
+        kwargs: see there.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor | None,
-        fp32_copies: Fp32Gradients,
-        *,
-        ranks: GradientReplication,
-        device: torch.device,
-    ) -> None:
-        super().__init__(optimizer, scale, ranks=ranks, device=device)
+    def __init__(self, fp32_copies: Fp32Gradients, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._fp32_copies = fp32_copies
 
     def make_true(self) -> None:
@@ -112,6 +102,6 @@ class Fp32GradientEpilogue(GradientEpilogue):
 
     def apply(self) -> None:
         """Multiplies what was planned into the gradients."""
-        if self._plan.combined() is not None:
+        if self.multiplier is not None:
             self._fp32_copies.show(self.parameters)
         super().apply()
