@@ -1,21 +1,32 @@
-"""What the pages say exists: every call of a part of ours, every dotted name, every quoted message, every anchor."""
+"""What the pages name exists: parts and their arguments, messages, headings; and no setting of another tool is missing."""
 
 import ast
 import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import lightning_mp
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-HOMES = (lightning_mp, *(getattr(lightning_mp, home) for home in "checkpoints diagnostics metrics planning".split()))
+HOMES = (
+    lightning_mp,
+    lightning_mp.checkpoints,
+    lightning_mp.diagnostics,
+    lightning_mp.metrics,
+    lightning_mp.pipelining,
+    lightning_mp.planning,
+)
 PUBLIC = {name: getattr(home, name) for home in HOMES for name in home.__all__}
 SOURCE = "\n".join(
     path.read_text() for room in ("lightning_mp", "callbacks", "strategies") for path in (ROOT / room).rglob("*.py")
@@ -105,6 +116,27 @@ def test_messages_are_quoted_as_they_are_printed() -> None:
     verdicts = [part for part in re.findall(r'"([a-z][^"`]+)"', FENCE.sub("", page).replace("\n", " ")) if " " in part]
     assert len(verdicts) > 8
     assert [part for part in verdicts if re.sub(r"\s+", " ", part).partition(" float16")[0] not in MESSAGES] == []
+
+
+def settings(annotation: Any) -> Iterator[str]:
+    """The strings and numbers that a type allows."""
+    for part in get_args(annotation):
+        yield from (f'`"{part}"`',) if isinstance(part, str) else (f"`{part}`",) if isinstance(part, int) else ()
+        yield from settings(part)
+
+
+def test_every_setting_of_torch_and_lightning_has_a_row() -> None:
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    precisions = {*settings(inspect.signature(Trainer).parameters["precision"].annotation)}
+    assert len(precisions) > 12
+    of_torch = {
+        *inspect.signature(torch.amp.autocast).parameters,
+        *inspect.signature(torch.amp.GradScaler).parameters,
+        *(field.name for kind in (MixedPrecision, MixedPrecisionPolicy) for field in fields(kind)),
+    }
+    cells = " ".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("|"))
+    assert [setting for setting in sorted(precisions) if setting not in cells] == []
+    assert [name for name in sorted(of_torch) if not re.search(rf"\b{name}\b", cells)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
