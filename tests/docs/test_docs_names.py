@@ -1,4 +1,4 @@
-"""What the pages name exists: parts and their arguments, messages, headings; and no setting of another tool is missing."""
+"""What the pages name exists: parts, arguments, messages, headings; and no setting of another tool is missing."""
 
 import ast
 import inspect
