@@ -1,6 +1,5 @@
 """How many gradient values a number format loses, and how large the loss scale may be."""
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +37,7 @@ from lightning_mp.diagnostics.underflow.observation import (
     STATE_KINDS,
     UnderflowObservation,
     UnderflowSummary,
+    logged_numbers,
     pack_observation,
 )
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_observation
@@ -214,7 +214,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
         if self.watch == ("gradients",):
             idle(self, UnderflowMonitor, *BATCH_HOOKS)
             wake(self, "on_before_optimizer_step")
-            self._await_backward(trainer.global_step)
+            if self.needs_gradients(trainer.global_step):
+                wake(self, "on_before_backward")
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
@@ -259,8 +260,12 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
         """Counts gradients, if this step is observed, and starts the transfer."""
-        self._await_backward(trainer.global_step + 1)
-        if not self.needs_gradients(trainer.global_step):
+        step_index = trainer.global_step
+        if self.needs_gradients(step_index + 1):
+            wake(self, "on_before_backward")
+        elif self.watch == ("gradients",):
+            idle(self, UnderflowMonitor, "on_before_backward")
+        if not self.needs_gradients(step_index):
             return
         loss_scale = loss_scale_of(trainer)
         factor = self._factor(loss_scale, already_scaled=gradients_are_scaled(trainer, optimizer))
@@ -294,12 +299,6 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._forget()
 
     # -- from the device to the logger ---------------------------------------------------------------------------------
-
-    def _await_backward(self, step_index: int) -> None:
-        if self.watch == ("gradients",):
-            idle(self, UnderflowMonitor, "on_before_backward")
-            if self.needs_gradients(step_index):
-                wake(self, "on_before_backward")
 
     def _factor(self, loss_scale: Tensor | None, *, already_scaled: bool) -> Tensor | float | None:
         """What values are multiplied by to be those that the format would hold."""
@@ -344,27 +343,13 @@ class UnderflowMonitor(SettingsRepr, Callback):
         )
         summaries = {kind: self._latest.summary(kind) for kind in self.watch}
         self._history.append(summaries)
-        self._logged = {
-            name: value for kind, summary in summaries.items() for name, value in self._numbers_of(kind, summary)
-        }
+        self._logged = logged_numbers(summaries, self._suggestion())
         if pending.trainer.is_global_zero:
             for logger in pending.trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     for kind in self.watch:
                         tag, whole = f"mp/exponents/{kind}", self._latest.whole(kind)
                         add_to_tensorboard(logger.experiment, tag, whole, pending.step_index)
-
-    def _numbers_of(self, kind: str, summary: UnderflowSummary) -> list[tuple[str, float]]:
-        behind = "" if kind == "gradients" else f"/{kind}"
-        numbers: list[tuple[str, float | None]] = [
-            ("underflow_fraction", summary.underflow_fraction),
-            ("subnormal_fraction", summary.subnormal_fraction),
-            ("zero_fraction", summary.zero_fraction),
-            ("headroom_doublings", summary.headroom_doublings),
-        ]
-        if kind == self.watch[0]:
-            numbers.append(("suggested_scale", self._suggestion()))
-        return [(f"mp/{n}{behind}", v) for n, v in numbers if v is not None and math.isfinite(v)]
 
     def _suggestion(self) -> float | None:
         recent = list(self._history)[-SUGGESTION_OBSERVATIONS:]

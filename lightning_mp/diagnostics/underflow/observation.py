@@ -14,7 +14,7 @@ from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, list
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, suggested_scale
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
-__all__ = ["STATE_KINDS", "UnderflowObservation", "UnderflowSummary", "pack_observation"]
+__all__ = ["STATE_KINDS", "logged_numbers", "UnderflowObservation", "UnderflowSummary", "pack_observation"]
 
 _LAYERS_IN_TEXT = 10
 
@@ -42,6 +42,17 @@ class UnderflowSummary:
     zero_fraction: float
     headroom_doublings: float
     suggested_scale: float | None
+
+
+def logged_numbers(summaries: Mapping[str, UnderflowSummary], suggested_scale: float | None) -> dict[str, float]:
+    """What a monitor logs of the kinds that it watches; the suggestion under the first one. Infinite ones are not."""
+    numbers: dict[str, float | None] = {}
+    for kind, summary in summaries.items():
+        behind = "" if kind == "gradients" else f"/{kind}"
+        for name in ("underflow_fraction", "subnormal_fraction", "zero_fraction", "headroom_doublings"):
+            numbers[f"mp/{name}{behind}"] = getattr(summary, name)
+        numbers.setdefault(f"mp/suggested_scale{behind}", suggested_scale if kind == next(iter(summaries)) else None)
+    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
 @dataclass(frozen=True)
