@@ -111,6 +111,7 @@ def _print(answer: Recommendation) -> None:
     print(f"{answer.goal} on {answer.gpus} x {answer.device.name} ({answer.device.generation})\n")
     for choice in answer.choices:
         print(f"  {choice.what}: {choice.value} [{choice.sure}]")
-        print(textwrap.fill(choice.reason, _WIDTH, initial_indent="    ", subsequent_indent="    "))
+        reason = textwrap.wrap(choice.reason, _WIDTH, break_on_hyphens=False)
+        print(textwrap.indent("\n".join(reason), "    "))
         print(f"    Source: {choice.source}\n")
     print(answer.python(), end="")

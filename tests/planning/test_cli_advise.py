@@ -35,7 +35,7 @@ def test_advise_in_other_forms(capsys):
     content = json.loads(output(capsys, f"{words} --json"))
     assert content["fits"] is True
     assert [row["what"] for row in content["choices"]] == [
-        "precision", "memory", "strategy", "micro-batch", "accumulation"
+        "precision", "policy", "memory", "strategy", "micro-batch", "accumulation"
     ]  # fmt: skip
     assert yaml.safe_load(content["yaml"])["trainer"] == trainer
 

@@ -1,7 +1,6 @@
 """What a device can do, as far as the choice of a precision depends on it: named, or found by torch."""
 
 import re
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +27,7 @@ _GENERATIONS = (
     ("AMD Instinct", r"MI\d"),
 )
 # NVIDIA, CUDA C++ Programming Guide, table of compute capabilities; the highest that is not above the device's.
-_CAPABILITIES: tuple[tuple[tuple[int, int], str, AbstractSet[str]], ...] = (
+_CAPABILITIES: tuple[tuple[tuple[int, int], str, frozenset[str]], ...] = (
     ((12, 0), "Blackwell RTX", _ADA),
     ((10, 0), "Blackwell", _ADA),
     ((9, 0), "Hopper", _ADA),
@@ -55,7 +54,7 @@ class DeviceTraits:
     name: str
     accelerator: Literal["cuda", "mps", "cpu"]
     generation: str
-    formats: AbstractSet[str]
+    formats: frozenset[str]
     memory_bytes: int | None
 
 
@@ -117,6 +116,8 @@ def generation_of(chip: str) -> str:
     return next((name for name, pattern in _GENERATIONS if re.match(pattern, chip)), "Ampere")
 
 
-def _of_capability(capability: tuple[int, int]) -> tuple[str, AbstractSet[str]]:
-    known = (row[1:] for row in _CAPABILITIES if row[0] <= capability)
-    return next(known, ("before Volta", frozenset()))
+def _of_capability(capability: tuple[int, int]) -> tuple[str, frozenset[str]]:
+    for least, generation, formats in _CAPABILITIES:
+        if capability >= least:
+            return generation, formats
+    return "before Volta", frozenset()

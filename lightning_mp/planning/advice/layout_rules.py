@@ -35,6 +35,7 @@ class Question:
         goal: of the run.
         gpus: how many devices.
         gpus_per_node: of them in one node.
+        device: its name.
         memory_bytes: of one; None where it is not limited by a device's own memory.
         parameters: of the model, if known.
         config: its shape, if it is a decoder.
@@ -46,6 +47,7 @@ class Question:
     goal: Goal
     gpus: int
     gpus_per_node: int
+    device: str
     memory_bytes: float | None
     parameters: float | None
     config: DecoderConfig | None
@@ -131,10 +133,10 @@ def _decoder(question: Question, config: DecoderConfig, memory_bytes: float) -> 
             Choice("checkpointing", f"ActivationCheckpointing({question.blocks!r})", reason, _CHECKPOINTING, "certain")
         )
     if most:
-        reason = (
-            "The most that fit with the allocator at its worst. Larger ones may fit: MicroBatchOnOOM() halves them."
-        )
-        value = f"up to {most} sequences of {question.context_tokens:,} tokens per GPU"
+        reason = "The most that fit with the allocator at its worst; a larger one may fit."
+        if not isinstance(strategy, Component):
+            reason += " MicroBatchOnOOM() halves one that does not."
+        value = f"up to {most} sequence{'s' if most > 1 else ''} of {question.context_tokens:,} tokens per GPU"
         choices.append(Choice("micro-batch", value, reason, _CALCULATED, "likely"))
     return LayoutAdvice(
         choices=tuple(choices),
@@ -156,7 +158,8 @@ def _fit_choice(
     low, high = memory.reserved_bytes
     reason = (
         f"{layout.name}, one sequence of {question.context_tokens:,} tokens and Adam: {format_bytes(low)} to"
-        f" {format_bytes(high)} of {format_bytes(memory_bytes)}. The range is the allocator's, which was not measured."
+        f" {format_bytes(high)} of {format_bytes(memory_bytes)} ({question.device}). The range is the allocator's,"
+        " which was not measured."
     )
     if verdict == "fits":
         return Choice("memory", "fits", reason, _CALCULATED, "likely")
@@ -223,7 +226,7 @@ def _by_states(question: Question, parameters: float, memory_bytes: float) -> La
         reason = f"{kept}: {'as much as one GPU holds' if whole else 'more than one GPU has, so they are sharded'}."
         choices.append(Choice("strategy", value, reason, _DDP if whole else _FSDP, "likely" if whole else "certain"))
     fitting = whole or shared
-    reason = f"{kept}; one GPU has {format_bytes(memory_bytes)}."
+    reason = f"{kept}; one {question.device} has {format_bytes(memory_bytes)}."
     if fitting:
         reason += " Activations come on top: estimate_memory(module, batch) measures them."
     else:

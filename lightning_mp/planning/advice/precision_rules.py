@@ -267,8 +267,8 @@ def _about_weights(goal: Goal, storage: str) -> list[Choice]:
 
 def _policy() -> Choice:
     reason = (
-        "Autocast on CUDA keeps norms, softmax and losses in fp32 by itself. Give policy=PrecisionPolicy(...) for a layer"
-        " that PrecisionAudit() or OverflowPostMortem() names."
+        "Autocast on CUDA keeps norms, softmax and losses in fp32 by itself. Give policy=PrecisionPolicy(...) for a"
+        " layer that PrecisionAudit() or OverflowPostMortem() names."
     )
     return Choice("policy", "none", reason, _AUTOCAST, "likely")
 

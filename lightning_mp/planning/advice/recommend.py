@@ -58,6 +58,7 @@ def recommend(
         from lightning_mp import AutocastPrecision
         <BLANKLINE>
         # precision: bf16-mixed (certain)
+        # policy: none (likely)
         trainer = pl.Trainer(
             accelerator="cuda",
             devices=1,
@@ -81,6 +82,7 @@ def recommend(
             goal=goal,
             gpus=gpus,
             gpus_per_node=near,
+            device=traits.name,
             memory_bytes=memory_bytes if memory_bytes is not None else traits.memory_bytes,
             parameters=parameters,
             config=config,
@@ -144,7 +146,10 @@ def _accumulation(
         sequences = round(batch_tokens / at_once)
         micro_batches = -(-sequences // most)
         each = -(-sequences // micro_batches)
-        reason += f" With {each} sequences per GPU at once these are {micro_batches}; give the loader that batch size."
+        reason += (
+            f" With {each} sequence{'s' if each > 1 else ''} per GPU at once these are {micro_batches}; give the loader"
+            " that batch size."
+        )
     value = f"target_tokens={int(batch_tokens)}"
     scheduler = Component("AccumulationScheduler", (("target_tokens", int(batch_tokens)),))
     return [Choice("accumulation", value, reason, "documentation of AccumulationScheduler", "certain")], (scheduler,)
