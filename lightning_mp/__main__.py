@@ -5,7 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from lightning_mp._version import __version__
+from lightning_mp.cli.advise import add_advise_command
 from lightning_mp.cli.fit import add_fit_command
+from lightning_mp.cli.formats import add_formats_command
 from lightning_mp.cli.layouts import add_layouts_command
 from lightning_mp.cli.memory import add_memory_command
 from lightning_mp.cli.parser import OneLineParser
@@ -29,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
     add_demo_command(commands)
     add_plan_command(commands)
+    add_advise_command(commands)
     add_memory_command(commands)
     add_fit_command(commands)
     add_layouts_command(commands)
+    add_formats_command(commands)
     parsed: argparse.Namespace = parser.parse_args(arguments)
     code: int = parsed.run(parsed)
     return code

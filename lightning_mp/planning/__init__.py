@@ -3,6 +3,9 @@
 from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
 from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
+from lightning_mp.planning.advice.device_traits import DeviceTraits
+from lightning_mp.planning.advice.recommend import recommend
+from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
@@ -34,10 +37,13 @@ __all__ = [
     "CONVENTIONS",
     "Chip",
     "ChipChoice",
+    "Choice",
+    "Component",
     "ComputeOptimal",
     "DecoderConfig",
     "DecoderMemory",
     "DecoderSize",
+    "DeviceTraits",
     "ExponentialDecay",
     "FlopsConvention",
     "Frontier",
@@ -51,6 +57,7 @@ __all__ = [
     "ParallelLayout",
     "ParallelPlan",
     "ParametricLaw",
+    "Recommendation",
     "RepetitionLaw",
     "Run",
     "RunTime",
@@ -81,6 +88,7 @@ __all__ = [
     "peak_flops",
     "plan_parallelism",
     "read_runs",
+    "recommend",
     "run_time",
     "tokens_for",
     "training_flops",

@@ -1,0 +1,117 @@
+"""``lightning-mp advise``: what to use on this machine, or a named one, with reasons and ready code."""
+
+import argparse
+import textwrap
+from dataclasses import asdict
+from typing import Any, get_args
+
+from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.planning.advice.precision_rules import Goal
+from lightning_mp.planning.advice.recommend import recommend
+from lightning_mp.planning.advice.recommendation import Recommendation
+
+__all__ = ["add_advise_command"]
+
+_DESCRIPTION = """\
+Recommends precision, strategy, checkpointing and accumulation, with the reason and the source of each and how sure it
+is, and prints the Trainer. Nothing is run or measured."""
+
+_EXAMPLES = """\
+examples:
+  lightning-mp advise
+  lightning-mp advise --device t4 --params 100M --goal finetune
+  lightning-mp advise --device h100 --gpus 64 --config config.json --tokens-per-step 4M
+  lightning-mp advise --device a100 --memory-bytes 40e9 --params 7B --goal adapters --yaml"""
+
+_OPTIONS = {
+    "device": "--device",
+    "gpus": "--gpus",
+    "model": "--params",
+    "goal": "--goal",
+    "context_tokens": "--context",
+    "tokens_per_step": "--tokens-per-step",
+    "memory_bytes": "--memory-bytes",
+    **SHAPE_OPTIONS,
+}
+_WIDTH = 100
+
+
+def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds ``advise`` to the command line."""
+    parser = commands.add_parser(
+        "advise",
+        help="which precision and strategy to use, and why",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", metavar="NAME", help="cpu, mps or a chip such as t4; default what torch finds here")
+    parser.add_argument("--gpus", metavar="N", help="devices (default 1)")
+    parser.add_argument("--memory-bytes", metavar="B", help="of one device; default the larger size of the chip")
+    parser.add_argument("--goal", choices=get_args(Goal), default="pretrain", help="default pretrain")
+    parser.add_argument("--params", metavar="N", help="parameters of the model, such as 7B")
+    add_shape(parser.add_argument_group("or the shape of a decoder"))
+    parser.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
+    parser.add_argument("--tokens-per-step", metavar="T", help="of one optimizer step on all devices")
+    parser.add_argument(
+        "--blocks", metavar="GLOB", default="*.layers.*", help="modules to checkpoint (default %(default)s)"
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--python", action="store_true", help="the code alone")
+    output.add_argument("--yaml", action="store_true", help="the configuration for LightningCLI alone")
+    output.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    answer, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _answer(arguments))
+    if arguments.json:
+        print_json({**_as_json(answer), "warnings": said})
+        return 0
+    if arguments.python or arguments.yaml:
+        print(answer.python() if arguments.python else answer.yaml(), end="")
+    else:
+        _print(answer)
+    print_warnings(said)
+    return 0
+
+
+def _answer(arguments: argparse.Namespace) -> Recommendation:
+    config = config_of(arguments)
+    if config is not None and arguments.params is not None:
+        raise ValueError("Pass --params, or the shape of a decoder, not both")
+    memory = arguments.memory_bytes
+    return recommend(
+        arguments.device,
+        gpus=count_of(arguments.gpus, "gpus"),
+        model=config if config is not None else arguments.params,
+        goal=arguments.goal,
+        context_tokens=count_of(arguments.context_tokens, "context_tokens"),
+        tokens_per_step=arguments.tokens_per_step,
+        memory_bytes=None if memory is None else parse_quantity(memory, "memory_bytes"),
+        blocks=arguments.blocks,
+    )
+
+
+def _as_json(answer: Recommendation) -> dict[str, Any]:
+    return {
+        "device": answer.device.name,
+        "gpus": answer.gpus,
+        "goal": answer.goal,
+        "fits": answer.fits,
+        "choices": [asdict(choice) for choice in answer.choices],
+        "python": answer.python(),
+        "yaml": answer.yaml(),
+    }
+
+
+def _print(answer: Recommendation) -> None:
+    print(f"{answer.goal} on {answer.gpus} x {answer.device.name} ({answer.device.generation})\n")
+    for choice in answer.choices:
+        print(f"  {choice.what}: {choice.value} [{choice.sure}]")
+        reason = textwrap.wrap(choice.reason, _WIDTH, break_on_hyphens=False)
+        print(textwrap.indent("\n".join(reason), "    "))
+        print(f"    Source: {choice.source}\n")
+    print(answer.python(), end="")

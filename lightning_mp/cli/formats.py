@@ -1,0 +1,81 @@
+"""``lightning-mp formats``: the table of number formats."""
+
+import argparse
+import math
+from typing import Any
+
+from lightning_mp.cli.text import print_json, print_table
+from lightning_mp.core.number_formats import FORMATS, NumberFormat
+
+__all__ = ["add_formats_command"]
+
+_DESCRIPTION = """\
+Range and precision of each number format, computed from its bits. Below the smallest normal number precision is lost
+bit by bit; from half of the smallest subnormal number on everything is 0. Digits are decimal, epsilon is the step from
+1 to the next number."""
+
+_EXAMPLES = """\
+examples:
+  lightning-mp formats
+  lightning-mp formats --json"""
+
+
+def add_formats_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds ``formats`` to the command line."""
+    parser = commands.add_parser(
+        "formats",
+        help="range and precision of number formats",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="for machines, with the source of each")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        print_json({"formats": [_as_json(row) for row in FORMATS.values()]})
+        return 0
+    header = ("format", "bits", "exponent", "mantissa", "largest", "smallest normal", "subnormal", "digits", "epsilon")
+    rows = [
+        (
+            row.name,
+            str(row.bits),
+            str(row.exponent_bits),
+            str(row.mantissa_bits),
+            _short(row.largest_finite),
+            _short(row.smallest_normal),
+            _short(row.smallest_subnormal),
+            f"{_digits(row):.1f}",
+            _short(row.epsilon),
+        )
+        for row in FORMATS.values()
+    ]
+    print_table(header, rows)
+    return 0
+
+
+def _short(value: float) -> str:
+    return f"{value:g}" if 1 <= value < 1e6 else f"{value:.2e}"
+
+
+def _digits(row: NumberFormat) -> float:
+    return row.significant_bits * math.log10(2)
+
+
+def _as_json(row: NumberFormat) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "bits": row.bits,
+        "exponent_bits": row.exponent_bits,
+        "mantissa_bits": row.mantissa_bits,
+        "storage_bits": row.storage_bits,
+        "largest_finite": row.largest_finite,
+        "smallest_normal": row.smallest_normal,
+        "smallest_subnormal": row.smallest_subnormal,
+        "decimal_digits": _digits(row),
+        "epsilon": row.epsilon,
+        "torch_dtype": None if row.torch_dtype is None else str(row.torch_dtype),
+        "source": row.source,
+    }

@@ -1,0 +1,1 @@
+"""What to use: precision, strategy, checkpointing and accumulation for a device, a model and a goal."""

@@ -1,0 +1,123 @@
+"""What a device can do, as far as the choice of a precision depends on it: named, or found by torch."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_mp.flops.hardware import find_chip, known_chips
+from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
+from lightning_mp.planning.scaling_laws.device_budget import chip_of
+
+__all__ = ["DeviceTraits", "find_device", "generation_of", "named_device"]
+
+_FP16 = frozenset({"fp16"})
+_AMPERE = frozenset({"tf32", "bf16", "fp16"})
+_ADA = _AMPERE | {"fp8"}
+
+# The first pattern that matches the short name of a chip. NVIDIA's others with bf16 and without fp8 are Ampere.
+_GENERATIONS = (
+    ("Volta", r"V100"),
+    ("Turing", r"T4$|RTX 20|TITAN RTX|Quadro RTX"),
+    ("Ada", r"L4|RTX 40|RTX 6000 Ada"),
+    ("Hopper", r"G?H\d"),
+    ("Blackwell", r"G?B\d"),
+    ("Blackwell RTX", r"RTX 50|RTX PRO"),
+    ("AMD Instinct", r"MI\d"),
+)
+# NVIDIA, CUDA C++ Programming Guide, table of compute capabilities; the highest that is not above the device's.
+_CAPABILITIES: tuple[tuple[tuple[int, int], str, frozenset[str]], ...] = (
+    ((12, 0), "Blackwell RTX", _ADA),
+    ((10, 0), "Blackwell", _ADA),
+    ((9, 0), "Hopper", _ADA),
+    ((8, 9), "Ada", _ADA),
+    ((8, 0), "Ampere", _AMPERE),
+    ((7, 5), "Turing", _FP16),
+    ((7, 0), "Volta", _FP16),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTraits:
+    """One device.
+
+    Attributes:
+        name: short name of a known chip, "CPU", "MPS", or what torch calls the device.
+        accelerator: for ``Trainer(accelerator=...)``; "cuda" on AMD as well.
+        generation: such as "Turing" or "Hopper"; of a CPU and of MPS their name.
+        formats: of "tf32", "bf16", "fp16" and "fp8" those that its matrix units multiply in; empty where that is not
+            known (CPU, MPS) or nothing (before Volta).
+        memory_bytes: of the device; None where it shares that of the host.
+    """
+
+    name: str
+    accelerator: Literal["cuda", "mps", "cpu"]
+    generation: str
+    formats: frozenset[str]
+    memory_bytes: int | None
+
+
+def named_device(name: str) -> DeviceTraits:
+    """A device by name.
+
+    Args:
+        name: "cpu", "mps", a chip of :func:`~lightning_mp.planning.known_chips`, or the first of a family: "h100".
+
+    Raises:
+        ValueError: it is not known.
+
+    Example:
+        >>> device = named_device("T4")
+        >>> device.generation, sorted(device.formats), device.memory_bytes
+        ('Turing', ['fp16'], 16000000000)
+    """
+    kind = name.strip().lower()
+    if kind == "cpu":
+        return DeviceTraits("CPU", "cpu", "CPU", frozenset(), None)
+    if kind == "mps":
+        return DeviceTraits("MPS", "mps", "MPS", frozenset(), None)
+    try:
+        chip = chip_of(name)
+    except ValueError:
+        names = ", ".join(chip.name for chip in known_chips())
+        raise ValueError(
+            f"`device` {name!r} is not known. Use cpu, mps or one of {names}; on the machine itself leave it out, and"
+            " torch is asked."
+        ) from None
+    formats = frozenset(chip.peak_flops) & _ADA
+    return DeviceTraits(chip.name, "cuda", generation_of(chip.name), formats, chip_memory_bytes(chip.name))
+
+
+def find_device() -> DeviceTraits:
+    """The first CUDA or ROCm device of this machine, else MPS, else the CPU. A CUDA context is started for it."""
+    if not torch.cuda.is_available():
+        return named_device("mps" if torch.backends.mps.is_available() else "cpu")
+    properties = torch.cuda.get_device_properties(0)
+    chip = find_chip(properties.name)
+    memory_bytes = int(properties.total_memory)
+    if chip is not None:
+        formats = frozenset(chip.peak_flops) & _ADA
+        return DeviceTraits(chip.name, "cuda", generation_of(chip.name), formats, memory_bytes)
+    if torch.version.hip is not None:
+        # Every AMD device that torch supports multiplies in these two; of fp8 the name alone tells nothing.
+        return DeviceTraits(properties.name, "cuda", "AMD Instinct", _FP16 | {"bf16"}, memory_bytes)
+    generation, formats = _of_capability((properties.major, properties.minor))
+    return DeviceTraits(properties.name, "cuda", generation, formats, memory_bytes)
+
+
+def generation_of(chip: str) -> str:
+    """The generation of a known chip, by its short name.
+
+    Example:
+        >>> generation_of("L40S"), generation_of("GH200"), generation_of("A100")
+        ('Ada', 'Hopper', 'Ampere')
+    """
+    return next((name for name, pattern in _GENERATIONS if re.match(pattern, chip)), "Ampere")
+
+
+def _of_capability(capability: tuple[int, int]) -> tuple[str, frozenset[str]]:
+    for least, generation, formats in _CAPABILITIES:
+        if capability >= least:
+            return generation, formats
+    return "before Volta", frozenset()

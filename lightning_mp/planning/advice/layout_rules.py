@@ -1,0 +1,237 @@
+"""What fits on the devices, and what follows: strategy, checkpointing, the largest micro-batch."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from lightning_mp.core.quantities import format_bytes, format_quantity
+from lightning_mp.planning.advice.precision_rules import Goal
+from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_memory import (
+    DecoderMemory,
+    MemoryLayout,
+    decoder_memory,
+    largest_micro_batch,
+)
+from lightning_mp.planning.memory.estimate import reserved_range
+from lightning_mp.planning.memory.precision_storage import find_precision
+from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+
+__all__ = ["LayoutAdvice", "Question", "advise_layout"]
+
+_FSDP = "Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277"
+_DDP = "Li et al. 2020, arXiv:2006.15704"
+_CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198"
+_CALCULATED = "calculated: decoder_memory"
+_MOST_GPUS = 4096
+_ADAM_STATE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to fit where.
+
+    Attributes:
+        goal: of the run.
+        gpus: how many devices.
+        gpus_per_node: of them in one node.
+        device: its name.
+        memory_bytes: of one; None where it is not limited by a device's own memory.
+        parameters: of the model, if known.
+        config: its shape, if it is a decoder.
+        context_tokens: length of a sequence.
+        storage: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        blocks: glob for ``ActivationCheckpointing``.
+    """
+
+    goal: Goal
+    gpus: int
+    gpus_per_node: int
+    device: str
+    memory_bytes: float | None
+    parameters: float | None
+    config: DecoderConfig | None
+    context_tokens: int
+    storage: str
+    blocks: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutAdvice:
+    """What was decided.
+
+    Attributes:
+        choices: with their reasons.
+        strategy: for the Trainer; None leaves it out.
+        callbacks: checkpointing, if it is needed.
+        fits: False if nothing does; None where it was not calculated or only the allocator decides.
+        micro_batch_sequences: the most that fit on one device; None where not calculated.
+    """
+
+    choices: tuple[Choice, ...]
+    strategy: str | Component | None = None
+    callbacks: tuple[Component, ...] = ()
+    fits: bool | None = None
+    micro_batch_sequences: int | None = None
+
+
+def advise_layout(question: Question) -> LayoutAdvice:
+    """Strategy and checkpointing: by formulas for a decoder in training, else by the bytes of weights and states."""
+    if question.goal == "gan":
+        return _gan(question)
+    if question.memory_bytes is None or question.parameters is None:
+        if question.gpus == 1:
+            return LayoutAdvice(choices=())
+        reason = "What the model keeps is not known: every GPU holds all of it. Give parameters or a shape to compare."
+        return LayoutAdvice(choices=(Choice("strategy", "ddp", reason, _DDP, "measure it"),), strategy="ddp")
+    if question.config is not None and question.goal in ("pretrain", "finetune"):
+        return _decoder(question, question.config, question.memory_bytes)
+    return _by_states(question, question.parameters, question.memory_bytes)
+
+
+def _gan(question: Question) -> LayoutAdvice:
+    if question.gpus == 1:
+        return LayoutAdvice(choices=())
+    value = "ddp_find_unused_parameters_true"
+    reason = "Each backward reaches the parameters of one of the two networks only, and DDP waits for all without it."
+    choice = Choice("strategy", value, reason, "lightning documentation, DDP strategies; torch DDP notes", "certain")
+    return LayoutAdvice(choices=(choice,), strategy=value)
+
+
+def _candidates(question: Question) -> list[MemoryLayout]:
+    """From the one that sends and computes least to the one that keeps least."""
+    gpus, near = question.gpus, question.gpus_per_node
+    layouts = [ParallelLayout(copies=gpus)]
+    if gpus > 1:
+        if gpus > near and gpus % near == 0:
+            layouts.append(ParallelLayout(copies=gpus // near, shards=near))
+        layouts.append(ParallelLayout(shards=gpus))
+    return [MemoryLayout(layout, checkpointed=again) for again in (False, True) for layout in layouts]
+
+
+def _decoder(question: Question, config: DecoderConfig, memory_bytes: float) -> LayoutAdvice:
+    found: list[tuple[MemoryLayout, DecoderMemory, str]] = []
+    for layout in _candidates(question):
+        memory = decoder_memory(config, layout, context_tokens=question.context_tokens, precision=question.storage)
+        found.append((layout, memory, memory.verdict(memory_bytes)))
+    chosen, memory, verdict = next((row for row in found if row[2] == "fits"), found[-1])
+    most = largest_micro_batch(
+        config, chosen, memory_bytes, context_tokens=question.context_tokens, precision=question.storage
+    )
+    choices = [_fit_choice(question, config, chosen, memory, memory_bytes, verdict)]
+    strategy = _strategy(chosen)
+    if question.gpus > 1:
+        choices.append(_strategy_choice(chosen, strategy))
+    callbacks: tuple[Component, ...] = ()
+    if chosen.checkpointed:
+        callbacks = (Component("ActivationCheckpointing", (("modules", question.blocks),)),)
+        reason = (
+            "Without it, not even one sequence is sure to fit. Every block runs again in backward, a third more FLOPs."
+            f" {question.blocks!r} stands for your blocks: write their class or glob."
+        )
+        choices.append(
+            Choice("checkpointing", f"ActivationCheckpointing({question.blocks!r})", reason, _CHECKPOINTING, "certain")
+        )
+    if most:
+        reason = "The most that fit with the allocator at its worst; a larger one may fit."
+        if not isinstance(strategy, Component):
+            reason += " MicroBatchOnOOM() halves one that does not."
+        value = f"up to {most} sequence{'s' if most > 1 else ''} of {question.context_tokens:,} tokens per GPU"
+        choices.append(Choice("micro-batch", value, reason, _CALCULATED, "likely"))
+    return LayoutAdvice(
+        choices=tuple(choices),
+        strategy=strategy,
+        callbacks=callbacks,
+        fits={"fits": True, "does not fit": False}.get(verdict),
+        micro_batch_sequences=most or None,
+    )
+
+
+def _fit_choice(
+    question: Question,
+    config: DecoderConfig,
+    layout: MemoryLayout,
+    memory: DecoderMemory,
+    memory_bytes: float,
+    verdict: str,
+) -> Choice:
+    low, high = memory.reserved_bytes
+    reason = (
+        f"{layout.name}, one sequence of {question.context_tokens:,} tokens and Adam: {format_bytes(low)} to"
+        f" {format_bytes(high)} of {format_bytes(memory_bytes)} ({question.device}). The range is the allocator's,"
+        " which was not measured."
+    )
+    if verdict == "fits":
+        return Choice("memory", "fits", reason, _CALCULATED, "likely")
+    enough = _enough_gpus(question, config, memory_bytes)
+    if enough is not None and enough > question.gpus:
+        reason += f" {enough} GPUs would do, sharded and checkpointed."
+    if question.storage in ("bf16-mixed", "fp8-mixed"):
+        reason += " MasterWeightsPrecision('bf16-true', storage='remainder') keeps 2 bytes per parameter less."
+    if question.goal == "finetune":
+        reason += " Adapters on a frozen 16-bit base keep least: goal 'adapters'."
+    sure: Sure = "measure it" if verdict == "may fit" else "certain"
+    return Choice("memory", verdict, reason, _CALCULATED, sure)
+
+
+def _enough_gpus(question: Question, config: DecoderConfig, memory_bytes: float) -> int | None:
+    gpus = 1
+    while gpus <= _MOST_GPUS:
+        layout = _candidates(replace(question, gpus=gpus))[-1]
+        memory = decoder_memory(config, layout, context_tokens=question.context_tokens, precision=question.storage)
+        if memory.verdict(memory_bytes) == "fits":
+            return gpus
+        gpus *= 2
+    return None
+
+
+def _strategy(layout: MemoryLayout) -> str | Component | None:
+    ranks = layout.layout
+    if ranks.gpus == 1:
+        return None
+    if ranks.shards == 1:
+        return "ddp"
+    arguments: tuple[tuple[str, str | int | bool | Component], ...] = (("shard", "auto"),)
+    if ranks.copies > 1:
+        arguments += (("replicate_size", ranks.copies),)
+    return Component("FSDP2Strategy", arguments)
+
+
+def _strategy_choice(layout: MemoryLayout, strategy: str | Component | None) -> Choice:
+    if isinstance(strategy, Component):
+        reason = "All of the model on every GPU does not surely fit, so weights, gradients and states are sharded."
+        if layout.layout.copies > 1:
+            reason += " Inside of a node only: between nodes gradients alone are sent."
+        return Choice("strategy", strategy.python(), reason, _FSDP, "likely")
+    reason = "All of the model fits on every GPU, and DDP sends gradients only, no weights."
+    return Choice("strategy", "ddp", reason, f"{_DDP}; {_FSDP}", "likely")
+
+
+def _by_states(question: Question, parameters: float, memory_bytes: float) -> LayoutAdvice:
+    """Without formulas for activations: only what weights and states keep can be said."""
+    row = find_precision(question.storage)
+    if question.goal in ("inference", "adapters"):
+        per_parameter = row.activation_bytes  # a frozen base in 16 bit, or weights alone
+    else:
+        per_parameter = row.bytes_per_parameter(_ADAM_STATE_BYTES)
+    states = per_parameter * parameters
+    whole = reserved_range(states)[0] <= memory_bytes
+    shared = reserved_range(states / question.gpus)[0] <= memory_bytes
+    kept = f"{format_quantity(parameters)} parameters keep {format_bytes(states)} ({per_parameter} bytes each)"
+    choices: list[Choice] = []
+    strategy: str | Component | None = None
+    if question.gpus > 1:
+        strategy = "ddp" if whole else Component("FSDP2Strategy", (("shard", "auto"),))
+        value = "ddp" if isinstance(strategy, str) else strategy.python()
+        reason = f"{kept}: {'as much as one GPU holds' if whole else 'more than one GPU has, so they are sharded'}."
+        choices.append(Choice("strategy", value, reason, _DDP if whole else _FSDP, "likely" if whole else "certain"))
+    fitting = whole or shared
+    reason = f"{kept}; one {question.device} has {format_bytes(memory_bytes)}."
+    if fitting:
+        reason += " Activations come on top: estimate_memory(module, batch) measures them."
+    else:
+        reason += f" {ceil(states / memory_bytes)} GPUs would hold them, without activations."
+    verdict = "weights and states fit" if fitting else "does not fit"
+    sure: Sure = "measure it" if fitting else "certain"
+    choices.insert(0, Choice("memory", verdict, reason, "calculated: bytes per parameter", sure))
+    return LayoutAdvice(choices=tuple(choices), strategy=strategy, fits=None if fitting else False)

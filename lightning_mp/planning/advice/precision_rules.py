@@ -1,0 +1,281 @@
+"""Which precision for which device, model and goal: the rules, each with its reason and source."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_mp.core.quantities import format_quantity
+from lightning_mp.planning.advice.device_traits import DeviceTraits
+from lightning_mp.planning.advice.recommendation import Choice, Component
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+
+__all__ = ["Goal", "PrecisionAdvice", "advise_precision"]
+
+Goal = Literal["pretrain", "finetune", "adapters", "gan", "inference"]
+"""What the model is to do; "finetune" trains all weights, "adapters" a few beside a frozen base."""
+
+TINY_PARAMETERS = 1e6
+LARGE_WIDTH = 4096
+_FLOAT8_MULTIPLE = 16
+
+_PRECISION_PAGE = "docs/precision.md, fp16 or bf16"
+_AUTOCAST = "torch.amp documentation, autocast op reference"
+_MIXED = "Micikevicius et al. 2018, arXiv:1710.03740, section 3"
+_BF16 = "Kalamkar et al. 2019, arXiv:1905.12322"
+_FLOAT8 = "torchtitan commit 7a04053 (Llama 3 8B, 8 H100); karpathy/nanochat dev/LOG.md, 2026-02-02"
+_VOLTA = "pytorch#172352, pytorch#175253, pytorch#190385"
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionAdvice:
+    """What was decided about precision.
+
+    Attributes:
+        choices: with their reasons.
+        storage: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        plugin: of this package; None leaves it to ``trainer_precision``.
+        trainer_precision: for ``Trainer(precision=...)``; None where there is a plugin.
+        callbacks: that belong to it.
+    """
+
+    choices: tuple[Choice, ...]
+    storage: str
+    plugin: Component | None = None
+    trainer_precision: str | None = None
+    callbacks: tuple[Component, ...] = ()
+
+
+def advise_precision(
+    device: DeviceTraits, goal: Goal, parameters: float | None, config: DecoderConfig | None
+) -> PrecisionAdvice:
+    """The first rule that applies, and what goes with it.
+
+    Args:
+        device: to compute on.
+        goal: of the run.
+        parameters: of the model; None if not known.
+        config: its shape, if it is a decoder.
+    """
+    if goal == "inference":
+        advice = _inference(device)
+    elif parameters is not None and parameters < TINY_PARAMETERS:
+        reason = (
+            f"{format_quantity(parameters)} parameters: below about 1M, and with short sequences, a step is spent on"
+            " starting kernels, and casts start more of them: 16 bit does not pay."
+        )
+        advice = _full("32-true", reason, "rule of thumb: time both on your model", "likely")
+    elif device.generation in _WITHOUT_16_BIT:
+        advice = _full(*_WITHOUT_16_BIT[device.generation])
+    elif "bf16" not in device.formats:
+        advice = _fp16(device, goal)
+    elif goal in ("pretrain", "finetune") and config is not None and why_no_fp8(device, config) is None:
+        advice = _fp8(config)
+    else:
+        advice = _bf16(device, goal, config)
+    choices = [*advice.choices, *_about_weights(goal, advice.storage)]
+    if advice.plugin is not None:
+        choices.append(_policy())
+    if device.generation == "Volta":
+        choices.append(_volta_wheels())
+    return PrecisionAdvice(tuple(choices), advice.storage, advice.plugin, advice.trainer_precision, advice.callbacks)
+
+
+def why_no_fp8(device: DeviceTraits, config: DecoderConfig | None) -> str | None:
+    """Why bf16 is the better start on this device with this model; None if fp8 is worth a try."""
+    if "fp8" not in device.formats:
+        return f"{device.name} has no fp8 matrix units."
+    if device.generation not in ("Hopper", "Blackwell"):
+        return "It multiplies in fp8, too, but no gain in training is published for it: measure before you take it."
+    if config is None:
+        return "fp8 pays for large matrix products only: give the shape of the model to have it considered."
+    if config.width < LARGE_WIDTH:
+        return (
+            f"No fp8 at a width of {config.width}: rounding costs about what products below {LARGE_WIDTH} gain."
+            " Published for a small GPT: 1.17x tokens/s tensorwise, about 1.05x at equal loss, 0.90x rowwise"
+            " (karpathy/nanochat dev/LOG.md, 2026-02-02)."
+        )
+    sizes = {
+        "width": config.width,
+        "ffn_width": config.ffn_width,
+        "head_width * heads": config.head_width * config.heads,
+    }
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % _FLOAT8_MULTIPLE]
+    return f"No fp8: {', '.join(odd)} is no multiple of 16, which fp8 products want." if odd else None
+
+
+_WITHOUT_16_BIT: dict[str, tuple[str, str, str, Literal["certain", "likely", "measure it"]]] = {
+    "CPU": (
+        "32-true",
+        "Most CPUs convert 16-bit numbers to fp32 and back. Those with AMX or AVX-512 BF16 multiply in bf16: there"
+        " compare with AutocastPrecision('bf16-mixed').",
+        "torch.amp documentation, CPU autocast",
+        "measure it",
+    ),
+    "MPS": (
+        "32-true",
+        "torch has no fp8 and no float64 on MPS. What 16 bit gains there is not known: this package was not run on MPS."
+        " Compare with AutocastPrecision('bf16-mixed').",
+        "torch documentation, MPS backend",
+        "measure it",
+    ),
+    "before Volta": (
+        "32-true",
+        "Before Volta there are no tensor cores. 16 bit would save memory of activations and gain no speed.",
+        "NVIDIA Volta whitepaper WP-08608-001",
+        "certain",
+    ),
+}
+
+
+def _full(value: str, reason: str, source: str, sure: Literal["certain", "likely", "measure it"]) -> PrecisionAdvice:
+    return PrecisionAdvice((Choice("precision", value, reason, source, sure),), "32-true", trainer_precision=value)
+
+
+def _autocast(precision: str, goal: Goal, scaler: Component | None = None) -> Component:
+    arguments: list[tuple[str, str | int | bool | Component]] = [("precision", precision)]
+    if scaler is not None:
+        arguments.append(("scaler", scaler))
+    if goal == "gan":
+        arguments.append(("cache_weights", False))
+    return Component("AutocastPrecision", tuple(arguments))
+
+
+def _fp16(device: DeviceTraits, goal: Goal) -> PrecisionAdvice:
+    reason = (
+        f"{device.generation} multiplies fp16 on tensor cores and has no bf16 units. torch.cuda.is_bf16_supported()"
+        " counts emulation: ask with including_emulation=False."
+    )
+    scaler = (
+        "Gradients below 3.0e-8 are 0 in fp16 and training stalls without an error. Scaling moves them up; an overflow"
+        " halves the scale and skips the step, a few times at the start of a run."
+    )
+    if goal == "gan":
+        scaler += " One scale serves both optimizers and is updated once per batch."
+    return PrecisionAdvice(
+        (
+            Choice("precision", "16-mixed", reason, _PRECISION_PAGE, "certain"),
+            Choice("loss scale", "LossScaler()", scaler, _MIXED, "certain"),
+            Choice(
+                "monitor",
+                "OverflowMonitor()",
+                "Logs the scale and skipped steps, ends a run that only skips.",
+                "docs/logged_names.md",
+                "certain",
+            ),
+        ),
+        "16-mixed",
+        plugin=_autocast("16-mixed", goal, Component("LossScaler")),
+        callbacks=(Component("OverflowMonitor"),),
+    )
+
+
+def _bf16(device: DeviceTraits, goal: Goal, config: DecoderConfig | None) -> PrecisionAdvice:
+    reason = "fp32's range, so no loss scale; weights and gradients stay fp32."
+    without_fp8 = why_no_fp8(device, config) if "fp8" in device.formats else None
+    if goal not in ("pretrain", "finetune"):
+        without_fp8 = None
+    reason = " ".join(part for part in (reason, without_fp8) if part)
+    choice = Choice("precision", "bf16-mixed", reason, f"{_BF16}; {_PRECISION_PAGE}", "certain")
+    return PrecisionAdvice((choice,), "bf16-mixed", plugin=_autocast("bf16-mixed", goal))
+
+
+def _fp8(config: DecoderConfig) -> PrecisionAdvice:
+    reason = (
+        f"Linear layers of a width of {config.width} are large enough for fp8, with torchao (pip install"
+        " 'lightning-mp[fp8]'); the first, the last and all else stay bf16. Published for 8B, compiled: 1.25x tokens/s"
+        " tensorwise with fp8 all-gather, which FSDP2 does only for layers that you shard yourself, and 1.12x rowwise."
+        " Compare with AutocastPrecision('bf16-mixed') by the time to an equal loss."
+    )
+    recipe = (
+        "One factor per tensor costs less than one per row, and speed is what fp8 is taken for. One large value"
+        " coarsens the whole tensor: if the loss falls behind bf16, take 'rowwise', then 'rowwise_with_gw_hp'."
+    )
+    compiled = (
+        "Uncompiled, rounding to fp8 is passes over memory that cost more than the product gains. Compile blocks in"
+        " place: block.compile()."
+    )
+    return PrecisionAdvice(
+        (
+            Choice("precision", "fp8-mixed", reason, _FLOAT8, "measure it"),
+            Choice("fp8 recipe", "tensorwise", recipe, _FLOAT8, "measure it"),
+            Choice("compile", "block.compile()", compiled, "torchao, float8 training documentation", "likely"),
+        ),
+        "fp8-mixed",
+        plugin=Component("Float8Precision", (("recipe", "tensorwise"),)),
+    )
+
+
+def _inference(device: DeviceTraits) -> PrecisionAdvice:
+    if device.generation in ("CPU", "before Volta"):
+        return _full(*_WITHOUT_16_BIT[device.generation])
+    value = "bf16-true" if "bf16" in device.formats else "16-true"
+    reason = "Without an optimizer nothing needs fp32 masters: weights and activations take 2 bytes, and no loss scale."
+    if value == "16-true":
+        reason += " fp16 ends at 65,504: look for inf in the outputs of models that were trained in bf16."
+    sure: Literal["likely", "measure it"] = "measure it" if device.accelerator == "mps" else "likely"
+    choice = Choice("precision", value, reason, _PRECISION_PAGE, sure)
+    return PrecisionAdvice((choice,), value, trainer_precision=value)
+
+
+def _about_weights(goal: Goal, storage: str) -> list[Choice]:
+    if goal == "adapters":
+        low = {"16-mixed": "fp16", "bf16-mixed": "bf16"}.get(storage)
+        if low is None:
+            return [
+                Choice(
+                    "base weights",
+                    "frozen, fp32",
+                    "Without autocast a 16-bit base does not meet fp32 adapters.",
+                    _AUTOCAST,
+                    "certain",
+                )
+            ]
+        return [
+            Choice(
+                "base weights",
+                f"frozen, {low}; adapters fp32",
+                f"Load the base in {low} and set requires_grad=False: 2 bytes per parameter, no gradient, no optimizer"
+                " state. Adapters in fp32 need no masters and cost little.",
+                "Hu et al. 2021, arXiv:2106.09685; docs/precision.md",
+                "certain",
+            )
+        ]
+    if goal == "finetune" and storage != "32-true":
+        reason = (
+            "Checkpoints are often bf16. Trained as they are, an update below half of a weight's last bit is lost;"
+            " trainable fp16 weights are refused. Load them as fp32."
+        )
+        return [Choice("weights", "fp32", reason, _PRECISION_PAGE, "certain")]
+    if goal == "gan":
+        reason = (
+            "The discriminator runs twice in a step. With cached casts the gradients of both uses are summed in 16 bit;"
+            " without, in fp32."
+        )
+        cast = (
+            []
+            if storage == "32-true"
+            else [
+                Choice("weight casts", "cache_weights=False", reason, "documentation of AutocastPrecision", "certain")
+            ]
+        )
+        manual = "Two optimizers need manual optimization: self.manual_backward(loss), and optimizer.step() of each."
+        return [
+            *cast,
+            Choice("optimization", "manual", manual, "lightning documentation, manual optimization", "certain"),
+        ]
+    return []
+
+
+def _policy() -> Choice:
+    reason = (
+        "Autocast on CUDA keeps norms, softmax and losses in fp32 by itself. Give policy=PrecisionPolicy(...) for a"
+        " layer that PrecisionAudit() or OverflowPostMortem() names."
+    )
+    return Choice("policy", "none", reason, _AUTOCAST, "likely")
+
+
+def _volta_wheels() -> Choice:
+    reason = (
+        "The default wheels of torch 2.11 and later have no kernels for Volta (sm_70). Take wheels for CUDA 12.6 of"
+        " 2.11 to 2.14; 2.15 ends them."
+    )
+    return Choice("torch", "cu126 wheels, 2.11 to 2.14", reason, _VOLTA, "certain")
