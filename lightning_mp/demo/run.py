@@ -13,12 +13,12 @@ from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -39,19 +39,17 @@ from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings, peak_l
 __all__ = ["assemble", "fit", "run_job"]
 
 _SAMPLE_TOKENS = 200
+_CHECKPOINTS = 10
 
 
 def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     """Trains, and leaves checkpoint, logs, sample, picture and summary in the run's folder.
 
-    Args:
-        job: The run, checked.
-        extra_callbacks: Besides the demo's own.
-
     Returns:
         0 if the run did what was asked, 130 if it was interrupted.
 
     Raises:
+        ValueError, ModuleNotFoundError: If Lightning does not know the strategy, or its package is not installed.
         MisconfigurationException: If Lightning or the pack refuses the combination. Nothing is left behind then.
         KeyboardInterrupt: On the second Ctrl-C, or before the first batch; says where the last checkpoint is.
     """
@@ -62,39 +60,15 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     else:
         torch.manual_seed(job.settings.seed)
         with _quiet():
-            try:
-                trainer = assemble(job, extra_callbacks)
-            except (ValueError, ModuleNotFoundError) as error:
-                raise MisconfigurationException(str(error)) from error
+            trainer = assemble(job, extra_callbacks)
             _announce(job)
             fit(trainer, job)
     # Not on the other ranks, where this returns None.
     return rank_zero_only(_conclude)(job) or 0
 
 
-def _conclude(job: Job) -> int:
-    """Shows what came of the run, and returns the exit code."""
-    # Read from the file: under some strategies the training happened in other processes.
-    history = json.loads((job.folder / "history.json").read_text())
-    if history["stopped_by"] == "interrupt":
-        say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
-        return 130
-    try:
-        _show(job, history)
-    except (KeyboardInterrupt, SystemExit):
-        raise KeyboardInterrupt(_how_to_go_on(job)) from None
-    if history["stopped_by"] == "time":
-        say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
-    return 0
-
-
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
-    """Builds the Trainer.
-
-    Raises:
-        ValueError: If Lightning does not know the strategy.
-        MisconfigurationException: If Lightning refuses the combination of strategy and devices.
-    """
+    """Builds the Trainer; see :func:`run_job` for what it raises."""
     settings, folder = job.settings, job.folder
     budget = mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
     throughput = mp.MFUMonitor()
@@ -110,18 +84,25 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
         throughput,
         timer,
-        RunHistory(folder / "history.json", job.facts, settings.micro_batch_tokens, budget, throughput, stop, timer),
+        RunHistory(folder / "history.json", job.facts, budget, throughput, stop, timer),
         *extra_callbacks,
         ModelCheckpoint(
             folder / "checkpoints",
             filename="step-{step}",
             auto_insert_metric_name=False,
-            every_n_train_steps=settings.checkpoint_every_steps,
+            every_n_train_steps=-(-settings.optimizer_steps // _CHECKPOINTS),
         ),
         stop,
-        *InjectOverflow.of(settings),
+        InjectOverflow(settings),
     ]
     on_terminal = sys.stdout.isatty()
+    if on_terminal:
+        callbacks.append(TQDMProgressBar(refresh_rate=5))
+    loggers: list[Any] = [CSVLogger(folder, name="csv")]
+    if find_spec("tensorboard") is not None:
+        loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
+    else:
+        say("No TensorBoard log is written: install tensorboard (pip install 'lightning-mp[plots]').")
     return pl.Trainer(
         plugins=_precision(job),
         accelerator=job.accelerator,
@@ -129,8 +110,8 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         strategy=_strategy(settings),
         max_epochs=-1,
         gradient_clip_val=CLIP_NORM,
-        callbacks=[*callbacks, *([TQDMProgressBar(refresh_rate=5)] if on_terminal else [])],
-        logger=_loggers(folder),
+        callbacks=callbacks,
+        logger=loggers,
         # the whole run is one epoch, see TextData
         val_check_interval=settings.validate_every_micro_batches,
         check_val_every_n_epoch=None,
@@ -153,9 +134,9 @@ def _precision(job: Job) -> list[Any]:
             # some CPUs take seconds for a step with torch's own product
             return [mp.Float8Precision(cast(Any, settings.recipe), emulate=job.accelerator == "cpu")]
         case "bf16-true" | "16-true" as weights:
-            return [mp.MasterWeightsPrecision(weights, storage=cast(Literal["fp32", "remainder"], settings.storage))]
+            return [mp.MasterWeightsPrecision(weights, storage=cast(Any, settings.storage))]
         case mixed:
-            return [mp.AutocastPrecision(cast(Literal["16-mixed", "bf16-mixed"], mixed))]
+            return [mp.AutocastPrecision(cast(Any, mixed))]
 
 
 def _strategy(settings: Settings) -> Strategy | str:
@@ -171,26 +152,11 @@ def _strategy(settings: Settings) -> Strategy | str:
     return settings.strategy
 
 
-def _loggers(folder: Path) -> list[Logger]:
-    loggers: list[Logger] = [CSVLogger(folder, name="csv")]
-    if find_spec("tensorboard") is not None:
-        return [*loggers, TensorBoardLogger(folder, name="tensorboard", version="")]
-    say("No TensorBoard log is written: install tensorboard (pip install 'lightning-mp[plots]').")
-    return loggers
-
-
 def fit(trainer: pl.Trainer, job: Job) -> None:
-    """Builds model and data and trains, from the checkpoint if the run goes on.
-
-    Raises:
-        MisconfigurationException: See :func:`run_job`.
-        KeyboardInterrupt: See :func:`run_job`.
-    """
-    model = LanguageModel(
-        **asdict(job.settings.model),
-        learning_rate=peak_learning_rate(job.settings.model.parameters),
-        total_steps=None,  # TokenLearningRate sets it
-    )
+    """Builds model and data and trains, from the checkpoint if the run goes on; raises what :func:`run_job` does."""
+    shape = job.settings.model
+    # TokenLearningRate sets the rate
+    model = LanguageModel(**asdict(shape), learning_rate=peak_learning_rate(shape.parameters), total_steps=None)
     new_folders = [folder for folder in (job.folder, *job.folder.parents) if not folder.exists()]
     try:
         with _interrupts_given_back():
@@ -227,6 +193,22 @@ def _remove(new_folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
+def _conclude(job: Job) -> int:
+    """Shows what came of the run, and returns the exit code."""
+    # Read from the file: under some strategies the training happened in other processes.
+    history = json.loads((job.folder / "history.json").read_text())
+    if history["stopped_by"] == "interrupt":
+        say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
+        return 130
+    try:
+        _show(job, history)
+    except (KeyboardInterrupt, SystemExit):
+        raise KeyboardInterrupt(_how_to_go_on(job)) from None
+    if history["stopped_by"] == "time":
+        say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
+    return 0
+
+
 def _show(job: Job, history: dict[str, Any]) -> None:
     """Writes and prints sample, picture and summary, and the comparison if there is to be one."""
     folder = job.folder
@@ -243,7 +225,7 @@ def _show(job: Job, history: dict[str, Any]) -> None:
     comparison_file = folder / "comparison.txt"
     if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():
         say("\nOnce more with Lightning's own plugin, for --compare:")
-        with _quiet(), _interrupts_given_back():
+        with _quiet(logging.ERROR), _interrupts_given_back():
             comparison = format_comparison(train_with_stock(job), history)
         comparison_file.write_text(comparison + "\n")
         say(comparison)
@@ -253,8 +235,7 @@ def _trained_model(folder: Path) -> GPT:
     path = latest_checkpoint(folder / "checkpoints")
     assert path is not None
     checkpoint = load_checkpoint(path)
-    shape = {field.name: checkpoint["hyper_parameters"][field.name] for field in fields(GPTConfig)}
-    model = GPT(GPTConfig(**shape))
+    model = GPT(GPTConfig(**{field.name: checkpoint["hyper_parameters"][field.name] for field in fields(GPTConfig)}))
     model.load_state_dict({name.removeprefix("model."): value for name, value in checkpoint["state_dict"].items()})
     return model.eval()
 
@@ -266,10 +247,13 @@ def _printable(text: bytes) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps messages off the terminal that say nothing about this run."""
-    logger = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
-    previous = logger.level
+def _quiet(level: int = logging.INFO) -> Iterator[None]:
+    """Keeps messages off the terminal that say nothing about this run, and of Lightning's those below the level."""
+    logger, resuming = (
+        lightning_logger(),
+        logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector"),
+    )
+    previous = logger.level, resuming.level
     with warnings.catch_warnings():
         for message in (
             r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 with torch 2.11 or newer
@@ -278,13 +262,15 @@ def _quiet() -> Iterator[None]:
             r"The run ended after .* budgeted tokens",  # the demo says so itself
         ):
             warnings.filterwarnings("ignore", message)
-        logger.setLevel(logging.WARNING)  # it tells the default of `weights_only` with every checkpoint
-        lightning_logger().addFilter(_no_tips)
+        logger.setLevel(max(level, logger.level))
+        resuming.setLevel(logging.WARNING)  # it tells the default of `weights_only` with every checkpoint
+        logger.addFilter(_no_tips)
         try:
             yield
         finally:
-            lightning_logger().removeFilter(_no_tips)
-            logger.setLevel(previous)
+            logger.removeFilter(_no_tips)
+            logger.setLevel(previous[0])
+            resuming.setLevel(previous[1])
 
 
 def _no_tips(record: logging.LogRecord) -> bool:
