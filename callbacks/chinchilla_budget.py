@@ -120,8 +120,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self._device_seconds = 0.0
         self._hours_are_over = AsyncAnyRank()
         self._out_of_time = False
-        self._ended_before = False
-        self._has_told = False
+        self._ended_before = self._has_told = False
         self._controller: AccumulationController | None = None
         self._first_batch = True
 

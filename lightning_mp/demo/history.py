@@ -67,6 +67,7 @@ class RunHistory(Callback):
         self._validation: dict[str, list[Any]] = {"tokens": [], "loss": []}
         self._window: list[Tensor] = []
         self._unread: list[Tensor] = []
+        self._last: dict[str, float] = {}
         self._trainer: pl.Trainer | None = None
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -119,11 +120,13 @@ class RunHistory(Callback):
             "mp/budget_fraction": self._budget.fraction,
             "mp/skipped_steps": sum(self._steps["skipped"]),
         }
-        for logger in trainer.loggers:
-            logger.log_metrics(last, step=trainer.global_step - 1)
+        # after the monitors' own last row, so that the last row of the log has everything
+        self._last = last
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Writes the file."""
+        """Writes the last row of the log, and the file."""
+        for logger in trainer.loggers:
+            logger.log_metrics(self._last, step=trainer.global_step - 1)
         if not trainer.is_global_zero:
             return
         for step in reversed(range(len(self._steps["tokens"]) - 1)):

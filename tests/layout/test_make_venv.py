@@ -182,7 +182,10 @@ def test_an_environment_that_was_finished_once_is_not_removed(checkout):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_is_interrupted_leaves_nothing(number, checkout):
     (checkout / "pip.sh").write_text("touch begun\nexec sleep 600\n")
+    # a shell's background jobs, of which this process may be one, ignore SIGINT, and so would the script
+    before = signal.signal(number, signal.default_int_handler)
     running = subprocess.Popen(command(checkout, "2.13.0"), cwd=checkout, env=environment(checkout))
+    signal.signal(number, before)
     give_up = time.monotonic() + 30
     while not (checkout / "begun").exists() and time.monotonic() < give_up:
         time.sleep(0.02)

@@ -323,5 +323,5 @@ def test_layers_of_other_stages_are_freed_one_by_one():
 
 @pytest.mark.parametrize("arguments", [{"stages": True}, {"microbatches": True}])
 def test_a_flag_is_no_number(arguments):
-    with pytest.raises(ValueError, match="=True.: it must be a whole number of 1 or more"):
+    with pytest.raises(ValueError, match="=True.: it must be a whole number, 1 or more"):
         PipelineParallelStrategy(**arguments)

@@ -265,7 +265,7 @@ def test_starts_that_disagree_are_warned_about(monkeypatch):
             {"bootstrap_samples": 99},
             "`bootstrap_samples` must be a whole number, 100 or more, got 99",
         ),
-        (made_runs(9, 0.0), {"bootstrap_samples": 1e3}, "`bootstrap_samples` must be an integer"),
+        (made_runs(9, 0.0), {"bootstrap_samples": 1e3}, "`bootstrap_samples` must be a whole number, 100 or more"),
         (made_runs(9, 0.0), {"confidence": 95}, "`confidence` must lie between 0 and 1, got 95. For 95%, write 0.95"),
         (made_runs(9, 0.0), {"confidence": math.nan}, "`confidence` must lie between 0 and 1"),
     ],
@@ -308,17 +308,19 @@ def test_intervals_cover_at_their_rate():
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
 def test_intervals_cover_at_their_rate_in_many_fits():
-    """Percentile intervals of a nearly absolute loss are a little wide: their name is a lower bound up to chance."""
+    """Percentile intervals of a nearly absolute loss are a little wide: their name is a lower bound up to chance.
+
+    80 fits: a rate leaves these bounds by chance, three standard deviations below it, in one of 700 draws.
+    """
 
     def one(seed):
         return fit_scaling_law(made_runs(120, noise=0.01, seed=seed), bootstrap_samples=200, confidence=0.8)
 
-    at_80, at_90, at_95 = coverage(300, one)
-    assert all(0.74 < rate < 0.94 for rate in at_80)
-    assert all(0.85 < rate < 0.99 for rate in at_90)
-    assert all(rate > 0.91 for rate in at_95)
+    at_80, at_90, at_95 = coverage(80, one)
+    assert all(0.66 < rate < 0.99 for rate in at_80)
+    assert all(rate > 0.8 for rate in at_90)
+    assert all(rate > 0.87 for rate in at_95)
 
 
 def test_the_picture_shows_runs_curves_outliers_and_the_band():

@@ -255,7 +255,7 @@ def refusal(module: type[Net], name: str) -> str:
 def test_a_unit_that_would_hold_two_dtypes_is_refused() -> None:
     message = refusal(OneUnit, "master-weights")
     assert "keeps net.1.weight, net.1.bias in fp32, and fully_shard has put it into one unit (net) with" in message
-    assert "net.0.weight, net.0.bias, net.3.weight and 1 more, which is 16 bit" in message
+    assert "net.0.weight, net.0.bias, net.3.weight, net.3.bias, which is 16 bit" in message
     assert "shard the units that lightning_mp.policy.sharding_units.sharding_units makes of the policy" in message
 
 

@@ -776,7 +776,7 @@ def test_cuda_that_is_not_there_is_refused_and_both_remedies_work(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = (
         r"^LossScaler\(device='cuda'\): CUDA is not available on this machine\. Leave `device` out to use the device"
-        r" that is there, or pass enabled=False\.$"
+        r" that is available, or pass enabled=False\.$"
     )
     with pytest.raises(ValueError, match=message):
         LossScaler("cuda")

@@ -169,7 +169,7 @@ def test_callbacks_that_have_copied_the_model_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [0, True, 1.5])
 def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of 1 or more"):
+    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of ranks, 1 or more"):
         FSDP2Strategy(replicate_size=size)
 
 

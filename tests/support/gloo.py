@@ -127,7 +127,7 @@ def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> Non
 
 def _payload(function: Callable[[int], Any], world_size: int, port: int) -> bytes:
     """What the processes take over; the function last, since it can be read only where the modules are found."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         # A test file is not imported again: that takes long, and would lose what pytest makes of its assertions.
         if name.startswith("test_") and FOLDER.parent in Path(getattr(module, "__file__", None) or ".").parents:
             cloudpickle.register_pickle_by_value(module)

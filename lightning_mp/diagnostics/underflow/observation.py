@@ -193,7 +193,10 @@ _OBSERVATION = holding(
         "scale": ANY_NUMBER,
         "histograms": named(named(_HISTOGRAM)),
         "largest_in_backward": or_none(ANY_NUMBER),
-        "kept_in_fp32": Kind("names", lambda value: isinstance(value, list | tuple)),
+        "kept_in_fp32": Kind(
+            "a list of names",
+            lambda value: isinstance(value, list | tuple) and all(isinstance(name, str) for name in value),
+        ),
     }
 )
 _SUMMARY = holding({f.name: ANY_NUMBER for f in fields(UnderflowSummary)} | {"suggested_scale": or_none(ANY_NUMBER)})
