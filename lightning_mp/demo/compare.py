@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -82,20 +81,10 @@ def _takes_fused(precision: str) -> bool:
     return not precision.endswith("-mixed")
 
 
-def format_comparison(stock: Mapping[str, Any], history: Mapping[str, Any]) -> str:
-    """A table of the figures of :func:`train_with_stock` and of the ``history.json`` of the run with this pack."""
-    steps, rates = history["steps"], history["steps"]["learning_rate"]
-    moved = [rate != following for rate, following in pairwise(rates)]
-    ours = {
-        "tokens": history["tokens"],
-        "optimizer_steps": len(rates),
-        "skipped_steps": sum(steps["skipped"]),
-        "schedule_steps_on_skips": sum(
-            skipped and step for skipped, step in zip(steps["skipped"], moved, strict=False)
-        ),
-        "validation_loss": history["validation"]["loss"][-1],
-        "fit_seconds": history["fit_seconds"],
-    }
+def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any], history: Mapping[str, Any]) -> str:
+    """A table of the figures of :func:`train_with_stock` and of the run with this pack."""
+    moved = [skip["next_learning_rate"] not in (None, skip["learning_rate"]) for skip in summary["skips"]]
+    ours = {**summary, "schedule_steps_on_skips": sum(moved), "fit_seconds": history["fit_seconds"]}
     table = f"{'':<26}{'Lightning':>14}{'lightning_mp':>14}"
     for name, text in (
         ("tokens", "{tokens:,}"),
@@ -106,7 +95,7 @@ def format_comparison(stock: Mapping[str, Any], history: Mapping[str, Any]) -> s
         ("validation loss", "{validation_loss:.4f}"),
         ("time of the fit", "{fit_seconds:.1f} s"),
     ):
-        values = [text.format(**run, excess=run["tokens"] - history["budget_tokens"]) for run in (stock, ours)]
+        values = [text.format(**run, excess=run["tokens"] - summary["budget_tokens"]) for run in (stock, ours)]
         table += "\n{:<26}{:>14}{:>14}".format(name, *values)
     fused = "yes" if _takes_fused(history["settings"]["precision"]) else "refused"
     table += f"\n{'fused AdamW with clipping':<26}{fused:>14}{'yes':>14}"

@@ -34,14 +34,7 @@ class RunHistory(Callback):
 
     The loss of a step is the mean over the tokens of its window and all ranks. Losses stay on the device and are added
     up over ranks and read many at a time. What is logged every few steps only is logged once more after the last step.
-
-    Args:
-        path: The JSON file.
-        facts: Plain values about the run that go into the file and into every checkpoint.
-        budget: Knows the tokens that were trained on.
-        throughput: Knows the speed.
-        stop: Knows why the run ended early, if it did.
-        timer: Knows how long the run took, validation included.
+    At the end everything is written to the JSON file ``path``; ``facts`` about the run go into every checkpoint, too.
     """
 
     state_key = HISTORY_KEY

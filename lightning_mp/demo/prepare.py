@@ -60,8 +60,7 @@ def prepare(
 ) -> Job:
     """Checks a run with the settings that were given, by name, and reads what it needs.
 
-    Raises:
-        ValueError: If something is not allowed; one sentence says what, what is allowed and what to do.
+    A ValueError says in one sentence what is wrong, what is allowed and what to do.
     """
     if max_minutes is not None and not max_minutes > 0:
         raise ValueError(f"--max-minutes {max_minutes:g} is not allowed: give a positive number of minutes.")
@@ -103,22 +102,14 @@ def prepare(
 
 
 def new_run(out: Path) -> Path:
-    """The next free folder ``version_N`` under ``out``; nothing is made yet.
-
-    Raises:
-        ValueError: If ``out`` is a file.
-    """
+    """The next free folder ``version_N`` under ``out``; nothing is made yet."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: give a folder, which is made if it is missing.")
     return out / f"version_{max(_versions(out), default=-1) + 1}"
 
 
 def latest_run(out: Path) -> Path:
-    """The last checkpoint of the run in ``out``, or of the newest run under it that has one.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """The last checkpoint of the run in ``out``, or of the newest run under it that has one."""
     for folder in (out, *(out / f"version_{number}" for number in sorted(_versions(out), reverse=True))):
         checkpoint = latest_checkpoint(folder / "checkpoints")
         if checkpoint is not None:
@@ -134,11 +125,7 @@ def _versions(out: Path) -> list[int]:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint of the demo; its tensors stay on disk until they are used.
-
-    Raises:
-        ValueError: If it cannot be read or was not written by the demo.
-    """
+    """Reads a checkpoint of the demo; its tensors stay on disk until they are used."""
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for a damaged file

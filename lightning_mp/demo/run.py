@@ -45,13 +45,9 @@ _CHECKPOINTS = 10
 def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     """Trains, and leaves checkpoint, logs, sample, picture and summary in the run's folder.
 
-    Returns:
-        0 if the run did what was asked, 130 if it was interrupted.
-
-    Raises:
-        ValueError, ModuleNotFoundError: If Lightning does not know the strategy, or its package is not installed.
-        MisconfigurationException: If Lightning or the pack refuses the combination. Nothing is left behind then.
-        KeyboardInterrupt: On the second Ctrl-C, or before the first batch; says where the last checkpoint is.
+    Returns 0 if the run did what was asked, 130 if it was interrupted. If Lightning or the pack refuses the
+    combination, nothing is left behind. On the second Ctrl-C, or on one before the first batch, KeyboardInterrupt says
+    where the last checkpoint is.
     """
     if job.resumed_tokens >= job.settings.budget_tokens:
         say(f"{job.folder} has spent its whole budget already. Start a new run without --resume.")
@@ -68,7 +64,7 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
 
 
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
-    """Builds the Trainer; see :func:`run_job` for what it raises."""
+    """Builds the Trainer."""
     settings, folder = job.settings, job.folder
     budget = mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
     throughput = mp.MFUMonitor()
@@ -140,7 +136,7 @@ def _precision(job: Job) -> list[Any]:
 
 
 def _strategy(settings: Settings) -> Strategy | str:
-    """With checkpoints in a single file, which every strategy reads on any number of devices."""
+    """Checkpoints are single files, which every strategy reads on any number of devices."""
     if settings.strategy == "mp_fsdp2" or settings.tensor_parallel > 1:
         return mp.FSDP2Strategy(tensor_parallel_size=settings.tensor_parallel, save_distributed_checkpoint=False)
     if settings.strategy == "model_parallel":
@@ -153,7 +149,7 @@ def _strategy(settings: Settings) -> Strategy | str:
 
 
 def fit(trainer: pl.Trainer, job: Job) -> None:
-    """Builds model and data and trains, from the checkpoint if the run goes on; raises what :func:`run_job` does."""
+    """Builds model and data and trains, from the checkpoint if the run goes on."""
     shape = job.settings.model
     # TokenLearningRate sets the rate
     model = LanguageModel(**asdict(shape), learning_rate=peak_learning_rate(shape.parameters), total_steps=None)
@@ -174,6 +170,15 @@ def fit(trainer: pl.Trainer, job: Job) -> None:
         raise KeyboardInterrupt(_how_to_go_on(job)) from None
 
 
+def _remove(new_folders: Sequence[Path]) -> None:
+    """Removes the run's folder, and those around it that were made for it and hold nothing else."""
+    for folder in new_folders[:1]:
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        for folder in new_folders[1:]:
+            folder.rmdir()
+
+
 @contextmanager
 def _interrupts_given_back() -> Iterator[None]:
     """Ctrl-C does afterwards what it did before: Lightning ignores it from a KeyboardInterrupt on."""
@@ -182,15 +187,6 @@ def _interrupts_given_back() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _remove(new_folders: Sequence[Path]) -> None:
-    """Removes the run's folder, and those around it that were made for it."""
-    for folder in new_folders[:1]:
-        shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        for folder in new_folders[1:]:
-            folder.rmdir()
 
 
 def _conclude(job: Job) -> int:
@@ -226,7 +222,7 @@ def _show(job: Job, history: dict[str, Any]) -> None:
     if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():
         say("\nOnce more with Lightning's own plugin, for --compare:")
         with _quiet(logging.ERROR), _interrupts_given_back():
-            comparison = format_comparison(train_with_stock(job), history)
+            comparison = format_comparison(train_with_stock(job), summary, history)
         comparison_file.write_text(comparison + "\n")
         say(comparison)
 
@@ -291,8 +287,7 @@ def _announce(job: Job) -> None:
         say("On a CPU fp8 is emulated: operands are rounded to fp8 and multiplied in fp32, which is slow.")
     elif job.accelerator == "cpu" and "16" in settings.precision:
         name = "bf16" if settings.precision.startswith("bf16") else "fp16"
-        found = torch.cpu.get_capabilities()
-        if not any(found.get(instructions) for instructions in (f"avx512_{name}", f"amx_{name}", name)):
+        if not any(there for feature, there in torch.cpu.get_capabilities().items() if feature.endswith(name)):
             say(f"This CPU has no {name} instructions: {settings.precision} is slow here (--params 10000 is quick).")
 
 

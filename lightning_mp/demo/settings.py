@@ -50,30 +50,23 @@ class Settings:
 
     precision: str = _setting(
         "bf16-mixed",
-        "32-true, tf32, bf16-mixed, 16-mixed, bf16-true, 16-true (both with fp32 masters) or fp8; fp16 is slow on a "
-        "CPU, and fp8 is emulated there",
+        "of the arithmetic; -true keeps fp32 masters, too; fp16 is slow on a CPU, and fp8 emulated",
         choices=PRECISIONS,
     )
-    storage: str = _setting("fp32", "master weights of bf16-true: fp32 or remainder", choices=("fp32", "remainder"))
-    recipe: str = _setting(
-        "rowwise",
-        "scaling of fp8: rowwise, tensorwise or rowwise_with_gw_hp",
-        choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
-    )
+    storage: str = _setting("fp32", "master weights of bf16-true", choices=("fp32", "remainder"))
+    recipe: str = _setting("rowwise", "scaling of fp8", choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"))
     params: int = _setting(100_000, "size of the model", metavar="N", type=int)
-    tokens_per_parameter: float = _setting(
-        20.0, "size of the token budget; 20 is Chinchilla's", metavar="R", type=float
-    )
+    tokens_per_parameter: float = _setting(20.0, "token budget; 20 is Chinchilla's", metavar="R", type=float)
     batch_size: int = _setting(8, "sequences per micro-batch and data-parallel rank", metavar="B", type=int)
     text: str | None = _setting(None, "train on this file instead of the standard library", metavar="FILE")
     seed: int = _setting(0, "of the weights and the order of the text", metavar="S", type=int)
     inject_overflow: int | None = _setting(
-        None, "make a gradient infinite at this optimizer step, counted from 0", metavar="STEP", type=int
+        None, "make a gradient infinite at this optimizer step, from 0", metavar="STEP", type=int
     )
     compare: bool = _setting(
         False,
-        "afterwards train once more with Lightning's own plugin for the same precision, and print both results; both "
-        "runs accumulate a constant number of micro-batches",
+        "train once more with Lightning's own plugin for the same precision, and print both results; both runs "
+        "accumulate a constant number of micro-batches",
         action="store_true",
     )
     devices: int = _setting(1, "number of GPUs or CPU processes", group="layout", metavar="N", type=int)
@@ -84,11 +77,9 @@ class Settings:
         group="layout",
         metavar="NAME",
     )
-    tensor_parallel: int = _setting(
-        1, "devices that share each layer, with mp_fsdp2", group="layout", metavar="N", type=int
-    )
+    tensor_parallel: int = _setting(1, "devices per layer, with mp_fsdp2", group="layout", metavar="N", type=int)
     stages: int | None = _setting(
-        None, "stages of mp_pipeline, instead of --devices", group="layout", metavar="N", type=int
+        None, "stages of mp_pipeline; else one per device", group="layout", metavar="N", type=int
     )
 
     def __post_init__(self) -> None:
