@@ -4,7 +4,8 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) 
         ValueError: If there are not even 20 different files.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    files = list(_distinct_contents(sorted(_source_files(root)), max_bytes))
+    files = _distinct_sources(root, max_bytes)
     if len(files) < VALIDATION_SHARE:
         raise ValueError(
             f"{root} holds {len(files)} Python source files, and at least {VALIDATION_SHARE} are needed: "
@@ -93,26 +94,21 @@ def load_file(path: Path) -> Corpus:
     return Corpus(tokens[:cut], tokens[cut:], path.name)
 
 
-def _source_files(root: Path) -> Iterator[str]:
+def _distinct_sources(root: Path, max_bytes: int) -> list[bytes]:
+    paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "-" not in name]
-        yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))
-
-
-def _distinct_contents(paths: Iterable[str], max_bytes: int) -> Iterator[bytes]:
-    seen = {b""}
-    for path in paths:
-        try:
-            content = Path(path).read_bytes()
-        except OSError:
-            continue
-        if content in seen:
-            continue
-        seen.add(content)
-        max_bytes -= len(content)
-        if max_bytes < 0:
-            return
-        yield content
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    contents: dict[bytes, None] = {}
+    for path in sorted(paths, key=str):
+        with suppress(OSError):
+            content = path.read_bytes()
+            if content and content not in contents:
+                max_bytes -= len(content)
+                if max_bytes < 0:
+                    break
+                contents[content] = None
+    return list(contents)
 
 
 def _as_tokens(content: bytes) -> Tensor:

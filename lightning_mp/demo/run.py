@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shutil
 import signal
 import sys
@@ -159,12 +158,12 @@ def fit(trainer: pl.Trainer, job: Job) -> None:
             trainer.fit(model, TextData(job.corpus, job.settings), ckpt_path=job.resumed_from, weights_only=True)
     except (MisconfigurationException, ProcessRaisedException) as error:
         # ddp_fork and ddp_spawn bring the traceback of another process as text
-        refusal = re.search(r"MisconfigurationException: (.*)", str(error), re.DOTALL)
-        if isinstance(error, ProcessRaisedException) and refusal is None:
+        _, found, refusal = str(error).rpartition("MisconfigurationException: ")
+        if isinstance(error, ProcessRaisedException) and not found:
             raise
         if trainer.is_global_zero:
             _remove(new_folders)
-        raise (MisconfigurationException(refusal[1]) if refusal is not None else error) from None
+        raise MisconfigurationException(refusal) from None
     except SystemExit:
         # Lightning ends the process so after a KeyboardInterrupt: the second Ctrl-C, or one before the first batch.
         raise KeyboardInterrupt(_how_to_go_on(job)) from None

@@ -50,7 +50,7 @@ class Settings:
 
     precision: str = _setting(
         "bf16-mixed",
-        "of the arithmetic; -true keeps fp32 masters, too; fp16 is slow on a CPU, and fp8 emulated",
+        "bf16-true and 16-true keep fp32 masters; on a CPU fp16 is slow and fp8 emulated",
         choices=PRECISIONS,
     )
     storage: str = _setting("fp32", "master weights of bf16-true", choices=("fp32", "remainder"))
@@ -164,10 +164,7 @@ class Settings:
     @cached_property
     def model(self) -> GPTConfig:
         """The shape of the model."""
-        try:
-            return config_for_parameters(self.params, block_tokens=BLOCK_TOKENS)
-        except ValueError as error:
-            raise ValueError(f"--params {self.params}: {error}") from error
+        return config_for_parameters(self.params, block_tokens=BLOCK_TOKENS)
 
     @cached_property
     def budget_tokens(self) -> int:
