@@ -213,7 +213,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """Without activations to watch there is nothing to do in most micro-batches."""
         if self.watch == ("gradients",):
             idle(self, UnderflowMonitor, *BATCH_HOOKS)
-            wake(self, "on_before_backward", "on_before_optimizer_step")
+            wake(self, "on_before_optimizer_step")
+            self._await_backward(trainer.global_step)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
@@ -258,6 +259,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
         """Counts gradients, if this step is observed, and starts the transfer."""
+        self._await_backward(trainer.global_step + 1)
         if not self.needs_gradients(trainer.global_step):
             return
         loss_scale = loss_scale_of(trainer)
@@ -292,6 +294,12 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._forget()
 
     # -- from the device to the logger ---------------------------------------------------------------------------------
+
+    def _await_backward(self, step_index: int) -> None:
+        if self.watch == ("gradients",):
+            idle(self, UnderflowMonitor, "on_before_backward")
+            if self.needs_gradients(step_index):
+                wake(self, "on_before_backward")
 
     def _factor(self, loss_scale: Tensor | None, *, already_scaled: bool) -> Tensor | float | None:
         """What values are multiplied by to be those that the format would hold."""

@@ -148,6 +148,7 @@ class StepOutcomeDispatcher:
         self._averaging = SkippedStepAveragingGuard(trainer, self.settle, lambda: self.skipped_steps)
         self._ranks_alike: RanksAlike | None = None
         self._handles: list[RemovableHandle] = []
+        self._profiler = private_api.profiler_of(trainer)
         self._callbacks: list[Callback] = []
         self._asking: list[Callback] = []
 
@@ -218,13 +219,12 @@ class StepOutcomeDispatcher:
         self._tell(pending.optimizer, outcome)
 
     def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
-        profiler = private_api.profiler_of(self._trainer)
         for callback in self._who_asks():
             hook = callback.on_after_optimizer_step  # type: ignore[attr-defined]
-            if type(profiler) is PassThroughProfiler:
+            if type(self._profiler) is PassThroughProfiler:
                 hook(self._trainer, self._pl_module, optimizer, outcome)
                 continue
-            with profiler.profile(f"[Callback]{callback.state_key}.on_after_optimizer_step"):
+            with self._profiler.profile(f"[Callback]{callback.state_key}.on_after_optimizer_step"):
                 hook(self._trainer, self._pl_module, optimizer, outcome)
         module_hook = getattr(self._pl_module, "on_after_optimizer_step", None)
         if module_hook is not None:
