@@ -32,7 +32,8 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
         group, help = groups[options.pop("group")], options.pop("help")
         if setting.default not in (None, False):
             help += f"; default {setting.default}"
-        group.add_argument(flag(setting.name), help=help, default=None, **options)
+        # an option that was not given has no entry in the namespace: a resumed run keeps its own
+        group.add_argument(flag(setting.name), help=help, default=argparse.SUPPRESS, **options)
     others = parser.add_argument_group("other options")
     others.add_argument(
         "--accelerator", default="auto", choices=prepare.ACCELERATORS, help="default auto: cuda, or cpu"
@@ -44,33 +45,15 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    given = {setting.name: getattr(arguments, setting.name) for setting in fields(Settings)}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = vars(arguments)
+    del given["run"]
+    parser, out = given.pop("parser"), given.pop("out")
+    others = {name: given.pop(name) for name in ("accelerator", "max_minutes", "resume")}
     try:
-        job = prepare.prepare(
-            given,
-            arguments.out,
-            resume=arguments.resume,
-            max_minutes=arguments.max_minutes,
-            accelerator=arguments.accelerator,
-        )
-    except ValueError as error:
-        return _refuse(arguments.parser, error)
-    except KeyboardInterrupt:
-        return _interrupted("Nothing has been written.")
-    try:
-        return run.run_job(job)
-    except MisconfigurationException as error:
-        return _refuse(arguments.parser, error)
+        return run.run_job(prepare.prepare(given, out, **others))
+    except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+        rank_zero_only(parser.error)(" ".join(str(error).split()))
+        return 2  # rank 0 has said it
     except KeyboardInterrupt as interrupt:
-        return _interrupted(str(interrupt))
-
-
-def _refuse(parser: OneLineParser, error: Exception) -> int:
-    rank_zero_only(parser.error)(" ".join(str(error).split()))
-    return 2  # rank 0 has said it
-
-
-def _interrupted(message: str) -> int:
-    print(f"\nInterrupted. {message}", file=sys.stderr)
-    return 130
+        print(f"\nInterrupted. {str(interrupt) or 'Nothing has been written.'}", file=sys.stderr)
+        return 130

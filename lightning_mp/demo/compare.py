@@ -1,6 +1,5 @@
 """The same run with Lightning's own plugin for the same precision, and what differs."""
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,7 +10,6 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
-from lightning_mp.core.messages import lightning_logger
 from lightning_mp.demo.data import TextData
 from lightning_mp.demo.history import InjectOverflow
 from lightning_mp.demo.module import LanguageModel
@@ -38,38 +36,31 @@ def train_with_stock(job: Job) -> dict[str, Any]:
         fused=_takes_fused(settings.precision),
     )
     timer = Timer()
-    logger = lightning_logger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        trainer = pl.Trainer(
-            plugins=[_plugin(job)],
-            accelerator=job.accelerator,
-            devices=1,
-            max_epochs=1,
-            accumulate_grad_batches=settings.accumulation[0],
-            gradient_clip_val=CLIP_NORM,
-            callbacks=[timer, *InjectOverflow.of(settings)],
-            val_check_interval=settings.validate_every_micro_batches,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-        )
-        data = TextData(job.corpus, settings)
-        trainer.fit(model, data)
-        validation_loss = trainer.validate(model, data, verbose=False)[0]["val/loss"]
-    finally:
-        logger.setLevel(level)
+    trainer = pl.Trainer(
+        plugins=[_plugin(job)],
+        accelerator=job.accelerator,
+        devices=1,
+        max_epochs=1,
+        accumulate_grad_batches=settings.accumulation[0],
+        gradient_clip_val=CLIP_NORM,
+        callbacks=[timer, InjectOverflow(settings)],
+        val_check_interval=settings.validate_every_micro_batches,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    data = TextData(job.corpus, settings)
+    trainer.fit(model, data)
+    validation_loss = trainer.validate(model, data, verbose=False)[0]["val/loss"]
     updates = max((int(state["step"]) for state in trainer.optimizers[0].state.values()), default=0)
-    scheduler = trainer.lr_scheduler_configs[0].scheduler
     return {
         "tokens": settings.micro_batches * settings.micro_batch_tokens,
         "optimizer_steps": trainer.global_step,
         "skipped_steps": trainer.global_step - updates,
-        "schedule_steps_on_skips": scheduler.last_epoch - updates,
+        "schedule_steps_on_skips": trainer.lr_scheduler_configs[0].scheduler.last_epoch - updates,
         "validation_loss": validation_loss,
         "fit_seconds": timer.time_elapsed("train"),
     }
@@ -90,27 +81,11 @@ def _takes_fused(precision: str) -> bool:
     return not precision.endswith("-mixed")
 
 
-def format_comparison(stock: Mapping[str, Any], history: Mapping[str, Any]) -> str:
-    """A table of both runs.
-
-    Args:
-        stock: From :func:`train_with_stock`.
-        history: The content of ``history.json`` of the run with this pack.
-    """
-    steps, budget = history["steps"], history["budget_tokens"]
-    rates = steps["learning_rate"]
-    ours = {
-        "tokens": history["tokens"],
-        "optimizer_steps": len(steps["tokens"]),
-        "skipped_steps": sum(steps["skipped"]),
-        "schedule_steps_on_skips": sum(
-            skipped and rate != following
-            for skipped, rate, following in zip(steps["skipped"], rates, rates[1:], strict=False)
-        ),
-        "validation_loss": history["validation"]["loss"][-1],
-        "fit_seconds": history["fit_seconds"],
-    }
-    rows = [["", "Lightning", "lightning_mp"]]
+def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any], history: Mapping[str, Any]) -> str:
+    """A table of the figures of :func:`train_with_stock` and of the run with this pack."""
+    moved = [skip["next_learning_rate"] not in (None, skip["learning_rate"]) for skip in summary["skips"]]
+    ours = {**summary, "schedule_steps_on_skips": sum(moved), "fit_seconds": history["fit_seconds"]}
+    table = f"{'':<26}{'Lightning':>14}{'lightning_mp':>14}"
     for name, text in (
         ("tokens", "{tokens:,}"),
         ("over the budget", "{excess:+,}"),
@@ -119,12 +94,11 @@ def format_comparison(stock: Mapping[str, Any], history: Mapping[str, Any]) -> s
         ("scheduler steps on skips", "{schedule_steps_on_skips:,}"),
         ("validation loss", "{validation_loss:.4f}"),
         ("time of the fit", "{fit_seconds:.1f} s"),
-        ("fused AdamW with clipping", "{fused}"),
     ):
-        takes_fused = _takes_fused(history["settings"]["precision"])
-        runs = [{**stock, "fused": "yes" if takes_fused else "refused"}, {**ours, "fused": "yes"}]
-        rows.append([name, *(text.format(**run, excess=run["tokens"] - budget) for run in runs)])
-    text = "\n".join(f"{name:<26}{left:>14}{right:>14}" for name, left, right in rows)
+        values = [text.format(**run, excess=run["tokens"] - summary["budget_tokens"]) for run in (stock, ours)]
+        table += "\n{:<26}{:>14}{:>14}".format(name, *values)
+    fused = "yes" if _takes_fused(history["settings"]["precision"]) else "refused"
+    table += f"\n{'fused AdamW with clipping':<26}{fused:>14}{'yes':>14}"
     if not math.isfinite(stock["validation_loss"]):
-        text += "\nA gradient that is not finite reached the weights of Lightning's run."
-    return text
+        table += "\nA gradient that is not finite reached the weights of Lightning's run."
+    return table

@@ -4,7 +4,8 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,7 @@ from torch import Tensor
 
 from lightning_mp.demo.settings import BLOCK_TOKENS, Settings
 
-__all__ = [
-    "Corpus",
-    "HeldOutBatches",
-    "TextBatches",
-    "TextData",
-    "cut_blocks",
-    "from_bytes",
-    "load_file",
-    "load_standard_library",
-]
+__all__ = ["Corpus", "HeldOutBatches", "TextBatches", "TextData", "load_file", "load_standard_library"]
 
 #: Of 20 files (or of 20 equal parts of one file) one is held out.
 VALIDATION_SHARE = 20
@@ -42,13 +34,7 @@ _SKIPPED_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text in two parts that share nothing.
-
-    Attributes:
-        train: Bytes to train on, uint8 ``[train_bytes]``.
-        validation: Held-out bytes, uint8 ``[validation_bytes]``.
-        source: Where the text comes from, in words.
-    """
+    """Text in two parts that share nothing, uint8 ``[num_bytes]`` each, and where it comes from, in words."""
 
     train: Tensor
     validation: Tensor
@@ -77,16 +63,16 @@ def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) 
         ValueError: If there are not even 20 different files.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    files = list(_distinct_contents(sorted(_source_files(root)), max_bytes))
+    files = _distinct_sources(root, max_bytes)
     if len(files) < VALIDATION_SHARE:
         raise ValueError(
             f"{root} holds {len(files)} Python source files, and at least {VALIDATION_SHARE} are needed: "
             "this Python comes without its library's source; give a text of your own with --text FILE."
         )
-    train = [content for index, content in enumerate(files) if index % VALIDATION_SHARE != VALIDATION_SHARE - 1]
     held_out = files[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
     source = f"{len(files)} source files of the Python {platform.python_version()} standard library"
-    return Corpus(_as_tokens(b"".join(train)), _as_tokens(b"".join(held_out)), source)
+    del files[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
+    return Corpus(_as_tokens(b"".join(files)), _as_tokens(b"".join(held_out)), source)
 
 
 def load_file(path: Path) -> Corpus:
@@ -103,53 +89,34 @@ def load_file(path: Path) -> Corpus:
         ) from error
     if not content:
         raise ValueError(f"the text {str(path)!r} is empty: give a file with some text in it with --text FILE.")
-    return from_bytes(content, path.name)
-
-
-def from_bytes(content: bytes, source: str) -> Corpus:
-    """Splits a text: the last twentieth is held out."""
     tokens = _as_tokens(content)
     cut = len(tokens) - max(1, len(tokens) // VALIDATION_SHARE)
-    return Corpus(tokens[:cut], tokens[cut:], source)
+    return Corpus(tokens[:cut], tokens[cut:], path.name)
 
 
-def _source_files(root: Path) -> Iterator[str]:
+def _distinct_sources(root: Path, max_bytes: int) -> list[bytes]:
+    paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "-" not in name]
-        yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))
-
-
-def _distinct_contents(paths: Iterable[str], max_bytes: int) -> Iterator[bytes]:
-    seen = {b""}
-    for path in paths:
-        try:
-            content = Path(path).read_bytes()
-        except OSError:
-            continue
-        if content in seen:
-            continue
-        seen.add(content)
-        max_bytes -= len(content)
-        if max_bytes < 0:
-            return
-        yield content
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    contents: dict[bytes, None] = {}
+    for path in sorted(paths, key=str):
+        with suppress(OSError):
+            content = path.read_bytes()
+            if content and content not in contents:
+                max_bytes -= len(content)
+                if max_bytes < 0:
+                    break
+                contents[content] = None
+    return list(contents)
 
 
 def _as_tokens(content: bytes) -> Tensor:
-    # frombuffer shares memory and refuses an empty buffer; a bytearray makes the tensor writable.
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)  # shares memory; of a bytearray it is writable
 
 
-def cut_blocks(text: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
-    """Cuts a text ``[num_tokens]`` into inputs and the tokens that follow them, both ``[num_blocks, block_tokens]``.
-
-    They are views; the tail that fills no block is left out.
-
-    Example:
-        >>> inputs, labels = cut_blocks(torch.arange(8), 3)
-        >>> inputs.tolist(), labels.tolist()
-        ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
-    """
+def _cut_blocks(text: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
+    """Inputs and the tokens that follow them, views ``[num_blocks, block_tokens]``, without the tail of the text."""
     num_blocks = max(0, (len(text) - 1) // block_tokens)
     used = num_blocks * block_tokens
     return text[:used].view(num_blocks, block_tokens), text[1 : used + 1].view(num_blocks, block_tokens)
@@ -192,40 +159,37 @@ class TextBatches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._inputs, self._labels = cut_blocks(text, block_tokens)
+        self._inputs, self._labels = _cut_blocks(text, block_tokens)
         self._batch_size = batch_size
         self._seed = seed
         self._rank = rank
         self._global_batch_size = batch_size * world_size
-        self.batches_per_pass = len(self._inputs) // self._global_batch_size
-        if self.batches_per_pass == 0:
+        self._batches_per_pass = len(self._inputs) // self._global_batch_size
+        if self._batches_per_pass == 0:
             raise ValueError(
                 f"the text has {len(self._inputs)} blocks of {block_tokens} tokens, and one batch over all ranks needs "
                 f"{self._global_batch_size}: give more text with --text FILE, or lower --batch-size."
             )
-        self._num_batches = self.batches_per_pass if num_batches is None else num_batches
+        self._num_batches = self._batches_per_pass if num_batches is None else num_batches
         self._served = 0
-        self._order: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         end = (self._served // self._num_batches + 1) * self._num_batches
+        drawn_for, order = -1, torch.empty(0)
         while self._served < end:
-            pass_index, position = divmod(self._served, self.batches_per_pass)
+            pass_index, position = divmod(self._served, self._batches_per_pass)
+            if pass_index != drawn_for:
+                # A prime far above any number of passes keeps (seed, pass) pairs apart.
+                generator = torch.Generator().manual_seed(self._seed * 1_000_003 + pass_index)
+                drawn_for, order = pass_index, torch.randperm(len(self._inputs), generator=generator)
             first = position * self._global_batch_size + self._rank * self._batch_size
-            blocks = self._order_of(pass_index)[first : first + self._batch_size]
+            blocks = order[first : first + self._batch_size]
             # Counted before it is handed out: a checkpoint written after training on it must not serve it again.
             self._served += 1
             yield [self._inputs[blocks].long(), self._labels[blocks].long()]
-
-    def _order_of(self, pass_index: int) -> Tensor:
-        if self._order is None or self._order[0] != pass_index:
-            # A prime far above any number of passes keeps (seed, pass) pairs apart.
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + pass_index)
-            self._order = pass_index, torch.randperm(len(self._inputs), generator=generator)
-        return self._order[1]
 
     def state_dict(self) -> dict[str, Any]:
         """The number of batches served, and how large a global batch is."""
@@ -248,13 +212,7 @@ class TextBatches:
 class HeldOutBatches:
     """The same validation batches ``[inputs, labels]`` every time, spread evenly over the held-out text.
 
-    Args:
-        text: See :class:`TextBatches`.
-        batch_size: See there; a short text has smaller batches.
-        block_tokens: See there.
-        max_batches: At most this many batches per rank.
-        rank: See there.
-        world_size: See there.
+    Arguments are those of :class:`TextBatches`; ``max_batches`` is per rank, and a short text has smaller batches.
 
     Raises:
         ValueError: If there is not one sequence for every rank.
@@ -263,7 +221,7 @@ class HeldOutBatches:
     def __init__(
         self, text: Tensor, *, batch_size: int, block_tokens: int, max_batches: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        inputs, labels = cut_blocks(text, block_tokens)
+        inputs, labels = _cut_blocks(text, block_tokens)
         num_blocks = len(inputs)
         if num_blocks < world_size:
             raise ValueError(
@@ -284,35 +242,31 @@ class HeldOutBatches:
 
 
 class TextData(pl.LightningDataModule):
-    """Training and validation batches of a corpus.
+    """Training and validation batches of a corpus, this rank's part of them.
 
     The whole run is one epoch, over as many passes of the text as it takes, so that no accumulation window is cut at
     the end of a pass.
-
-    Args:
-        corpus: The text.
-        settings: The size and number of batches, and the seed.
     """
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
         super().__init__()
         self._corpus = corpus
         self._settings = settings
-        self._shape = {"batch_size": settings.batch_size, "block_tokens": BLOCK_TOKENS}
 
     def train_dataloader(self) -> TextBatches:
-        """This rank's part of the training batches."""
+        """As many batches as the run takes."""
         settings = self._settings
-        part = self._shape | self._part()
-        return TextBatches(self._corpus.train, num_batches=settings.micro_batches, seed=settings.seed, **part)
+        return TextBatches(
+            self._corpus.train, num_batches=settings.micro_batches, seed=settings.seed, **self._batch_arguments()
+        )
 
     def val_dataloader(self) -> HeldOutBatches:
-        """This rank's part of the validation batches."""
-        part = self._shape | self._part()
-        return HeldOutBatches(self._corpus.validation, max_batches=_MAX_VALIDATION_BATCHES, **part)
+        """At most 32 batches."""
+        return HeldOutBatches(self._corpus.validation, max_batches=_MAX_VALIDATION_BATCHES, **self._batch_arguments())
 
-    def _part(self) -> dict[str, int]:
-        """Which part of every batch this rank takes: ranks that hold parts of one copy of the model take the same."""
+    def _batch_arguments(self) -> dict[str, int]:
         assert self.trainer is not None
+        # Ranks that hold parts of one copy of the model take the same part of every batch.
         sampler = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        return {"rank": sampler["rank"], "world_size": sampler["num_replicas"]}
+        part = {"rank": sampler["rank"], "world_size": sampler["num_replicas"]}
+        return {"batch_size": self._settings.batch_size, "block_tokens": BLOCK_TOKENS, **part}

@@ -34,22 +34,15 @@ class RunHistory(Callback):
 
     The loss of a step is the mean over the tokens of its window and all ranks. Losses stay on the device and are added
     up over ranks and read many at a time. What is logged every few steps only is logged once more after the last step.
-
-    Args:
-        path: The JSON file.
-        facts: Plain values about the run that go into the file and into every checkpoint.
-        micro_batch_tokens: Tokens of one micro-batch over all ranks.
-        budget: Knows the tokens that were trained on.
-        throughput: Knows the speed.
-        stop: Knows why the run ended early, if it did.
-        timer: Knows how long the run took, validation included.
+    At the end everything is written to the JSON file ``path``; ``facts`` about the run go into every checkpoint, too.
     """
+
+    state_key = HISTORY_KEY
 
     def __init__(
         self,
         path: Path,
         facts: Mapping[str, Any],
-        micro_batch_tokens: int,
         budget: ChinchillaBudget,
         throughput: MFUMonitor,
         stop: StopAtBoundary,
@@ -57,7 +50,6 @@ class RunHistory(Callback):
     ) -> None:
         self._path = path
         self._facts = dict(facts)
-        self._micro_batch_tokens = micro_batch_tokens
         self._budget = budget
         self._throughput = throughput
         self._stop = stop
@@ -70,11 +62,6 @@ class RunHistory(Callback):
         self._unread: list[Tensor] = []
         self._last: dict[str, float] = {}
         self._trainer: pl.Trainer | None = None
-
-    @property
-    def state_key(self) -> str:
-        """Where the state is in a checkpoint."""
-        return HISTORY_KEY
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Meets the Trainer."""
@@ -91,8 +78,8 @@ class RunHistory(Callback):
             return
         self._unread.append(torch.stack(self._window).sum(0))
         self._window = []
-        assert self._budget.budget_tokens is not None
-        tokens = min(self._budget.budget_tokens, self._micro_batches * self._micro_batch_tokens)
+        plan = self._facts["plan"]
+        tokens = min(plan["budget_tokens"], self._micro_batches * plan["micro_batch_tokens"])
         self._steps["tokens"].append(tokens)
         self._steps["learning_rate"].append(float(trainer.optimizers[0].param_groups[0]["lr"]))
         pl_module.log("train/learning_rate", self._steps["learning_rate"][-1])
@@ -103,9 +90,8 @@ class RunHistory(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Notes what came of a step; with a fused optimizer this is one step late."""
-        self._steps["loss_scale"].append(outcome.loss_scale)
-        self._steps["skipped"].append(outcome.skipped)
-        self._steps["grad_norm"].append(outcome.grad_norm)
+        for column in ("loss_scale", "skipped", "grad_norm"):
+            self._steps[column].append(getattr(outcome, column))
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Notes the validation loss, and prints a line where no progress bar shows it."""
@@ -136,6 +122,10 @@ class RunHistory(Callback):
             logger.log_metrics(self._last, step=trainer.global_step - 1)
         if not trainer.is_global_zero:
             return
+        for step in reversed(range(len(self._steps["tokens"]) - 1)):
+            if self._steps["skipped"][step]:
+                # The scaler did not call an unfused optimizer, so nothing set the rate of that step: the next one's.
+                self._steps["learning_rate"][step] = self._steps["learning_rate"][step + 1]
         stopped_by = None
         if self._stop.path is not None:
             # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
@@ -144,7 +134,7 @@ class RunHistory(Callback):
         device = trainer.strategy.root_device
         written = {
             **self._facts,
-            "steps": self._steps_as_recorded(),
+            "steps": self._steps,
             "validation": self._validation,
             "tokens": self._budget.tokens_seen,
             "budget_tokens": self._budget.budget_tokens,
@@ -158,14 +148,6 @@ class RunHistory(Callback):
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(written, indent=1) + "\n")
-
-    def _steps_as_recorded(self) -> dict[str, list[Any]]:
-        rates = list(self._steps["learning_rate"])
-        for step in reversed(range(len(rates) - 1)):
-            if self._steps["skipped"][step]:
-                # The scaler did not call an unfused optimizer, so nothing set the rate of that step: the next one's.
-                rates[step] = rates[step + 1]
-        return self._steps | {"learning_rate": rates}
 
     def state_dict(self) -> dict[str, Any]:
         """Facts and rows; the last outcome is waited for."""
@@ -194,30 +176,18 @@ class RunHistory(Callback):
 
 
 class InjectOverflow(Callback):
-    """Makes one number of one parameter's gradient infinite, once, on every rank that holds a part of it.
+    """Makes one number of a gradient in the middle of the model infinite, once, for ``--inject-overflow``."""
 
-    Args:
-        step_index: The optimizer step, counted from 0, skipped ones included.
-        parameter_name: Name within the LightningModule.
-    """
-
-    @classmethod
-    def of(cls, settings: Settings) -> "list[InjectOverflow]":
-        """What ``--inject-overflow`` asks for, in the middle of the model."""
-        if settings.inject_overflow is None:
-            return []
-        return [cls(settings.inject_overflow, f"model.blocks.{settings.model.layers // 2}.mlp.up.weight")]
-
-    def __init__(self, step_index: int, parameter_name: str) -> None:
-        self.step_index = step_index
-        self.parameter_name = parameter_name
+    def __init__(self, settings: Settings) -> None:
+        self._step_index = settings.inject_overflow
+        self._parameter_name = f"model.blocks.{settings.model.layers // 2}.mlp.up.weight"
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Spoils the gradient, which has been reduced over ranks by now."""
-        if trainer.global_step != self.step_index:
+        if trainer.global_step != self._step_index:
             return
-        # a stage of a pipeline has only some of the parameters
-        parameter = dict(pl_module.named_parameters()).get(self.parameter_name)
+        # a stage of a pipeline has only some of the parameters, and a rank perhaps no part of this one
+        parameter = dict(pl_module.named_parameters()).get(self._parameter_name)
         gradient = parameter.grad if parameter is not None else None
         if gradient is not None and local_shard(gradient).numel():
             local_shard(gradient).view(-1)[0] = torch.inf

@@ -1,7 +1,7 @@
 """A small GPT (pre-norm blocks, causal attention, tied head, no biases), and text written by it."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
 
 import torch
@@ -37,9 +37,9 @@ class GPTConfig:
     vocab: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "width", "block_tokens", "vocab"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPTConfig.{name} is {getattr(self, name)}: it must be 1 or more.")
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"GPTConfig.{name} is {value}: it must be 1 or more.")
         if self.width % self.heads:
             raise ValueError(
                 f"GPTConfig.width is {self.width}, which {self.heads} heads do not divide: "
@@ -50,14 +50,11 @@ class GPTConfig:
     def parameters(self) -> int:
         """Number of trainable parameters, the tied head counted once.
 
-        Per block 12 w^2 for the matrices (4 w^2 attention, 8 w^2 MLP) and 2 w for the two norms; besides that the
-        token and position tables and the last norm.
-
         Example:
             >>> GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257).parameters
             124337664
         """
-        per_block = 12 * self.width**2 + 2 * self.width
+        per_block = 4 * self.width**2 + 8 * self.width**2 + 2 * self.width  # attention, MLP, two norms
         return self.layers * per_block + (self.vocab + self.block_tokens + 1) * self.width
 
 
@@ -171,18 +168,15 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(config.width, bias=False)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.token_embedding.weight
-        self.apply(_initialise)
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            for projection in (block.attention.output, block.mlp.down):
-                nn.init.normal_(projection.weight, std=_INIT_STD / math.sqrt(2 * config.layers))
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=_INIT_STD)
+        for name, weight in self.named_parameters():
+            if name.endswith(("attention.output.weight", "mlp.down.weight")):
+                nn.init.normal_(weight, std=_INIT_STD / math.sqrt(2 * config.layers))
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Token ids ``[batch, tokens]`` to next-token logits ``[batch, tokens, vocab]``.
-
-        Raises:
-            ValueError: If the sequence is longer than ``block_tokens``.
-        """
+        """Token ids ``[batch, tokens]`` to next-token logits ``[batch, tokens, vocab]``."""
         x = self.embed(idx)
         for block in self.blocks:
             x = block(x)
@@ -190,7 +184,11 @@ class GPT(nn.Module):
         return logits
 
     def embed(self, idx: Tensor) -> Tensor:
-        """Token ids ``[batch, tokens]`` to ``[batch, tokens, width]``."""
+        """Token ids ``[batch, tokens]`` to ``[batch, tokens, width]``.
+
+        Raises:
+            ValueError: If the sequence is longer than ``block_tokens``.
+        """
         tokens = idx.shape[-1]
         if tokens > self.config.block_tokens:
             raise ValueError(
@@ -201,24 +199,11 @@ class GPT(nn.Module):
         return embedded
 
 
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=_INIT_STD)
-
-
 @torch.no_grad()
 def generate(
     model: GPT, prompt: bytes, num_tokens: int, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
 ) -> bytes:
-    """Continues a text byte by byte.
-
-    Args:
-        model: A model over bytes, on the CPU.
-        prompt: What to continue, at least one byte.
-        num_tokens: How much to write.
-        temperature: Below 1 favours what is likely.
-        top_k: Only this many most likely bytes are drawn from.
-        seed: For the draws.
+    """Continues a text byte by byte, each drawn from the ``top_k`` most likely; the model is over bytes, on the CPU.
 
     Raises:
         ValueError: If the prompt is empty.

@@ -32,11 +32,8 @@ class LanguageModel(pl.LightningModule):
     AdamW with weight decay on matrices only. Logs ``train/loss`` and ``val/loss`` in nats per token.
 
     Args:
-        layers: See :class:`~lightning_mp.demo.model.GPTConfig`, also for the next four.
-        heads: Attention heads per block.
-        width: Size of the residual stream.
-        block_tokens: Longest sequence.
-        vocab: Number of token ids.
+        layers: See :class:`~lightning_mp.demo.model.GPTConfig`, also for ``heads``, ``width``, ``block_tokens`` and
+            ``vocab``.
         learning_rate: Peak learning rate.
         total_steps: Optimizer steps over which the rate warms up and falls along a cosine; None leaves it to
             ``TokenLearningRate``.
@@ -65,11 +62,6 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.total_steps = total_steps
-        self.warmup_steps = warmup_steps
-        self.fused = fused
         self._is_pipelined = False
         self.model = GPT(GPTConfig(layers, heads, width, block_tokens, vocab))
 
@@ -87,18 +79,14 @@ class LanguageModel(pl.LightningModule):
             return pipelined_loss(self, batch)
 
     def pipeline_loss(self, logits: Tensor, batch: list[Tensor]) -> Tensor:
-        """The loss from logits ``[batch, tokens, vocab]``."""
+        """The same from logits ``[batch, tokens, vocab]``."""
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten(), ignore_index=-100)
 
     def pipeline_layers(self) -> list[nn.Module | PipelineLayer]:
         """What ``PipelineParallelStrategy`` cuts into stages."""
         model = self.model
-
-        def embed(idx: Tensor, batch: list[Tensor]) -> Tensor:
-            return model.embed(idx)
-
-        first = PipelineLayer(embed, model.token_embedding, model.position_embedding)
-        return [first, *model.blocks, model.final_norm, model.head]
+        embed = PipelineLayer(lambda idx, batch: model.embed(idx), model.token_embedding, model.position_embedding)
+        return [embed, *model.blocks, model.final_norm, model.head]
 
     def configure_model(self) -> None:
         """Shards the model under Lightning's own ``ModelParallelStrategy``, which leaves that to the module."""
@@ -121,15 +109,17 @@ class LanguageModel(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerConfig | OptimizerLRSchedulerConfig:
         """AdamW, fused where torch has it, and perhaps its schedule by optimizer step."""
+        options = self.hparams
         # by name, since under FSDP1 every parameter is a flat shard
         matrices = [p for name, p in self.named_parameters() if "norm" not in name]
         norms = [p for name, p in self.named_parameters() if "norm" in name]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-        fused = self.fused and self.device.type in ("cpu", "cuda")
-        optimizer = AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95), fused=fused)
-        if self.total_steps is None:
+        groups = [{"params": matrices, "weight_decay": options["weight_decay"]}, {"params": norms, "weight_decay": 0.0}]
+        fused = options["fused"] and self.device.type in ("cpu", "cuda")
+        optimizer = AdamW(groups, lr=options["learning_rate"], betas=(0.9, 0.95), fused=fused)
+        total_steps = options["total_steps"]
+        if total_steps is None:
             return {"optimizer": optimizer}
-        schedule, total_steps = WarmupCosine(self.warmup_steps / self.total_steps), self.total_steps
+        schedule = WarmupCosine(options["warmup_steps"] / total_steps)
         scheduler = LambdaLR(optimizer, lambda step: schedule((step + 1) / total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

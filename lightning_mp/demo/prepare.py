@@ -20,23 +20,12 @@ __all__ = ["ACCELERATORS", "Job", "describe_shape", "latest_run", "load_checkpoi
 
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")
 
-_VERSION = re.compile(r"version_(\d+)")
 _SMALL_MODEL_PARAMETERS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that may start.
-
-    Attributes:
-        settings: What decides its outcome.
-        corpus: The text.
-        folder: Where its files go.
-        accelerator: "cpu", "cuda" or "mps".
-        max_seconds: Stop after this much training; None for no limit.
-        resumed_from: The checkpoint to go on from; None for a new run.
-        resumed_tokens: Tokens trained on before it.
-    """
+    """A run that may start. ``resumed_tokens`` were trained on before the checkpoint ``resumed_from``."""
 
     settings: Settings
     corpus: Corpus
@@ -58,7 +47,7 @@ class Job:
         }
         versions = {"lightning_mp": __version__, "lightning": pl.__version__, "torch": str(torch.__version__)}
         text = {"source": self.corpus.source, "digest": self.corpus.digest}
-        return {"settings": settings.as_dict(), "plan": plan, "text": text, "versions": versions}
+        return {"settings": asdict(settings), "plan": plan, "text": text, "versions": versions}
 
 
 def prepare(
@@ -69,41 +58,35 @@ def prepare(
     max_minutes: float | None = None,
     accelerator: str = "auto",
 ) -> Job:
-    """Checks a run and reads what it needs.
+    """Checks a run with the settings that were given, by name, and reads what it needs.
 
-    Args:
-        given: The settings that were given, by name.
-        out: Folder of all runs.
-        resume: Go on with the newest run there.
-        max_minutes: Stop after this much training; None for no limit.
-        accelerator: One of :data:`ACCELERATORS`.
-
-    Raises:
-        ValueError: If something is not allowed; one sentence says what, what is allowed and what to do.
+    A ValueError says in one sentence what is wrong, what is allowed and what to do.
     """
     if max_minutes is not None and not max_minutes > 0:
         raise ValueError(f"--max-minutes {max_minutes:g} is not allowed: give a positive number of minutes.")
-    given = dict(given)
     if given.get("text") is not None:
-        given["text"] = str(Path(given["text"]).resolve())  # a run may be resumed from elsewhere
+        given = {**given, "text": str(Path(given["text"]).resolve())}  # a run may be resumed from elsewhere
     path = latest_run(out) if resume else None
-    checkpoint = load_checkpoint(path) if path is not None else None
-    saved = checkpoint["callbacks"][HISTORY_KEY] if checkpoint is not None else None
-    settings = Settings.resume(saved["facts"]["settings"], given) if saved is not None else Settings(**given)
-    if checkpoint is not None:
-        _require_same_model(checkpoint["hyper_parameters"], settings, path)
-    accelerator = _available(accelerator)
+    checkpoint = load_checkpoint(path) if path is not None else {}
+    saved = checkpoint["callbacks"][HISTORY_KEY] if checkpoint else None
+    settings = Settings(**given) if saved is None else Settings.resume(saved["facts"]["settings"], given)
+    saved_shape, shape = checkpoint.get("hyper_parameters"), asdict(settings.model)
+    if saved_shape is not None and any(saved_shape.get(name) != value for name, value in shape.items()):
+        raise ValueError(
+            f"the checkpoint {path} holds a model of another size ({describe_shape(saved_shape)}) than this run's "
+            f"({describe_shape(shape)}): leave --params out, or start a new run without --resume."
+        )
     corpus = load_standard_library() if settings.text is None else load_file(Path(settings.text))
     # These refuse a text that is too short.
-    TextBatches(corpus.train, batch_size=settings.sequences, block_tokens=BLOCK_TOKENS)
-    HeldOutBatches(
-        corpus.validation, batch_size=1, block_tokens=BLOCK_TOKENS, max_batches=1, world_size=settings.replicas
-    )
-    if path is not None and saved is not None and saved["facts"]["text"]["digest"] != corpus.digest:
+    shape = {"block_tokens": BLOCK_TOKENS, "world_size": settings.replicas}
+    TextBatches(corpus.train, batch_size=settings.batch_size, **shape)
+    HeldOutBatches(corpus.validation, batch_size=1, max_batches=1, **shape)
+    if saved is not None and saved["facts"]["text"]["digest"] != corpus.digest:
         raise ValueError(
             f"the text ({corpus.source}) is not the one that the run of {path} began with "
             f"({saved['facts']['text']['source']}): bring that back, or start a new run without --resume."
         )
+    accelerator = _available(accelerator)
     if accelerator == "cpu" and settings.model.parameters < _SMALL_MODEL_PARAMETERS:
         # Matrices so small that threads wait for each other longer than they compute.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
@@ -119,22 +102,14 @@ def prepare(
 
 
 def new_run(out: Path) -> Path:
-    """The next free folder ``version_N`` under ``out``; nothing is made yet.
-
-    Raises:
-        ValueError: If ``out`` is a file.
-    """
+    """The next free folder ``version_N`` under ``out``; nothing is made yet."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: give a folder, which is made if it is missing.")
     return out / f"version_{max(_versions(out), default=-1) + 1}"
 
 
 def latest_run(out: Path) -> Path:
-    """The last checkpoint of the run in ``out``, or of the newest run under it that has one.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """The last checkpoint of the run in ``out``, or of the newest run under it that has one."""
     for folder in (out, *(out / f"version_{number}" for number in sorted(_versions(out), reverse=True))):
         checkpoint = latest_checkpoint(folder / "checkpoints")
         if checkpoint is not None:
@@ -146,15 +121,11 @@ def latest_run(out: Path) -> Path:
 
 
 def _versions(out: Path) -> list[int]:
-    return [int(match[1]) for entry in out.glob("version_*") if (match := _VERSION.fullmatch(entry.name))]
+    return [int(match[1]) for entry in out.glob("version_*") if (match := re.fullmatch(r"version_(\d+)", entry.name))]
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint of the demo; its tensors stay on disk until they are used.
-
-    Raises:
-        ValueError: If it cannot be read or was not written by the demo.
-    """
+    """Reads a checkpoint of the demo; its tensors stay on disk until they are used."""
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for a damaged file
@@ -167,15 +138,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             "new run without --resume."
         )
     return checkpoint
-
-
-def _require_same_model(saved: Mapping[str, Any], settings: Settings, path: Path | None) -> None:
-    shape = asdict(settings.model)
-    if any(saved.get(name) != value for name, value in shape.items()):
-        raise ValueError(
-            f"the checkpoint {path} holds a model of another size ({describe_shape(saved)}) than this run's "
-            f"({describe_shape(shape)}): leave --params out, or start a new run without --resume."
-        )
 
 
 def describe_shape(shape: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.core.messages import listed
+from lightning_mp.demo.settings import SCALED_PRECISIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,39 +21,32 @@ _SKIPS_IN_TABLE = 5
 
 
 def summarise(history: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The figures of a run. Losses are in nats per token; a token is a byte.
+    """The figures of a run, from ``history.json`` and the overflow reports in its folder.
 
-    Args:
-        history: The content of ``history.json``.
-        folder: Where the overflow reports are.
+    Losses are in nats per token; a token is a byte.
     """
-    losses, validation = history["steps"]["train_loss"], history["validation"]["loss"]
-    tail = losses[-max(1, round(_TAIL_SHARE * len(losses))) :]
+    steps, validation = history["steps"], history["validation"]["loss"]
+    tail = steps["train_loss"][-max(1, round(_TAIL_SHARE * len(steps["train_loss"]))) :]
     train_loss, validation_loss = sum(tail) / len(tail), validation[-1] if validation else None
     copied = ("tokens", "budget_tokens", "tokens_per_second", "mfu", "train_seconds", "peak_memory_bytes", "device")
     return {
         **{name: history[name] for name in copied},
-        "optimizer_steps": len(losses),
-        "skipped_steps": sum(history["steps"]["skipped"]),
+        "optimizer_steps": len(steps["tokens"]),
+        "skipped_steps": sum(steps["skipped"]),
         "train_loss": train_loss,
         "train_bits_per_byte": train_loss / math.log(2),
         "validation_loss": validation_loss,
         "validation_bits_per_byte": None if validation_loss is None else validation_loss / math.log(2),
-        "skips": _skips(history["steps"], folder),
+        "skips": [_skip(steps, step, folder) for step, skipped in enumerate(steps["skipped"]) if skipped],
     }
 
 
-def _skips(steps: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    skips = []
-    for step in (step for step, skipped in enumerate(steps["skipped"]) if skipped):
-        skip: dict[str, Any] = {"step_index": step}
-        for name in ("loss_scale", "learning_rate"):
-            skip[name], *following = steps[name][step : step + 2]
-            skip[f"next_{name}"] = following[0] if following else None
-        report = folder / f"overflow_step_{step}.json"
-        skip["parameters"] = json.loads(report.read_text())["parameters"] if report.is_file() else []
-        skips.append(skip)
-    return skips
+def _skip(steps: Mapping[str, Any], step: int, folder: Path) -> dict[str, Any]:
+    report = folder / f"overflow_step_{step}.json"
+    skip = {"step_index": step, "parameters": json.loads(report.read_text())["parameters"] if report.is_file() else []}
+    for name in ("loss_scale", "learning_rate"):
+        skip[name], skip[f"next_{name}"] = (*steps[name], None)[step : step + 2]
+    return skip
 
 
 def format_table(summary: Mapping[str, Any], folder: Path) -> str:
@@ -96,15 +90,8 @@ def _describe_skip(skip: Mapping[str, Any]) -> str:
 # Okabe and Ito's palette, told apart with every kind of colour blindness: https://jfly.uni-koeln.de/color/
 _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#555555"
 
-_STYLE: dict[Any, Any] = {
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#DDDDDD",
-    "legend.frameon": False,
-}
+_STYLE: dict[Any, Any] = {"axes.titlelocation": "left", "axes.titleweight": "bold", "axes.grid": True}
+_STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#DDDDDD", "legend.frameon": False}
 
 
 def smooth(values: Sequence[float], half_life: float) -> list[float]:
@@ -182,19 +169,18 @@ def _draw_loss(panel: "Axes", history: Mapping[str, Any]) -> None:
 def _draw_scale(panel: "Axes", history: Mapping[str, Any]) -> None:
     steps, precision = history["steps"], history["settings"]["precision"]
     count = f"{sum(steps['skipped']):,} of {len(steps['tokens']):,} steps skipped"
-    if precision in ("16-mixed", "16-true"):
+    if precision in SCALED_PRECISIONS:
         scales = steps["loss_scale"]
         panel.set(title=f"Loss scale: {count}", ylabel="loss scale", ylim=(min(scales) / 2.5, max(scales) * 2.5))
         panel.set_yscale("log", base=2)
         panel.step(steps["tokens"], scales, where="pre", color=_BLUE)
         return
     panel.set(title=f"{precision} has no loss scale; gradient norm: {count}", ylabel="gradient norm")
-    if any(steps["grad_norm"]):
-        panel.set_yscale("log")
-        panel.plot(steps["tokens"], [norm or math.nan for norm in steps["grad_norm"]], color=_BLUE, linewidth=0.9)
-    else:
+    if not any(steps["grad_norm"]):
         panel.text(0.5, 0.5, f"not measured in {precision}", transform=panel.transAxes, ha="center", color=_GREY)
-        panel.set_yticks([])
+        return
+    panel.set_yscale("log")
+    panel.plot(steps["tokens"], [norm or math.nan for norm in steps["grad_norm"]], color=_BLUE, linewidth=0.9)
 
 
 def _draw_learning_rate(panel: "Axes", history: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shutil
 import signal
 import sys
@@ -13,12 +12,12 @@ from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -39,21 +38,15 @@ from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings, peak_l
 __all__ = ["assemble", "fit", "run_job"]
 
 _SAMPLE_TOKENS = 200
+_CHECKPOINTS = 10
 
 
 def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     """Trains, and leaves checkpoint, logs, sample, picture and summary in the run's folder.
 
-    Args:
-        job: The run, checked.
-        extra_callbacks: Besides the demo's own.
-
-    Returns:
-        0 if the run did what was asked, 130 if it was interrupted.
-
-    Raises:
-        MisconfigurationException: If Lightning or the pack refuses the combination. Nothing is left behind then.
-        KeyboardInterrupt: On the second Ctrl-C, or before the first batch; says where the last checkpoint is.
+    Returns 0 if the run did what was asked, 130 if it was interrupted. If Lightning or the pack refuses the
+    combination, nothing is left behind. On the second Ctrl-C, or on one before the first batch, KeyboardInterrupt says
+    where the last checkpoint is.
     """
     if job.resumed_tokens >= job.settings.budget_tokens:
         say(f"{job.folder} has spent its whole budget already. Start a new run without --resume.")
@@ -62,39 +55,15 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     else:
         torch.manual_seed(job.settings.seed)
         with _quiet():
-            try:
-                trainer = assemble(job, extra_callbacks)
-            except (ValueError, ModuleNotFoundError) as error:
-                raise MisconfigurationException(str(error)) from error
+            trainer = assemble(job, extra_callbacks)
             _announce(job)
             fit(trainer, job)
     # Not on the other ranks, where this returns None.
     return rank_zero_only(_conclude)(job) or 0
 
 
-def _conclude(job: Job) -> int:
-    """Shows what came of the run, and returns the exit code."""
-    # Read from the file: under some strategies the training happened in other processes.
-    history = json.loads((job.folder / "history.json").read_text())
-    if history["stopped_by"] == "interrupt":
-        say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
-        return 130
-    try:
-        _show(job, history)
-    except (KeyboardInterrupt, SystemExit):
-        raise KeyboardInterrupt(_how_to_go_on(job)) from None
-    if history["stopped_by"] == "time":
-        say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
-    return 0
-
-
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
-    """Builds the Trainer.
-
-    Raises:
-        ValueError: If Lightning does not know the strategy.
-        MisconfigurationException: If Lightning refuses the combination of strategy and devices.
-    """
+    """Builds the Trainer."""
     settings, folder = job.settings, job.folder
     budget = mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
     throughput = mp.MFUMonitor()
@@ -110,18 +79,25 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
         throughput,
         timer,
-        RunHistory(folder / "history.json", job.facts, settings.micro_batch_tokens, budget, throughput, stop, timer),
+        RunHistory(folder / "history.json", job.facts, budget, throughput, stop, timer),
         *extra_callbacks,
         ModelCheckpoint(
             folder / "checkpoints",
             filename="step-{step}",
             auto_insert_metric_name=False,
-            every_n_train_steps=settings.checkpoint_every_steps,
+            every_n_train_steps=-(-settings.optimizer_steps // _CHECKPOINTS),
         ),
         stop,
-        *InjectOverflow.of(settings),
+        InjectOverflow(settings),
     ]
     on_terminal = sys.stdout.isatty()
+    if on_terminal:
+        callbacks.append(TQDMProgressBar(refresh_rate=5))
+    loggers: list[Any] = [CSVLogger(folder, name="csv")]
+    if find_spec("tensorboard") is not None:
+        loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
+    else:
+        say("No TensorBoard log is written: install tensorboard (pip install 'lightning-mp[plots]').")
     return pl.Trainer(
         plugins=_precision(job),
         accelerator=job.accelerator,
@@ -129,8 +105,8 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         strategy=_strategy(settings),
         max_epochs=-1,
         gradient_clip_val=CLIP_NORM,
-        callbacks=[*callbacks, *([TQDMProgressBar(refresh_rate=5)] if on_terminal else [])],
-        logger=_loggers(folder),
+        callbacks=callbacks,
+        logger=loggers,
         # the whole run is one epoch, see TextData
         val_check_interval=settings.validate_every_micro_batches,
         check_val_every_n_epoch=None,
@@ -153,13 +129,13 @@ def _precision(job: Job) -> list[Any]:
             # some CPUs take seconds for a step with torch's own product
             return [mp.Float8Precision(cast(Any, settings.recipe), emulate=job.accelerator == "cpu")]
         case "bf16-true" | "16-true" as weights:
-            return [mp.MasterWeightsPrecision(weights, storage=cast(Literal["fp32", "remainder"], settings.storage))]
+            return [mp.MasterWeightsPrecision(weights, storage=cast(Any, settings.storage))]
         case mixed:
-            return [mp.AutocastPrecision(cast(Literal["16-mixed", "bf16-mixed"], mixed))]
+            return [mp.AutocastPrecision(cast(Any, mixed))]
 
 
 def _strategy(settings: Settings) -> Strategy | str:
-    """With checkpoints in a single file, which every strategy reads on any number of devices."""
+    """Checkpoints are single files, which every strategy reads on any number of devices."""
     if settings.strategy == "mp_fsdp2" or settings.tensor_parallel > 1:
         return mp.FSDP2Strategy(tensor_parallel_size=settings.tensor_parallel, save_distributed_checkpoint=False)
     if settings.strategy == "model_parallel":
@@ -171,41 +147,35 @@ def _strategy(settings: Settings) -> Strategy | str:
     return settings.strategy
 
 
-def _loggers(folder: Path) -> list[Logger]:
-    loggers: list[Logger] = [CSVLogger(folder, name="csv")]
-    if find_spec("tensorboard") is not None:
-        return [*loggers, TensorBoardLogger(folder, name="tensorboard", version="")]
-    say("No TensorBoard log is written: install tensorboard (pip install 'lightning-mp[plots]').")
-    return loggers
-
-
 def fit(trainer: pl.Trainer, job: Job) -> None:
-    """Builds model and data and trains, from the checkpoint if the run goes on.
-
-    Raises:
-        MisconfigurationException: See :func:`run_job`.
-        KeyboardInterrupt: See :func:`run_job`.
-    """
-    model = LanguageModel(
-        **asdict(job.settings.model),
-        learning_rate=peak_learning_rate(job.settings.model.parameters),
-        total_steps=None,  # TokenLearningRate sets it
-    )
+    """Builds model and data and trains, from the checkpoint if the run goes on."""
+    shape = job.settings.model
+    # TokenLearningRate sets the rate
+    model = LanguageModel(**asdict(shape), learning_rate=peak_learning_rate(shape.parameters), total_steps=None)
     new_folders = [folder for folder in (job.folder, *job.folder.parents) if not folder.exists()]
     try:
         with _interrupts_given_back():
             trainer.fit(model, TextData(job.corpus, job.settings), ckpt_path=job.resumed_from, weights_only=True)
     except (MisconfigurationException, ProcessRaisedException) as error:
         # ddp_fork and ddp_spawn bring the traceback of another process as text
-        refusal = re.search(r"MisconfigurationException: (.*)", str(error), re.DOTALL)
-        if isinstance(error, ProcessRaisedException) and refusal is None:
+        _, found, refusal = str(error).rpartition("MisconfigurationException: ")
+        if isinstance(error, ProcessRaisedException) and not found:
             raise
         if trainer.is_global_zero:
             _remove(new_folders)
-        raise (MisconfigurationException(refusal[1]) if refusal is not None else error) from None
+        raise MisconfigurationException(refusal) from None
     except SystemExit:
         # Lightning ends the process so after a KeyboardInterrupt: the second Ctrl-C, or one before the first batch.
         raise KeyboardInterrupt(_how_to_go_on(job)) from None
+
+
+def _remove(new_folders: Sequence[Path]) -> None:
+    """Removes the run's folder, and those around it that were made for it and hold nothing else."""
+    for folder in new_folders[:1]:
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        for folder in new_folders[1:]:
+            folder.rmdir()
 
 
 @contextmanager
@@ -218,13 +188,20 @@ def _interrupts_given_back() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _remove(new_folders: Sequence[Path]) -> None:
-    """Removes the run's folder, and those around it that were made for it."""
-    for folder in new_folders[:1]:
-        shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        for folder in new_folders[1:]:
-            folder.rmdir()
+def _conclude(job: Job) -> int:
+    """Shows what came of the run, and returns the exit code."""
+    # Read from the file: under some strategies the training happened in other processes.
+    history = json.loads((job.folder / "history.json").read_text())
+    if history["stopped_by"] == "interrupt":
+        say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
+        return 130
+    try:
+        _show(job, history)
+    except (KeyboardInterrupt, SystemExit):
+        raise KeyboardInterrupt(_how_to_go_on(job)) from None
+    if history["stopped_by"] == "time":
+        say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
+    return 0
 
 
 def _show(job: Job, history: dict[str, Any]) -> None:
@@ -243,8 +220,8 @@ def _show(job: Job, history: dict[str, Any]) -> None:
     comparison_file = folder / "comparison.txt"
     if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():
         say("\nOnce more with Lightning's own plugin, for --compare:")
-        with _quiet(), _interrupts_given_back():
-            comparison = format_comparison(train_with_stock(job), history)
+        with _quiet(logging.ERROR), _interrupts_given_back():
+            comparison = format_comparison(train_with_stock(job), summary, history)
         comparison_file.write_text(comparison + "\n")
         say(comparison)
 
@@ -253,8 +230,7 @@ def _trained_model(folder: Path) -> GPT:
     path = latest_checkpoint(folder / "checkpoints")
     assert path is not None
     checkpoint = load_checkpoint(path)
-    shape = {field.name: checkpoint["hyper_parameters"][field.name] for field in fields(GPTConfig)}
-    model = GPT(GPTConfig(**shape))
+    model = GPT(GPTConfig(**{field.name: checkpoint["hyper_parameters"][field.name] for field in fields(GPTConfig)}))
     model.load_state_dict({name.removeprefix("model."): value for name, value in checkpoint["state_dict"].items()})
     return model.eval()
 
@@ -266,10 +242,13 @@ def _printable(text: bytes) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps messages off the terminal that say nothing about this run."""
-    logger = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
-    previous = logger.level
+def _quiet(level: int = logging.INFO) -> Iterator[None]:
+    """Keeps messages off the terminal that say nothing about this run, and of Lightning's those below the level."""
+    logger, resuming = (
+        lightning_logger(),
+        logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector"),
+    )
+    previous = logger.level, resuming.level
     with warnings.catch_warnings():
         for message in (
             r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 with torch 2.11 or newer
@@ -278,13 +257,15 @@ def _quiet() -> Iterator[None]:
             r"The run ended after .* budgeted tokens",  # the demo says so itself
         ):
             warnings.filterwarnings("ignore", message)
-        logger.setLevel(logging.WARNING)  # it tells the default of `weights_only` with every checkpoint
-        lightning_logger().addFilter(_no_tips)
+        logger.setLevel(max(level, logger.level))
+        resuming.setLevel(logging.WARNING)  # it tells the default of `weights_only` with every checkpoint
+        logger.addFilter(_no_tips)
         try:
             yield
         finally:
-            lightning_logger().removeFilter(_no_tips)
-            logger.setLevel(previous)
+            logger.removeFilter(_no_tips)
+            logger.setLevel(previous[0])
+            resuming.setLevel(previous[1])
 
 
 def _no_tips(record: logging.LogRecord) -> bool:
@@ -305,8 +286,7 @@ def _announce(job: Job) -> None:
         say("On a CPU fp8 is emulated: operands are rounded to fp8 and multiplied in fp32, which is slow.")
     elif job.accelerator == "cpu" and "16" in settings.precision:
         name = "bf16" if settings.precision.startswith("bf16") else "fp16"
-        found = torch.cpu.get_capabilities()
-        if not any(found.get(instructions) for instructions in (f"avx512_{name}", f"amx_{name}", name)):
+        if not any(there for feature, there in torch.cpu.get_capabilities().items() if feature.endswith(name)):
             say(f"This CPU has no {name} instructions: {settings.precision} is slow here (--params 10000 is quick).")
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -14,6 +14,8 @@ __all__ = ["BLOCK_TOKENS", "Settings", "count_optimizer_steps", "flag", "peak_le
 PRECISIONS = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8")
 #: Those that Lightning has, too.
 STOCK_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+#: Those with a loss scale, so that steps may be skipped.
+SCALED_PRECISIONS = ("16-mixed", "16-true")
 
 BLOCK_TOKENS = 128
 
@@ -27,7 +29,6 @@ CLIP_NORM = 1.0  # Brown et al. 2020 (arXiv:2005.14165), appendix B
 WARMUP_SHARE = 0.05
 
 _VALIDATIONS = 12
-_CHECKPOINTS = 10
 
 
 def _setting(default: Any, help: str, *, group: str = "model", **argparse_options: Any) -> Any:
@@ -49,30 +50,23 @@ class Settings:
 
     precision: str = _setting(
         "bf16-mixed",
-        "32-true, tf32, bf16-mixed, 16-mixed, bf16-true, 16-true (both with fp32 masters) or fp8; fp16 is slow on a "
-        "CPU, and fp8 is emulated there",
+        "bf16-true and 16-true keep fp32 masters; on a CPU fp16 is slow and fp8 emulated",
         choices=PRECISIONS,
     )
-    storage: str = _setting("fp32", "master weights of bf16-true: fp32 or remainder", choices=("fp32", "remainder"))
-    recipe: str = _setting(
-        "rowwise",
-        "scaling of fp8: rowwise, tensorwise or rowwise_with_gw_hp",
-        choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
-    )
+    storage: str = _setting("fp32", "master weights of bf16-true", choices=("fp32", "remainder"))
+    recipe: str = _setting("rowwise", "scaling of fp8", choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"))
     params: int = _setting(100_000, "size of the model", metavar="N", type=int)
-    tokens_per_parameter: float = _setting(
-        20.0, "size of the token budget; 20 is Chinchilla's", metavar="R", type=float
-    )
+    tokens_per_parameter: float = _setting(20.0, "token budget; 20 is Chinchilla's", metavar="R", type=float)
     batch_size: int = _setting(8, "sequences per micro-batch and data-parallel rank", metavar="B", type=int)
     text: str | None = _setting(None, "train on this file instead of the standard library", metavar="FILE")
     seed: int = _setting(0, "of the weights and the order of the text", metavar="S", type=int)
     inject_overflow: int | None = _setting(
-        None, "make a gradient infinite at this optimizer step, counted from 0", metavar="STEP", type=int
+        None, "make a gradient infinite at this optimizer step, from 0", metavar="STEP", type=int
     )
     compare: bool = _setting(
         False,
-        "afterwards train once more with Lightning's own plugin for the same precision, and print both results; both "
-        "runs accumulate a constant number of micro-batches",
+        "train once more with Lightning's own plugin for the same precision, and print both results; both runs "
+        "accumulate a constant number of micro-batches",
         action="store_true",
     )
     devices: int = _setting(1, "number of GPUs or CPU processes", group="layout", metavar="N", type=int)
@@ -83,11 +77,9 @@ class Settings:
         group="layout",
         metavar="NAME",
     )
-    tensor_parallel: int = _setting(
-        1, "devices that share each layer, with mp_fsdp2", group="layout", metavar="N", type=int
-    )
+    tensor_parallel: int = _setting(1, "devices per layer, with mp_fsdp2", group="layout", metavar="N", type=int)
     stages: int | None = _setting(
-        None, "stages of mp_pipeline, instead of --devices", group="layout", metavar="N", type=int
+        None, "stages of mp_pipeline; else one per device", group="layout", metavar="N", type=int
     )
 
     def __post_init__(self) -> None:
@@ -105,9 +97,30 @@ class Settings:
         if self.recipe != "rowwise" and self.precision != "fp8":
             raise ValueError(f"--recipe is about fp8, and --precision is {self.precision}: add --precision fp8.")
         self._check_layout()
-        self._check_comparison()
-        self._check_budget()
-        self._check_overflow()
+        if self.compare and self.precision not in STOCK_PRECISIONS:
+            raise ValueError(
+                f"--compare runs Lightning's own plugin, and it has none for {self.precision}: choose --precision "
+                f"{', '.join(STOCK_PRECISIONS[:-1])} or {STOCK_PRECISIONS[-1]}."
+            )
+        if self.compare and (self.devices > 1 or self.strategy != "auto"):
+            raise ValueError("--compare runs on one device: leave --devices and --strategy out.")
+        if self.budget_tokens < self.micro_batch_tokens:
+            raise ValueError(
+                f"the budget of {self.budget_tokens:,} tokens ({self.tokens_per_parameter:g} for each of "
+                f"{self.model.parameters:,} parameters) is smaller than one batch of {self.micro_batch_tokens:,} "
+                "tokens: raise --tokens-per-parameter or --params, or lower --batch-size or --devices."
+            )
+        step, steps = self.inject_overflow, self.optimizer_steps
+        if step is not None and not 0 <= step < steps:
+            raise ValueError(
+                f"--inject-overflow {step} is not allowed: this run has {steps} optimizer steps, so give a number from "
+                f"0 to {steps - 1}."
+            )
+        if step is not None and self.precision not in SCALED_PRECISIONS:
+            raise ValueError(
+                f"--inject-overflow shows how a loss scaler skips a step, and {self.precision} has none: "
+                f"add --precision {' or '.join(SCALED_PRECISIONS)}."
+            )
 
     def _check_layout(self) -> None:
         if self.tensor_parallel > 1 and self.strategy not in ("auto", "mp_fsdp2"):
@@ -118,60 +131,23 @@ class Settings:
         if self.stages is not None and self.strategy != "mp_pipeline":
             raise ValueError(f"--stages is about --strategy mp_pipeline, and that is {self.strategy}: leave one out.")
         for name in ("tensor_parallel", "stages"):
-            parts = getattr(self, name)
-            if parts is not None and self.devices % parts:
+            if self.devices % (getattr(self, name) or 1):
+                parts = getattr(self, name)
                 raise ValueError(
                     f"{flag(name)} {parts} needs a multiple of {parts} devices, got --devices {self.devices}."
                 )
+        # The strategies say the same, but only once all processes have started.
         if self.model.heads % self.tensor_parallel:
             raise ValueError(
                 f"--tensor-parallel {self.tensor_parallel} does not divide the {self.model.heads} attention heads of a "
                 f"model of {self.model.parameters:,} parameters: choose another number, or raise --params."
             )
-        stages = self.devices // self.replicas if self.strategy == "mp_pipeline" else 1
-        layers = self.model.layers + 3  # embedding, norm and head besides
-        if stages > layers:
+        stages, layers = self.devices // self.replicas, self.model.layers + 3  # embedding, norm and head besides
+        if self.strategy == "mp_pipeline" and stages > layers:
             raise ValueError(
                 f"--strategy mp_pipeline cannot split the {layers} layers of a model of {self.model.parameters:,} "
                 f"parameters into {stages} stages: give --stages {layers} or less, or raise --params."
             )
-
-    def _check_comparison(self) -> None:
-        if self.compare and self.precision not in STOCK_PRECISIONS:
-            raise ValueError(
-                f"--compare runs Lightning's own plugin, and it has none for {self.precision}: choose --precision "
-                f"{', '.join(STOCK_PRECISIONS[:-1])} or {STOCK_PRECISIONS[-1]}."
-            )
-        if self.compare and (self.devices > 1 or self.strategy != "auto"):
-            raise ValueError("--compare runs on one device: leave --devices and --strategy out.")
-
-    def _check_budget(self) -> None:
-        if self.budget_tokens < self.micro_batch_tokens:
-            raise ValueError(
-                f"the budget of {self.budget_tokens:,} tokens ({self.tokens_per_parameter:g} for each of "
-                f"{self.model.parameters:,} parameters) is smaller than one batch of {self.micro_batch_tokens:,} "
-                "tokens: raise --tokens-per-parameter or --params, or lower --batch-size or --devices."
-            )
-
-    def _check_overflow(self) -> None:
-        step = self.inject_overflow
-        if step is None:
-            return
-        if not 0 <= step < self.optimizer_steps:
-            raise ValueError(
-                f"--inject-overflow {step} is not allowed: this run has {self.optimizer_steps} optimizer steps, so "
-                f"give a number from 0 to {self.optimizer_steps - 1}."
-            )
-        if not self.has_loss_scale:
-            raise ValueError(
-                f"--inject-overflow shows how a loss scaler skips a step, and {self.precision} has none: "
-                "add --precision 16-mixed or 16-true."
-            )
-
-    @property
-    def has_loss_scale(self) -> bool:
-        """Whether the loss is scaled, so that steps may be skipped."""
-        return self.precision in ("16-mixed", "16-true")
 
     @property
     def replicas(self) -> int:
@@ -181,22 +157,14 @@ class Settings:
         return self.devices // self.tensor_parallel
 
     @property
-    def sequences(self) -> int:
-        """Sequences of one micro-batch over all copies of the model."""
-        return self.batch_size * self.replicas
-
-    @property
     def micro_batch_tokens(self) -> int:
         """Tokens of one micro-batch over all copies of the model."""
-        return self.sequences * BLOCK_TOKENS
+        return self.batch_size * self.replicas * BLOCK_TOKENS
 
     @cached_property
     def model(self) -> GPTConfig:
         """The shape of the model."""
-        try:
-            return config_for_parameters(self.params, block_tokens=BLOCK_TOKENS)
-        except ValueError as error:
-            raise ValueError(f"--params {self.params}: {error}") from error
+        return config_for_parameters(self.params, block_tokens=BLOCK_TOKENS)
 
     @cached_property
     def budget_tokens(self) -> int:
@@ -223,35 +191,21 @@ class Settings:
         """How often to validate; besides, once at the end."""
         return -(-self.micro_batches // _VALIDATIONS)
 
-    @property
-    def checkpoint_every_steps(self) -> int:
-        """How often to write a checkpoint."""
-        return -(-self.optimizer_steps // _CHECKPOINTS)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return asdict(self)
-
     @classmethod
     def resume(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
-        """The settings of a run to go on with.
-
-        Args:
-            saved: Its :meth:`as_dict`.
-            given: What the user gave; only settings of the group "layout" may differ.
+        """The saved settings of a run to go on with; of those given, only the group "layout" may differ from them.
 
         Raises:
             ValueError: If another setting differs, or the batches cannot be divided over so many devices.
 
         Example:
-            >>> Settings.resume(Settings().as_dict(), {"seed": 3})
+            >>> Settings.resume({"seed": 0}, {"seed": 3})
             Traceback (most recent call last):
             ValueError: --seed 3 differs from the run to resume, which has 0: leave --seed out to go on with that run,
             or start a new one without --resume.
         """
-        known: tuple[Field[Any], ...] = fields(cls)
-        kept = cls(**{setting.name: saved[setting.name] for setting in known if setting.name in saved})
-        layout = {setting.name for setting in known if setting.metadata["group"] == "layout"}
+        kept = cls(**saved)
+        layout = {setting.name for setting in fields(cls) if setting.metadata["group"] == "layout"}
         for name, value in given.items():
             if name not in layout and getattr(kept, name) != value:
                 raise ValueError(
@@ -259,10 +213,11 @@ class Settings:
                     f"{flag(name)} out to go on with that run, or start a new one without --resume."
                 )
         smallest = replace(kept, **{name: given[name] for name in layout & given.keys()}, batch_size=1)
-        batch_size, rest = divmod(kept.sequences, smallest.replicas)
+        sequences = kept.batch_size * kept.replicas
+        batch_size, rest = divmod(sequences, smallest.replicas)
         if rest or not batch_size:
             raise ValueError(
-                f"the run to resume has batches of {kept.sequences} sequences, which {smallest.replicas} copies of the "
+                f"the run to resume has batches of {sequences} sequences, which {smallest.replicas} copies of the "
                 "model cannot share evenly: choose --devices so that they can."
             )
         return replace(smallest, batch_size=batch_size)
