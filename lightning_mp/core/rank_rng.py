@@ -24,13 +24,14 @@ class RankRNG:
     and on different layers, that would repeat one rank's mask on all others. So in between each rank draws from a
     sequence of its own, and the common one goes on as if nothing had been drawn.
 
-    While the seed stays the same the rank's sequence goes on where it was; a new seed starts it anew. By default the
-    seed is drawn from the common sequence each time: an activation checkpoint that restores that gets the same masks.
+    By default a seed is drawn from the common sequence each time, and the rank's own sequence starts anew from it: an
+    activation checkpoint that restores the common sequence gets the same masks. With ``seed`` the rank's sequence goes
+    on where it was for as long as the seed stays the same.
 
     Args:
         rank: differs for each sequence.
         is_needed: whether anything will be drawn.
-        seed: the same on all of these ranks.
+        seed: the same on all of these ranks; None to draw one each time.
 
     Example:
         >>> _ = torch.manual_seed(1)
@@ -48,11 +49,11 @@ class RankRNG:
     """
 
     def __init__(
-        self, rank: int, is_needed: Callable[[], bool] = lambda: True, *, seed: Callable[[], int] = _drawn_seed
+        self, rank: int, is_needed: Callable[[], bool] = lambda: True, *, seed: Callable[[], int] | None = None
     ) -> None:
         self._rank = rank
         self._is_needed = is_needed
-        self._next_seed = seed
+        self._given_seed = seed
         self._seed: int | None = None
         self._states: Sequence[Tensor] = ()
         self._common: list[tuple[torch.Generator, Tensor]] = []
@@ -61,10 +62,10 @@ class RankRNG:
         """From here on, on these devices, until :meth:`end`; does nothing if it has begun."""
         if self._common or not self._is_needed():
             return
-        seed = self._next_seed()
+        seed = self._given_seed() if self._given_seed is not None else _drawn_seed()
         generators = [default_generator(device) for device in devices]
         self._common = [(generator, generator.get_state()) for generator in generators]
-        if seed != self._seed:
+        if self._given_seed is None or seed != self._seed:
             self._seed = seed
             for generator in generators:
                 # + 1: the process itself draws from the seed

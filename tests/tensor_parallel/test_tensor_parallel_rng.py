@@ -88,3 +88,16 @@ def test_an_exception_in_attention_ends_its_own_numbers_and_evaluation_draws_non
     (mine, theirs) = run_ranks(run, 2)
     assert mine == theirs
     assert mine[0]
+
+
+def test_an_activation_checkpoint_that_restores_the_common_sequence_gets_the_same_masks() -> None:
+    """Also the second time in a row: a seed that is drawn again starts the rank's sequence anew."""
+    torch.manual_seed(3)
+    rng, state, drawn = RankRNG(1), torch.get_rng_state(), []
+    for _ in range(3):
+        torch.set_rng_state(state)
+        with rng.drawn(torch.device("cpu")):
+            drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[1] == drawn[2]
+    with rng.drawn(torch.device("cpu")):
+        assert float(torch.rand(())) != drawn[0]
