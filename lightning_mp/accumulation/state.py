@@ -112,6 +112,13 @@ class AccumulationState:
     window: Window = Window()
     micro_batch: MicroBatch | None = None
 
+    def changed(self, **changes: Any) -> "AccumulationState":
+        """The state with other values, as ``dataclasses.replace``, with a third of its Python calls."""
+        made = object.__new__(AccumulationState)
+        vars(made).update(vars(self))
+        vars(made).update(changes)
+        return made
+
     def in_layout(self, layout: DataLayout) -> "AccumulationState":
         """The state for a run that goes on in a layout: in another one, sizes are measured again."""
         if self.layout in (None, layout):
