@@ -62,6 +62,15 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     return rank_zero_only(_conclude)(job) or 0
 
 
+def _loggers(folder: Path) -> list[Any]:
+    loggers: list[Any] = [CSVLogger(folder, name="csv")]
+    if find_spec("tensorboard") is not None:
+        loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
+    else:
+        say("No TensorBoard log is written: install tensorboard (pip install 'lightning-mp[plots]').")
+    return loggers
+
+
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
     """Builds the Trainer."""
     settings, folder = job.settings, job.folder
@@ -93,11 +102,6 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
     on_terminal = sys.stdout.isatty()
     if on_terminal:
         callbacks.append(TQDMProgressBar(refresh_rate=5))
-    loggers: list[Any] = [CSVLogger(folder, name="csv")]
-    if find_spec("tensorboard") is not None:
-        loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
-    else:
-        say("No TensorBoard log is written: install tensorboard (pip install 'lightning-mp[plots]').")
     return pl.Trainer(
         plugins=_precision(job),
         accelerator=job.accelerator,
@@ -106,7 +110,7 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         max_epochs=-1,
         gradient_clip_val=CLIP_NORM,
         callbacks=callbacks,
-        logger=loggers,
+        logger=_loggers(folder),
         # the whole run is one epoch, see TextData
         val_check_interval=settings.validate_every_micro_batches,
         check_val_every_n_epoch=None,
