@@ -65,8 +65,8 @@ class GradientReplication:
             raise ValueError(
                 f"GradientReplication(ranks_per_parameter={self.ranks_per_parameter!r},"
                 f" plain_replicas={self.plain_replicas!r}) is not valid: both must be 1 or more, and plain_replicas"
-                " must divide ranks_per_parameter, because the ranks that hold the same parameters are made of groups with"
-                " the same plain gradients."
+                " must divide ranks_per_parameter, because the ranks that hold the same parameters are made of groups"
+                " with the same plain gradients."
             )
 
     @classmethod
