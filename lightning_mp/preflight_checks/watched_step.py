@@ -27,6 +27,8 @@ from lightning_mp.preflight_checks.stand_in_trainer import NotedOptimizer, Stand
 
 __all__ = ["WatchedStep"]
 
+_WANTS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
+
 
 class WatchedStep:
     """Runs ``configure_optimizers``, ``training_step`` and its backward on a copy, and notes what they do.
@@ -82,7 +84,12 @@ class WatchedStep:
                     device_type=device_type,
                     prepare=self._prepare,
                 )
-            except ValueError:
+            except ValueError as error:
+                if type(error.__cause__).__name__ in _WANTS_NUMBERS:
+                    raise ValueError(
+                        f"it reads numbers of tensors ({error.__cause__}), as by .item(), an `if` on a tensor or a mask"
+                        " as an index, and is tried on tensors that have none."
+                    ) from error
                 # A step that makes its backwards itself returns nothing to differentiate.
                 if self._module.automatic_optimization or not self._has_run:
                     raise
