@@ -24,6 +24,7 @@ from lightning_mp.callbacks import (
     OverflowMonitor,
     OverflowPostMortem,
     PrecisionAudit,
+    Preflight,
     RankWatchdog,
     StopAtBoundary,
     TokenLearningRate,
@@ -33,6 +34,7 @@ from lightning_mp.gradients.comm_hook import reduced_precision_hook
 from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
+from lightning_mp.preflight_checks.preflight import preflight
 from lightning_mp.scaling.loss_scaler import LossScaler
 from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
 
@@ -55,6 +57,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "PrecisionAudit",
     "PrecisionPolicy",
+    "Preflight",
     "RankWatchdog",
     "ReducedPrecisionDDPStrategy",
     "StopAtBoundary",
@@ -69,6 +72,7 @@ __all__ = [
     "metrics",
     "pipelining",
     "planning",
+    "preflight",
     "reduced_precision_hook",
 ]
 
