@@ -18,7 +18,8 @@ as is counted here for "bf16-true". Tensor parallelism is that of the plan "auto
 reduced in 16 bit, gradients of what norms and the token table give in fp32 (``tensor_reduce_dtype="fp32"``).
 Megatron-LM keeps the residual stream in 16 bit and reduces both in it (``"16bit"``), two thirds of the bytes. Not
 counted are a few bytes per step: the precision plugin's all-reduce of the norm, what the window of accumulation agrees
-on, and under FSDP the comparison of the units that ranks have run."""
+on, and under FSDP the comparison of the units that ranks have run.
+"""
 
 from typing import Literal, get_args
 
