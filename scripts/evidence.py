@@ -174,8 +174,9 @@ def trained_on_code(sizes: Sizes, out: Path) -> dict[str, Tensor]:
             enable_checkpointing=False,
             enable_model_summary=False,
             gradient_clip_val=CLIP_NORM,
+            limit_val_batches=0,
         )
-        trainer.fit(module, runs.make_data())
+        trainer.fit(module, runs.make_data(), runs.validation)
         temporary = file.with_suffix(".part")
         torch.save(module.state_dict(), temporary)
         temporary.replace(file)

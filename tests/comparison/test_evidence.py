@@ -1,0 +1,66 @@
+"""``make evidence`` at toy size: the same losses to the bit each time, a page of its own, and nothing made twice."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "evidence.py"
+TOY = ["--params", "9264", "--steps", "4", "--seeds", "2", "--rounds", "1", "--batch-size", "2"]
+
+
+@pytest.fixture
+def evidence(monkeypatch):
+    spec = importlib.util.spec_from_file_location("evidence", SCRIPT)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, "evidence", module)  # dataclasses look for it
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "PRECISIONS", ("32-true", "lightning:bf16-mixed", "bf16-masters"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    return module
+
+
+def losses(out):
+    precisions = json.loads((out / "text.json").read_text())["result"]["precisions"]
+    return {name: values["final_losses"] for name, values in precisions.items()}
+
+
+@pytest.mark.full
+def test_two_runs_of_the_evidence_agree_to_the_bit(evidence, tmp_path, capsys):
+    outs = [tmp_path / "first", tmp_path / "second"]
+    for out in outs:
+        arguments = ["--quick", "--parts", "text", *TOY, "--out", str(out), "--page", str(tmp_path / "quality.md")]
+        assert evidence.main(arguments) == 0
+    assert losses(outs[0]) == losses(outs[1])
+    page = (tmp_path / "quality.md").read_text()
+    assert "A quick run" in page
+    assert "2 paired seeds of 4 steps" in page
+    assert "bf16-masters" in page
+    assert (tmp_path / "quality_text.png").is_file()
+
+
+@pytest.mark.full
+def test_adapters_train_from_one_model_and_what_is_missing_is_said(evidence, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evidence, "find_spec", lambda name: None)
+    arguments = ["--parts", "adapters", "vision", *TOY, "--out", str(tmp_path), "--page", str(tmp_path / "quality.md")]
+    assert evidence.main(arguments) == 0
+    lines = (tmp_path / "adapters.jsonl").read_text().splitlines()
+    assert evidence.main(arguments) == 0
+    assert (tmp_path / "adapters.jsonl").read_text().splitlines() == lines
+    assert len({json.loads(line)["weights_digest"] for line in lines[1:]}) == 2  # each seed draws its adapters
+    assert (
+        "Not measured: scikit-learn, with whose pictures it trains, is not installed"
+        in (tmp_path / "quality.md").read_text()
+    )
+
+
+def test_only_adapters_are_trained(evidence):
+    sizes = evidence.replace(evidence.QUICK, params=9264)
+    runs = evidence.text_runs(evidence.load_standard_library(max_bytes=10**6), sizes)
+    module = evidence.with_adapters(runs.make_module())
+    trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
+    assert len(trained) == 8  # two of each of the four layers of one block
+    assert all(name.endswith((".up", ".down")) for name in trained)
