@@ -256,7 +256,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if self.budget_tokens is None:
             return
         left = self.budget_tokens - self.tokens_spent
-        per_batch = self._controller.presented_tokens(batch)
+        per_batch = self._controller.input_tokens(batch)
         max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
         if max_epochs != -1 and trainer.num_training_batches != float("inf"):
             batches = int(trainer.num_training_batches) * (max_epochs - trainer.current_epoch)
@@ -310,7 +310,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         counter = self._controller.counter
         counter.settle()
         rank_zero_info(
-            f"Tokens over all ranks: {counter.presented_tokens:,} in the inputs, {counter.nonpad_tokens:,} without"
+            f"Tokens over all ranks: {counter.input_tokens:,} in the inputs, {counter.nonpad_tokens:,} without"
             f" padding, {counter.tokens:,} in the loss, of those {counter.skipped_tokens:,} in skipped steps and"
             f" {counter.repeated_tokens:,} after the first epoch. {self.device_seconds / 3600:.3g} device hours."
         )

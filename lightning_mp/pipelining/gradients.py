@@ -89,10 +89,10 @@ class StageGradients:
         """For every set of stages that share parameters: this rank's group of them, and the parameters, in order."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         groups = []
-        for stages in sorted(set(split.holders.values())):
+        for stages in sorted(set(split.stages_of_parameters.values())):
             # Every rank has to take part in making every group.
             made = [new_group([int(r) for r in mesh.mesh[list(stages), column]]) for column in range(mesh.size(1))]
-            shared = [name for name in split.parameter_names if split.holders.get(name) == stages]
+            shared = [name for name in split.parameter_names if split.stages_of_parameters.get(name) == stages]
             if split.stage not in stages:
                 continue
             own = made[mesh.get_local_rank("data_parallel")]
