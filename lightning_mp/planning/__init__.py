@@ -1,6 +1,7 @@
 """Planning: figures about a training run, without a Trainer and without a GPU.
 
-:func:`preflight` alone is about a Trainer, and is loaded when it is first asked for.
+:func:`lightning_mp.preflight`, which is about a Trainer, can be had from here as well; it and its report are loaded
+when they are first asked for.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
 from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
 
 if TYPE_CHECKING:
-    from lightning_mp.preflight_checks.preflight import preflight
+    from lightning_mp.preflight_checks.preflight import preflight as preflight
+    from lightning_mp.preflight_checks.report import PreflightFinding, PreflightReport
 
 __all__ = [
     "CONVENTIONS",
@@ -65,6 +67,8 @@ __all__ = [
     "ParallelLayout",
     "ParallelPlan",
     "ParametricLaw",
+    "PreflightFinding",
+    "PreflightReport",
     "Recommendation",
     "RepetitionLaw",
     "Run",
@@ -95,7 +99,6 @@ __all__ = [
     "model_flops_utilization",
     "peak_flops",
     "plan_parallelism",
-    "preflight",
     "read_runs",
     "recommend",
     "run_time",
@@ -115,4 +118,8 @@ def __getattr__(name: str) -> Any:
         from lightning_mp.preflight_checks.preflight import preflight
 
         return preflight
+    if name in ("PreflightFinding", "PreflightReport"):
+        from lightning_mp.preflight_checks import report
+
+        return getattr(report, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

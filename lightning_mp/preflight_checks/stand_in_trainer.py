@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
+from lightning_mp.core import private_loop_api
+
 __all__ = ["NotedOptimizer", "StandInTrainer", "attach_stand_in"]
 
 
@@ -88,6 +90,8 @@ def attach_stand_in(module: nn.Module, trainer: StandInTrainer) -> None:
         if isinstance(part, pl.LightningModule):
             stand_in: Any = trainer
             part.trainer = stand_in
+            # Where stand-ins of tensors are; what is made with device=self.device is to meet them.
+            private_loop_api.set_device_property(part, torch.device("cpu"))
             for name in ("log", "log_dict", "print"):
                 setattr(part, name, _do_nothing)
             part.all_gather = lambda data, *_, **__: data  # type: ignore[method-assign]

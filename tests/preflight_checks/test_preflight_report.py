@@ -107,11 +107,11 @@ class Data(pl.LightningDataModule):
         regression_batches(1)[0],
         tuple(regression_batches(1)[0]),
         iter(regression_batches(2)),
-        DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), batch_size=2, num_workers=2),
+        DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), batch_size=2, shuffle=True),
         Data(),
         None,
     ],
-    ids=["a batch", "a tuple", "an iterator", "a loader with workers", "a data module", "the module's own"],
+    ids=["a batch", "a tuple", "an iterator", "a loader", "a data module", "the module's own"],
 )
 def test_data_in_any_form(data: Any) -> None:
     module = WithData()
@@ -127,6 +127,40 @@ def test_data_without_an_end_and_without_a_batch() -> None:
     assert empty.not_checked == (("data", "There is no batch in the data."),)
     none = preflight(quiet_trainer(), Net())
     assert "Pass a data module, a loader or a batch" in none.not_checked[0][1]
+
+
+class LooksAround(Net):
+    """Asks its Trainer and its data module for what most projects ask for, and makes tensors on its own device."""
+
+    def setup(self, stage: str) -> None:
+        self.train_batches = len(self.trainer.datamodule.batches)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            self.head = torch.nn.Linear(1, 1)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] / 2, batch[1]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("epoch", self.current_epoch)
+        self.logger.experiment.add_scalar("x", self.global_step)
+        noise = torch.rand(1, device=self.device) / self.trainer.world_size
+        return torch.nn.functional.mse_loss(self.head(self.net(batch[0])) + noise, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), fused=True)
+        steps = self.train_batches * self.trainer.max_epochs
+        assert steps == self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_that_asks_its_trainer(device: str) -> None:
+    module = LooksAround().to(device)
+    assert preflight(quiet_trainer(max_epochs=2), module, Data()) == NOTHING
+    assert not hasattr(module, "head")
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -171,6 +205,6 @@ def test_the_report_as_text_and_as_json() -> None:
 
 def test_planning_offers_it_too() -> None:
     assert lightning_mp.planning.preflight is preflight
-    assert "preflight" in dir(lightning_mp.planning)
+    assert lightning_mp.planning.PreflightReport is PreflightReport
     with pytest.raises(AttributeError, match="has no attribute 'preflights'"):
         lightning_mp.planning.preflights  # noqa: B018
