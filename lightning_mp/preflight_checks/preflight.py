@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_mp.preflight_checks.report import PreflightReport
+from lightning_mp.preflight_checks.trainer_look import TrainerLook
 
 __all__ = ["preflight"]
 
@@ -58,8 +59,5 @@ def preflight(
                 f"preflight({name}=...) takes a lightning.pytorch.{wanted.__name__}, got"
                 f" {type(given).__module__}.{type(given).__name__}. Use `import lightning.pytorch as pl`."
             )
-    # Importing the package should not cost what nobody may ask for.
-    from lightning_mp.preflight_checks.trainer_look import TrainerLook
-
     look = TrainerLook(trainer, module, device)
     return look.report(lambda: look.at_data(data), ckpt_path)

@@ -31,9 +31,8 @@ FLOORS = [
     {"demo", "__main__"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS, start=1) for room in rooms}
-# The command line's front door names the demo's verb; nobody imports it. `planning` offers `preflight` under its public
-# name and loads it when it is asked for: planning itself needs no Trainer.
-BESIDES = {("__main__", "demo"), ("planning", "preflight_checks")}
+# The command line's front door names the demo's verb; nobody imports it.
+BESIDES = {("__main__", "demo")}
 OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics"}
 PRIVATE = {f"lightning_mp.core.{name}" for name in ("private_api", "private_loop_api", "private_sharding_api")}
 FRONT_DOOR = ("demo", "__main__")

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from preflight_projects import PROJECTS, Net
 from small_models import loader, quiet_trainer, regression_batches
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-import lightning_mp
 from lightning_mp import AutocastPrecision, preflight
 from lightning_mp.preflight_checks.report import PreflightFinding, PreflightReport
 
@@ -29,12 +29,25 @@ def test_module_random_state_and_trainer_stay_to_the_bit() -> None:
     batches = regression_batches(4)
     module.training_step(batches[0], 0).backward()
     trainer = quiet_trainer(plugins=[AutocastPrecision("16-mixed")], gradient_clip_val=1.0)
-    shuffled = DataLoader(batches, batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3))
+    shuffled = DataLoader(Augmented(batches), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3))
     before = _state(module, trainer, shuffled)
     preflight(trainer, module, shuffled)
     after = _state(module, trainer, shuffled)
     assert before.keys() == after.keys()
     assert {name for name in before if not _same(before[name], after[name])} == set()
+
+
+class Augmented(Dataset[Any]):
+    """Draws from every global generator."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [self.batches[index][0] + torch.rand(()) * random.random() + np.random.rand(), self.batches[index][1]]
 
 
 def _state(module: pl.LightningModule, trainer: pl.Trainer, data: "DataLoader[Any]") -> dict[str, Any]:
@@ -53,6 +66,7 @@ def _state(module: pl.LightningModule, trainer: pl.Trainer, data: "DataLoader[An
         "scale": trainer.precision_plugin.state_dict(),
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
+        "numpy": str(np.random.get_state()),
         "order": data.generator.get_state(),
     }
 
@@ -201,10 +215,3 @@ def test_the_report_as_text_and_as_json() -> None:
         "cure": "Make it 8.",
     }
     assert [len(report.at_least(severity)) for severity in ("error", "warning", "advice")] == [1, 1, 2]
-
-
-def test_planning_offers_it_too() -> None:
-    assert lightning_mp.planning.preflight is preflight
-    assert lightning_mp.planning.PreflightReport is PreflightReport
-    with pytest.raises(AttributeError, match="has no attribute 'preflights'"):
-        lightning_mp.planning.preflights  # noqa: B018

@@ -385,7 +385,7 @@ PROJECTS: dict[str, Project] = {
         options={"ckpt_path": Path("other_model.ckpt")},
     ),
     "a checkpoint of a finished run": Project(
-        *("checkpoint", "error", "nothing will be trained", "Raise the limit"),
+        *("checkpoint", "error", "after 1 epoch, and max_steps=2, max_epochs=1 ends", "Raise the limit"),
         trainer=lambda: {"max_steps": 2},
         options={"ckpt_path": Path("finished.ckpt")},
     ),
