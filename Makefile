@@ -20,7 +20,7 @@ ARGS ?=
 
 # a later step reads what an earlier one wrote, and two of them would fight for the cores
 .NOTPARALLEL:
-.PHONY: help install demo test test-full lint format notebooks bench-gpu clean
+.PHONY: help install demo test test-full lint format notebooks bench-gpu evidence clean
 
 help:
 	@echo "make demo        train the demo; options in ARGS, for instance ARGS='--precision 16-mixed'"
@@ -29,6 +29,7 @@ help:
 	@echo "make lint        ruff and mypy only;  make format rewrites the files"
 	@echo "make notebooks   run the notebooks, keeping nothing"
 	@echo "make bench-gpu   the GPU benchmark, into docs/results; PYTHON_BENCH=python3 needs no .venv"
+	@echo "make evidence    paired runs in every precision, into docs/results (3 hours); ARGS=--quick: minutes"
 	@echo "make clean       remove .venv, caches and builds"
 	@echo "TORCH=2.11.0     with any of these: that release of torch, in .venv-torch-2.11.0 (8 GB)"
 
@@ -63,6 +64,9 @@ notebooks: $(INSTALLED)
 
 bench-gpu: $(if $(filter $(RUN),$(PYTHON_BENCH)),$(INSTALLED))
 	PYTHONPATH="$(CURDIR)" $(PYTHON_BENCH) tests/benchmarks/bench_gpu.py --out docs/results $(ARGS)
+
+evidence: $(INSTALLED)
+	$(RUN) scripts/evidence.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* $(VENV) build dist ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
