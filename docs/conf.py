@@ -60,6 +60,8 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 # The notebooks carry their outputs; `make notebooks` runs them.
 nb_execution_mode = "off"
+# tables among the outputs
+nb_render_markdown_format = "gfm"
 
 autosummary_generate = True
 autodoc_typehints = "description"
