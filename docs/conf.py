@@ -49,6 +49,8 @@ extensions = [
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 html_theme = "furo"
 html_title = f"lightning_mp {release}"
