@@ -209,7 +209,7 @@ class TrainerLook:
             return under_fsdp2(samples, copy, ranks, storage_of(self._trainer), None)
         if isinstance(strategy, ModelParallelStrategy) and ranks == self._trainer.world_size:
             return under_fsdp2(samples, copy, ranks, storage_of(self._trainer), None)
-        raise ValueError(f"memory under {type(strategy).__name__} is not known. Use planning.estimate_memory().")
+        raise ValueError(f"memory under {type(strategy).__name__} is not known. Use estimate_memory().")
 
     def _checkpoint(self, watched: WatchedStep | None, path: str | Path | None) -> FoundCheckpoint | None:
         if path is None:

@@ -14,7 +14,6 @@ from small_models import loader, quiet_trainer, regression_batches
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import lightning_mp
 from lightning_mp import AutocastPrecision, preflight
 from lightning_mp.preflight_checks.report import PreflightFinding, PreflightReport
 
@@ -167,10 +166,3 @@ def test_the_report_as_text_and_as_json() -> None:
         "cure": "Make it 8.",
     }
     assert [len(report.at_least(severity)) for severity in ("error", "warning", "advice")] == [1, 1, 2]
-
-
-def test_planning_offers_it_too() -> None:
-    assert lightning_mp.planning.preflight is preflight
-    assert "preflight" in dir(lightning_mp.planning)
-    with pytest.raises(AttributeError, match="has no attribute 'preflights'"):
-        lightning_mp.planning.preflights  # noqa: B018
