@@ -23,13 +23,14 @@ __all__ = ["Answer", "add_plan_command"]
 
 _DESCRIPTION = """\
 Plans a training run. Give one of --flops, --params, --tokens and --device-hours for the compute-optimal run, or two of
-model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost.
-With the shape of the model come memory and communication per layout on --gpus, or, without --device, which chips would
-do. Numbers may be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
+model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost,
+and memory and communication per layout on --gpus; with the shape of the model and no --device, which chips would do.
+Numbers may be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
 
 _EXAMPLES = """\
 examples:
   lightning-mp plan --flops 1e21
+  lightning-mp plan --params 7B --device h100 --gpus 64
   lightning-mp plan --params 8B --tokens 15T --device h100 --gpus 1024 --mfu 40% --price 2.5
   lightning-mp plan --config config.json --tokens 1T --device h100 --gpus 64 --precision bf16-masters
   lightning-mp plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T"""
@@ -62,6 +63,7 @@ class Answer:
     optimum: ComputeOptimal | None
     run: TrainingRun | None
     config: DecoderConfig | None
+    assumed_shape: bool
     time: RunTime | None
     inference: InferenceAware | None
     layouts: list[LayoutChoice] | None
@@ -130,17 +132,26 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         time = run_time(
             size.flops, device=arguments.device, gpus=gpus, dtype=dtype, mfu=arguments.mfu, price=arguments.price
         )
-    memory, layouts, chips = _on_machine(arguments, config, gpus)
+    assumed = _assumed_shape(size) if config is None and arguments.device is not None else None
+    memory, layouts, chips = _on_machine(arguments, config or assumed, gpus)
     return Answer(
         optimum=optimum,
         run=run,
-        config=config,
+        config=config or assumed,
+        assumed_shape=assumed is not None,
         time=time,
         inference=None if wanted is None else _inference(size, wanted),
         layouts=layouts,
         memory_bytes=memory,
         chips=chips,
     )
+
+
+def _assumed_shape(size: TrainingRun | ComputeOptimal) -> DecoderConfig | None:
+    try:
+        return DecoderConfig.of_parameters(size.parameters)
+    except ValueError:
+        return None  # so small that the table of tokens has all of it
 
 
 def _on_machine(

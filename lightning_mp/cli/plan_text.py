@@ -1,5 +1,6 @@
 """What ``lightning-mp plan`` prints: the run, its time and cost, layouts in memory and on the wire."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.cli.text import print_table
@@ -19,7 +20,8 @@ _MEMORY_CONVENTIONS = """\
 Memory: live tensors of the fullest GPU at the end of a forward of one sequence, by formulas; the range is for the
 allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
 worst. Step: not shorter than this at the chip's and the links' peaks. Hides: bytes on the wire take no longer than
-computing, and nothing is awaited. What experts send to each other is not calculated, so layouts with EP have no time.
+computing, and nothing is awaited. ZeRO-1 and 2 send as DeepSpeed does: gradients reduced into shards, by ZeRO-2 in
+every micro-batch, and new weights gathered. EP sends tokens to their experts and back, shared out evenly.
 No strategy of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
 
 
@@ -73,6 +75,7 @@ def as_json(answer: "Answer") -> dict[str, Any]:
         content["inference_aware"] = {name: getattr(best, name) for name in names}
     if answer.layouts is not None:
         content["memory_bytes"] = answer.memory_bytes
+        content["assumed_shape"] = asdict(answer.config) if answer.assumed_shape and answer.config is not None else None
         content["layouts"] = [_layout_as_json(choice) for choice in answer.layouts]
     if answer.chips is not None:
         content["chips"] = [
@@ -152,6 +155,23 @@ def _print_inference(best: InferenceAware) -> None:
 def _print_layouts(answer: "Answer") -> None:
     assert answer.layouts is not None
     has = f"of {answer.memory_bytes / 1e9:g} GB" if answer.memory_bytes else "whose memory is not known"
+    config = answer.config
+    assert config is not None
+    if answer.assumed_shape:
+        print(
+            f"\nNo shape was given. Assumed, in the proportions of Llama 2: {config.layers} layers, width"
+            f" {config.width}, {config.heads} heads,\n{config.ffn_width} in the MLP, a vocabulary of"
+            f" {config.vocabulary}. Pass --config, or --layers, --width and --vocab, for yours."
+        )
+    if answer.memory_bytes:
+        fitting = [choice for choice in answer.layouts if choice.verdict == "fits"]
+        first = answer.layouts[0]
+        print(
+            f"\nIt fits: {len(fitting)} of {len(answer.layouts)} layouts, of which {first.layout.name} comes first."
+            if fitting
+            else f"\nIt {first.verdict} with this many GPUs; {first.layout.name} is the closest."
+            + (" Only the allocator decides." if first.verdict == "may fit" else " Take more GPUs, or larger ones.")
+        )
     print(f"\nLayouts, on GPUs {has}; those that do not fit come last:\n")
     print_table(
         (
