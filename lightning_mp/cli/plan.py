@@ -53,6 +53,7 @@ _OPTIONS = {
     "tokens_per_step": "--tokens-per-step",
     **SHAPE_OPTIONS,
 }
+_FEWEST = 1000
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
 
 
@@ -90,7 +91,11 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     machine.add_argument("--device", metavar="CHIP", help="h100, a100, 'RTX 4090', ...: time and GPU hours")
     machine.add_argument("--gpus", metavar="G", help="how many (default 1)")
     machine.add_argument("--mfu", metavar="F", help="model FLOPs utilisation as measured: 0.4 or 40%%")
-    machine.add_argument("--dtype", metavar="T", help="format of the matmuls: bf16 (default), fp16, fp8, tf32 or fp32")
+    machine.add_argument(
+        "--dtype",
+        metavar="T",
+        help="format of the matmuls: bf16 (default; fp16 on chips without it), fp16, fp8, tf32 or fp32",
+    )
     machine.add_argument("--price", metavar="P", help="of one GPU for an hour: cost")
     machine.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
     machine.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
@@ -122,16 +127,15 @@ def _answer(arguments: argparse.Namespace) -> Answer:
             raise ValueError("`parameters` follows from the shape of the model. Leave it out, or leave the shape out.")
         given["parameters"] = config.active_parameters
     _check_machine(arguments, config)
+    _check_units(arguments)
     optimum, run = _sizes(arguments, given)
     size = run or optimum
     assert size is not None
     gpus, wanted = count_of(arguments.gpus, "gpus"), arguments.inference_tokens
     time = None
     if arguments.device is not None:
-        dtype = arguments.dtype or "bf16"
-        time = run_time(
-            size.flops, device=arguments.device, gpus=gpus, dtype=dtype, mfu=arguments.mfu, price=arguments.price
-        )
+        machine = {"device": arguments.device, "gpus": gpus, "dtype": arguments.dtype}
+        time = run_time(size.flops, **machine, mfu=arguments.mfu, price=arguments.price)
     assumed = _assumed_shape(size) if config is None and arguments.device is not None else None
     memory, layouts, chips = _on_machine(arguments, config or assumed, gpus)
     return Answer(
@@ -206,6 +210,16 @@ def _inference(size: TrainingRun | ComputeOptimal, inference_tokens: str) -> Inf
         tokens=size.tokens,
         inference_tokens=parse_quantity(inference_tokens, "inference_tokens"),
     )
+
+
+def _check_units(arguments: argparse.Namespace) -> None:
+    for name in ("parameters", "tokens", "unique_tokens"):
+        text = getattr(arguments, name)
+        if text is not None and parse_quantity(text, name) < _FEWEST:
+            raise ValueError(
+                f"`{name}` must be single ones, {_FEWEST:,} or more, got {text!r}. For billions write {text.strip()}B,"
+                f" for millions {text.strip()}M."
+            )
 
 
 def _check_machine(arguments: argparse.Namespace, config: DecoderConfig | None) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "print_answer"]
 
+_TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")
 _MEMORY_CONVENTIONS = """\
 Memory: live tensors of the fullest GPU at the end of a forward of one sequence, by formulas; the range is for the
 allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
@@ -67,7 +68,7 @@ def as_json(answer: "Answer") -> dict[str, Any]:
             content |= {"unique_tokens": run.unique_tokens, "epochs": run.epochs, "repetition": run.repetition_note}
     if answer.time is not None:
         time = answer.time
-        content["time"] = {name: getattr(time, name) for name in ("chip", "gpus", "mfu", "measured", "hours")}
+        content["time"] = {name: getattr(time, name) for name in _TIME}
         content["time"] |= {"gpu_hours": time.gpu_hours, "cost": time.cost}
     if answer.inference is not None:
         best = answer.inference
@@ -122,13 +123,15 @@ def _print_run(run: TrainingRun) -> None:
 
 def _print_time(time: RunTime) -> None:
     whose = "as given" if time.measured else "none measured: what well-run jobs report, measure yours"
-    print(f"\n{time.gpus} x {time.chip}, MFU {_pair(time.mfu, '{:.0%}')} ({whose}):\n")
+    peak = f"{time.peak_flops_per_second / 1e12:g} TFLOP/s dense {time.dtype} each"
+    shares = tuple(f"{100 * share:.3g}%" for share in dict.fromkeys(time.mfu))
+    print(f"\n{time.gpus} x {time.chip}, {peak}, MFU {' to '.join(shares)} ({whose}):\n")
     rows = [
         ("time", _duration(time.hours)),
-        ("GPU hours", _pair(time.gpu_hours, None)),
+        ("GPU hours", _pair(time.gpu_hours)),
     ]
     if time.cost is not None:
-        rows.append(("cost", _pair(time.cost, None)))
+        rows.append(("cost", _pair(time.cost)))
     for name, text in rows:
         print(f"  {name:<20}  {text}")
 
@@ -136,11 +139,11 @@ def _print_time(time: RunTime) -> None:
 def _duration(hours: tuple[float, float]) -> str:
     days = hours[1] >= 48
     scaled = (hours[0] / 24, hours[1] / 24) if days else hours
-    return f"{_pair(scaled, None)} {'days' if days else 'hours'}"
+    return f"{_pair(scaled)} {'days' if days else 'hours'}"
 
 
-def _pair(values: tuple[float, float], template: str | None) -> str:
-    first, last = (format_quantity(value) if template is None else template.format(value) for value in values)
+def _pair(values: tuple[float, float]) -> str:
+    first, last = map(format_quantity, values)
     return first if first == last else f"{first} to {last}"
 
 

@@ -40,7 +40,7 @@ def test_a_run_far_from_the_optimum_has_loss_time_and_cost(capsys):
     assert "times outside the models" in found["warnings"][0]
     printed = output(capsys, words).out
     assert "best of its compute" in printed
-    assert "1024 x H100 SXM, MFU 40% (as given):" in printed
+    assert "1024 x H100 SXM, 989.4 TFLOP/s dense bf16 each, MFU 40% (as given):" in printed
     assert "20.6 days" in printed
     assert "30%" in output(capsys, "plan --flops 1EFLOP --device h100").out
 
@@ -150,6 +150,15 @@ def test_every_verb_has_examples_and_json(capsys):
     [
         ("plan --params 1B --layers 2 --width 8 --vocab 8", "--params follows from the shape of the model"),
         ("plan --layers 2 --width 8", "got no --vocab"),
+        (
+            "plan --params 7 --tokens 140B",
+            "--params must be single ones, 1,000 or more, got '7'. For billions write 7B",
+        ),
+        (
+            "plan --params 7B --tokens 15",
+            "--tokens must be single ones, 1,000 or more, got '15'. For billions write 15B",
+        ),
+        ("plan --flops 1e21 --unique-tokens 10", "--unique-tokens must be single ones, 1,000 or more, got '10'"),
         ("plan --flops 1e21 --gpus 8", "--gpus needs a chip. Pass --device"),
         ("plan --flops 1e21 --device h100 --gpus 1.5", "--gpus must be a whole number, got '1.5'"),
         ("plan --config none.json --tokens 1B", "none.json cannot be read or written (No such file"),
