@@ -24,15 +24,18 @@ from lightning_mp.callbacks import (
     OverflowMonitor,
     OverflowPostMortem,
     PrecisionAudit,
+    Preflight,
     RankWatchdog,
     StopAtBoundary,
     TokenLearningRate,
     UnderflowMonitor,
 )
+from lightning_mp.comparison.compare import compare_precisions
 from lightning_mp.gradients.comm_hook import reduced_precision_hook
 from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
+from lightning_mp.preflight_checks.preflight import preflight
 from lightning_mp.scaling.loss_scaler import LossScaler
 from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
 
@@ -55,6 +58,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "PrecisionAudit",
     "PrecisionPolicy",
+    "Preflight",
     "RankWatchdog",
     "ReducedPrecisionDDPStrategy",
     "StopAtBoundary",
@@ -65,10 +69,12 @@ __all__ = [
     "WarmupStableDecay",
     "__version__",
     "checkpoints",
+    "compare_precisions",
     "diagnostics",
     "metrics",
     "pipelining",
     "planning",
+    "preflight",
     "reduced_precision_hook",
 ]
 

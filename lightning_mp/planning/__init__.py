@@ -1,4 +1,9 @@
-"""Planning: figures about a training run, without a Trainer and without a GPU."""
+"""Planning: figures about a training run, without a Trainer and without a GPU.
+
+:func:`preflight` alone is about a Trainer, and is loaded when it is first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
 from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
@@ -32,6 +37,9 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
     TrainedRange,
 )
 from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
+
+if TYPE_CHECKING:
+    from lightning_mp.preflight_checks.preflight import preflight
 
 __all__ = [
     "CONVENTIONS",
@@ -87,6 +95,7 @@ __all__ = [
     "model_flops_utilization",
     "peak_flops",
     "plan_parallelism",
+    "preflight",
     "read_runs",
     "recommend",
     "run_time",
@@ -99,3 +108,11 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    if name == "preflight":
+        from lightning_mp.preflight_checks.preflight import preflight
+
+        return preflight
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,6 +35,7 @@ def simulate_step(
     precision: PrecisionStorage,
     policy: PrecisionPolicy | None,
     device_type: str,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
@@ -48,6 +49,7 @@ def simulate_step(
         precision: what is stored, and the format of computing.
         policy: rules of the plugin.
         device_type: the device that it is an estimate for.
+        prepare: is given the copy of the module that takes the step, before its optimizers are made.
 
     Raises:
         ValueError: the step reads numbers, nothing has a gradient, or the optimizer cannot step.
@@ -57,6 +59,8 @@ def simulate_step(
     with fake:
         model = StandInModel(module, precision, policy=policy, device_type=device_type)
         inputs = batch_with(batch, model.cast_input)
+        if prepare is not None:
+            prepare(model.module)
         made = make_optimizers(model.module, optimizer)
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
