@@ -77,13 +77,16 @@ def main(full: bool) -> None:
         plugins=[AutocastPrecision("bf16-mixed", eval_precision="32-true")], max_epochs=epochs, **settings
     )
     trainer.fit(module, train_loader, held_out)
+    loss, trained_bytes = trainer.callback_metrics["loss"], weight_bytes(module)
     exact = torch.cat(trainer.predict(module, held_out))  # eval_precision is that of prediction as well
-    trained_bytes, loss = weight_bytes(module), trainer.callback_metrics["loss"]
 
     # The weights are rounded in place: what was trained is gone from here, so save it before.
     half = pl.Trainer(precision="bf16-true", **settings)
     rounded = torch.cat(half.predict(module, held_out))
-    print("matrix products:", ", ".join(f"{step} {dtype}" for step, dtype in module.dtypes.items()))
+    print(
+        "matrix products:",
+        ", ".join(f"{step} {module.dtypes[step]}" for step in ("training", "validation", "prediction")),
+    )
     print(f"weights: {trained_bytes:,} bytes in training, {weight_bytes(module):,} bytes in prediction")
     same = (exact == rounded).float().mean()
     print(f"validation loss {loss:.4f}; {same:.1%} of the predicted classes are those of fp32")

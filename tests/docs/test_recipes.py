@@ -1,15 +1,16 @@
 """Every recipe does what the text at its top says: the same words, and numbers that bear out the claim."""
 
 import ast
-import os
+import contextlib
+import io
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from gloo import run_ranks
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -94,11 +95,15 @@ def test_a_recipe_does_what_it_says(name, capsys, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path, capsys, monkeypatch):
     """2 ranks and then 1 end where 1 rank ends that was never stopped, but for rounding."""
-    command = [sys.executable, str(FILES["fsdp2_resume"]), "--devices", "2"]
-    first = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
-    )
-    assert first.stdout.splitlines()[0] == "starts anew on 2 ranks"
+
+    def on_two_ranks(rank):
+        sys.argv = [str(FILES["fsdp2_resume"]), "--devices", "2"]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        return printed.getvalue().splitlines()
+
+    first, of_rank_1 = run_ranks(on_two_ranks, 2)
+    assert (first[0], of_rank_1) == ("starts anew on 2 ranks", [])
     resumed = start("fsdp2_resume", [], capsys, monkeypatch)
     assert words(resumed) == words(shown("fsdp2_resume"))
 
