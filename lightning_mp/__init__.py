@@ -29,6 +29,7 @@ from lightning_mp.callbacks import (
     TokenLearningRate,
     UnderflowMonitor,
 )
+from lightning_mp.comparison.compare import compare_precisions
 from lightning_mp.gradients.comm_hook import reduced_precision_hook
 from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
 from lightning_mp.policy.policy import PrecisionPolicy
@@ -65,6 +66,7 @@ __all__ = [
     "WarmupStableDecay",
     "__version__",
     "checkpoints",
+    "compare_precisions",
     "diagnostics",
     "metrics",
     "pipelining",

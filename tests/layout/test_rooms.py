@@ -27,7 +27,7 @@ FLOORS = [
     },
     {"accumulation", "cli", "diagnostics", "lr_schedule", "tensor_parallel"},
     {"pipelining", "precision"},
-    {"callbacks", "strategies"},
+    {"callbacks", "comparison", "strategies"},
     {"demo", "__main__"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS, start=1) for room in rooms}
