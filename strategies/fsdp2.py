@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -33,6 +33,7 @@ from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
@@ -166,6 +167,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self.unit_names: tuple[str, ...] = ()
+        self._collective_timeout = timeout
         self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
         self._methods: ForwardMethods | None = None
         self._lets_plugin_clip = False
@@ -190,17 +192,20 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
                 f"FSDP2Strategy(replicate_size={self.replicate_size}, tensor_parallel_size={self.tensor_parallel_size})"
                 f" needs a multiple of {parts} ranks, and the Trainer has {ranks} (devices x num_nodes)."
             )
-        private_sharding_api.set_data_parallel_size(self, ranks // self.tensor_parallel_size)
-        super().setup_environment()
-        tensor = self.device_mesh["tensor_parallel"] if self.tensor_parallel_size > 1 else None
-        data = self.device_mesh["data_parallel"]
+        tensor_size = self.tensor_parallel_size
+        mesh = private_sharding_api.set_up_environment_on(
+            self, lambda: self._mesh({"data_parallel": ranks // tensor_size, "tensor_parallel": tensor_size})
+        )
+        data = mesh["data_parallel"]
         if self.replicate_size > 1:
-            shape = (self.replicate_size, ranks // parts, self.tensor_parallel_size)
-            names = ("replicate", "shard", "tensor_parallel")
-            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-            tensor = mesh["tensor_parallel"] if tensor is not None else None
+            mesh = self._mesh(
+                {"replicate": self.replicate_size, "shard": ranks // parts, "tensor_parallel": tensor_size}
+            )
             data = mesh["replicate", "shard"]
-        self._meshes = (data, tensor)
+        self._meshes = (data, mesh["tensor_parallel"] if tensor_size > 1 else None)
+
+    def _mesh(self, sizes: dict[str, int]) -> DeviceMesh:
+        return named_mesh(self.root_device.type, sizes, self._collective_timeout)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Shards the model, then lets the precision plugin and the optimizers see it.

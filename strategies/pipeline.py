@@ -15,13 +15,14 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.modules.stage_placeholder import StageSplit, full_model, stage_split_of
@@ -149,6 +150,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )
         self._kwargs = kwargs
+        self._collective_timeout = timeout
         self.stages = stages
         self.microbatches = microbatches
         self.schedule: ScheduleName = schedule
@@ -191,7 +193,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         own = [p for group in optimizer.param_groups for p in group["params"]]
         of_number = dict(zip(parts.numbers, own, strict=True))
         return [
-            (name, of_number.get(number), self.replicas * len(self._split.holders.get(name, (0,))))
+            (name, of_number.get(number), self.replicas * len(self._split.stages_of_parameters.get(name, (0,))))
             for number, name in enumerate(parts.names)
         ]
 
@@ -210,8 +212,8 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
                 f" {ranks} (devices x num_nodes)."
             )
         super().setup_environment()
-        names = ("pipeline", "data_parallel")
-        self._mesh = init_device_mesh(self.root_device.type, (stages, ranks // stages), mesh_dim_names=names)
+        sizes = {"pipeline": stages, "data_parallel": ranks // stages}
+        self._mesh = named_mesh(self.root_device.type, sizes, self._collective_timeout)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -263,7 +265,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         bounds = (*split.first_layers, None)
         own_layers = read_layers(module)[slice(bounds[stage], bounds[stage + 1])]
         self.pipeline_runner = PipelineRunner(trainer, module, own_layers, pipeline, self._backward_context)
-        self._gradients = StageGradients(module, split, self._mesh)
+        self._gradients = StageGradients(module, split, self._mesh, self._collective_timeout)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 __all__ = [
@@ -19,7 +22,8 @@ __all__ = [
     "is_flat_shard",
     "let_layers_rest",
     "number_reduced_by_ddp",
-    "set_data_parallel_size",
+    "set_group_timeout",
+    "set_up_environment_on",
     "sharded_parameters",
     "sharding_groups",
     "sharding_mesh",
@@ -148,9 +152,24 @@ def without_forward_hooks_of_sharding(unit: FSDPModule) -> Iterator[None]:
             hooks[key] = hook
 
 
-def set_data_parallel_size(strategy: ModelParallelStrategy, size: int) -> None:
-    """Over how many ranks the data are spread, once their number is known; the constructor wants it before."""
-    strategy._data_parallel_size = size
+def set_up_environment_on(strategy: ModelParallelStrategy, make_mesh: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """Starts the processes' group as ``ModelParallelStrategy.setup_environment`` does, on a mesh of the caller.
+
+    Lightning's own method makes a mesh, and new groups of ranks, in each run.
+    """
+    ParallelStrategy.setup_environment(strategy)
+    strategy._setup_distributed()
+    mesh = make_mesh()
+    strategy._device_mesh = mesh
+    strategy._data_parallel_size, strategy._tensor_parallel_size = mesh.shape
+    assert strategy.lightning_module is not None
+    strategy.lightning_module._device_mesh = mesh
+    return mesh
+
+
+def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """How long operations on a group may take. Groups of a mesh begin with torch's default, not with that of all."""
+    _set_pg_timeout(timeout, group)
 
 
 def number_reduced_by_ddp(model: torch.nn.parallel.DistributedDataParallel) -> int:

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, new_group
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mp.core.messages import listed
+from lightning_mp.distributed.process_groups import own_group
 from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
 from lightning_mp.modules.stage_placeholder import StageSplit
 
@@ -23,13 +25,14 @@ class StageGradients:
         module: split.
         split: of the module.
         mesh: stages by ranks of a stage.
+        timeout: of a collective operation.
     """
 
-    def __init__(self, module: nn.Module, split: StageSplit, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, split: StageSplit, mesh: DeviceMesh, timeout: timedelta) -> None:
         self._module = module
         self._data_group = mesh.get_group("data_parallel")
         self._replicas = mesh.size(1)
-        self._tied = self._tied_groups(module, split, mesh)
+        self._tied = self._tied_groups(module, split, mesh, timeout)
         self._is_kept_local = False
         self._holds_local = False
 
@@ -84,19 +87,18 @@ class StageGradients:
         reduce_gradients_([p.grad for p in parameters if p.grad is not None], self._data_group, mean=True)
 
     def _tied_groups(
-        self, module: nn.Module, split: StageSplit, mesh: DeviceMesh
+        self, module: nn.Module, split: StageSplit, mesh: DeviceMesh, timeout: timedelta
     ) -> list[tuple[ProcessGroup, int, list[Tensor]]]:
         """For every set of stages that share parameters: this rank's group of them, and the parameters, in order."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         groups = []
-        for stages in sorted(set(split.holders.values())):
+        for stages in sorted(set(split.stages_of_parameters.values())):
             # Every rank has to take part in making every group.
-            made = [new_group([int(r) for r in mesh.mesh[list(stages), column]]) for column in range(mesh.size(1))]
-            shared = [name for name in split.parameter_names if split.holders.get(name) == stages]
-            if split.stage not in stages:
-                continue
-            own = made[mesh.get_local_rank("data_parallel")]
-            groups.append((own, len(stages), [self._named(parameters, name, split) for name in shared]))
+            columns = mesh.mesh[list(stages)].T
+            own = own_group(columns.tolist(), timeout)
+            shared = [name for name in split.parameter_names if split.stages_of_parameters.get(name) == stages]
+            if own is not None:
+                groups.append((own, len(stages), [self._named(parameters, name, split) for name in shared]))
         return groups
 
     def _named(self, parameters: dict[str, nn.Parameter], name: str, split: StageSplit) -> Tensor:

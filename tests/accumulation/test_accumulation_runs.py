@@ -128,8 +128,8 @@ def test_a_target_batch_counts_the_ranks() -> None:
 
 def test_a_target_batch_in_tokens_counts_padding() -> None:
     batches = token_batches([6, 5, 6, 6, 5, 6])
-    presented = batches[0][1].numel()
-    scheduler = AccumulationScheduler(target_tokens=3 * presented)
+    input_tokens = batches[0][1].numel()
+    scheduler = AccumulationScheduler(target_tokens=3 * input_tokens)
     assert lengths_of(TokenModel(), loader(batches), scheduler) == [3, 3]
 
 

@@ -104,7 +104,9 @@ def whole(tensor):
 def global_norm(parameters, world_size):
     gradient_ops.reduce_partial_gradients_(parameters)
     shards = [gradient_ops.local_shard(p.grad) for p in parameters]
-    copies = [gradient_ops.replicas(p.grad, holders=world_size, plain_replicas=world_size) for p in parameters]
+    copies = [
+        gradient_ops.replicas(p.grad, ranks_per_parameter=world_size, plain_replicas=world_size) for p in parameters
+    ]
     squares = gradient_ops.square_sum(gradient_ops.shard_norms(shards), copies)
     return gradient_ops.sum_over_ranks_(squares).sqrt()
 
@@ -159,7 +161,7 @@ def test_replicas_say_how_often_each_shard_exists(layout):
         return [
             (
                 gradient_ops.local_shard(p.grad).flatten().tolist(),
-                gradient_ops.replicas(p.grad, holders=layout[0], plain_replicas=layout[0]),
+                gradient_ops.replicas(p.grad, ranks_per_parameter=layout[0], plain_replicas=layout[0]),
             )
             for p in parameters
         ]

@@ -25,13 +25,14 @@ FLOORS = [
         "tokens",
     },
     {"accumulation", "cli", "diagnostics", "lr_schedule", "tensor_parallel"},
-    {"pipelining", "precision"},
-    {"callbacks", "strategies"},
+    {"pipelining", "precision", "preflight_checks"},
+    {"callbacks", "comparison", "strategies"},
     {"demo", "__main__"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS, start=1) for room in rooms}
-# The command line's front door names the demo's verb; nobody imports it.
-BESIDES = {("__main__", "demo")}
+# The command line's front door names the demo's verb; nobody imports it. `planning` offers `preflight` under its public
+# name and loads it when it is asked for: planning itself needs no Trainer.
+BESIDES = {("__main__", "demo"), ("planning", "preflight_checks")}
 OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics"}
 PRIVATE = {f"lightning_mp.core.{name}" for name in ("private_api", "private_loop_api", "private_sharding_api")}
 FRONT_DOOR = ("demo", "__main__")

@@ -13,9 +13,15 @@ from huggingface_models import gpt2
 from memory_models import MODELS, OPTIMIZERS, Decoder, Project, measure, measure_on_rank
 from torch import nn
 
-from lightning_mp import AutocastPrecision, Float8Precision, FSDP2Strategy, LossScaler, MasterWeightsPrecision
+from lightning_mp import (
+    AutocastPrecision,
+    Float8Precision,
+    FSDP2Strategy,
+    LossScaler,
+    MasterWeightsPrecision,
+    estimate_memory,
+)
 from lightning_mp.activation_checkpointing.cost import StepCost
-from lightning_mp.planning import estimate_memory
 
 PLUGINS = {
     "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
