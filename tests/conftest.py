@@ -78,7 +78,10 @@ def pytest_collection_finish() -> None:
 
 
 def _most_of_a_grid_is_full(items: list[pytest.Item]) -> None:
-    """Of a test with several `parametrize`, the quick set runs as few cases as have every value of each of them."""
+    """Of a test with several `parametrize`, the quick set runs as few cases as have every value of each of them.
+
+    Where that takes too long, a test marked `quick_cases` says how many of these cases are enough.
+    """
     grids: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("full"):
@@ -86,10 +89,12 @@ def _most_of_a_grid_is_full(items: list[pytest.Item]) -> None:
     for grid in grids.values():
         values = {item: _values(item) for item in grid}
         missing = set().union(*values.values())
+        quick = []
         while missing:
-            best = max(values, key=lambda item: len(values[item] & missing))
-            missing -= values.pop(best)
-        for item in values:
+            quick.append(max(values, key=lambda item: len(values[item] & missing)))
+            missing -= values.pop(quick[-1])
+        marker = grid[0].get_closest_marker("quick_cases")
+        for item in [*values, *(quick[marker.args[0] :] if marker else [])]:
             item.add_marker("full")
 
 
