@@ -6,7 +6,6 @@ along in pieces. So ``gloo.py`` starts this file once for each test process and 
 
 import ctypes
 import faulthandler
-import functools
 import gc
 import importlib
 import importlib.metadata
@@ -24,6 +23,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
+
+import repeated_work
 
 PRELOAD = (
     "cloudpickle",
@@ -188,11 +189,13 @@ def _pattern(of_filter: Any) -> str:
 
 
 def _preload() -> None:
-    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # as in conftest.py
+    repeated_work.read_entry_points_once()
     logging.getLogger().addHandler(logging.NullHandler())  # as under pytest: Lightning then adds none of its own
     for name in PRELOAD:
         with suppress(ImportError):
             importlib.import_module(name)
+    importlib.metadata.entry_points()
+    repeated_work.seed_the_cpu_alone()
     gc.freeze()  # or each rank would look through all of this for garbage
 
 
