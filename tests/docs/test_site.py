@@ -38,12 +38,11 @@ def model_and_data() -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_the_tutorial_shows_what_it_says() -> None:
-    space, printed = run("tutorial.md")
-    assert "tensor(65536.) 0\n" in printed
-    assert "1 tensor(32768.)\n4\n" in printed
-    assert printed.rstrip().endswith("8000")
-    assert space["budget"].tokens_seen == 8_000
+def test_the_tutorial_prints_what_it_shows() -> None:
+    _, printed = run("tutorial.md")
+    shown = [line for block in blocks("tutorial.md", "text") for line in block.splitlines()]
+    assert len(shown) == 4
+    assert [line for line in printed.splitlines() if line in shown] == shown
 
 
 @pytest.mark.parametrize(
