@@ -18,11 +18,11 @@ optimizer step. Counted are operations per rank and optimizer step; what one sen
 
 Weights are gathered as :class:`~lightning_mp.strategies.FSDP2Strategy` does: in "mixed" precisions those of products in
 16 bit, the others in fp32; gradients are reduced in fp32. Lightning's ``FSDPStrategy`` gathers all of them in 16 bit,
-as is counted here for "bf16-true". Tensor parallelism is that of the plan "auto": outputs of matrix products are reduced
-in 16 bit, gradients of what norms and the token table give in fp32 (``tensor_reduce_dtype="fp32"``). Megatron-LM keeps
-the residual stream in 16 bit and reduces both in it (``"16bit"``), two thirds of the bytes. Not counted are a few bytes
-per step: the precision plugin's all-reduce of the norm, what the window of accumulation agrees on, and under FSDP the
-comparison of the units that ranks have run.
+as is counted here for "bf16-true". Tensor parallelism is that of the plan "auto": outputs of matrix products are
+reduced in 16 bit, gradients of what norms and the token table give in fp32 (``tensor_reduce_dtype="fp32"``).
+Megatron-LM keeps the residual stream in 16 bit and reduces both in it (``"16bit"``), two thirds of the bytes. Not
+counted are a few bytes per step: the precision plugin's all-reduce of the norm, what the window of accumulation agrees
+on, and under FSDP the comparison of the units that ranks have run.
 """
 
 from dataclasses import replace
