@@ -9,10 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.preflight_checks.data_facts import FoundData
-from lightning_mp.preflight_checks.preflight import TrainerLook
 from lightning_mp.preflight_checks.report import PreflightReport, Severity
-from lightning_mp.preflight_checks.trainer_facts import device_of
 
 __all__ = ["Preflight"]
 
@@ -26,9 +23,9 @@ class Preflight(SettingsRepr, Callback):
 
         trainer = L.Trainer(callbacks=[Preflight()], plugins=[AutocastPrecision("16-mixed")])
 
-    It runs :func:`~lightning_mp.preflight` once per fit, on rank 0; every rank waits for what it says and ends with the
-    same error. The run computes the same numbers with it and without. What a strategy has done to the module by then
-    hides some of it (``report.not_checked``); before the fit, ``preflight(trainer, module, data)`` sees more.
+    It runs :func:`~lightning_mp.preflight` once per fit; every rank ends with the same error, by the report of rank 0.
+    The run computes the same numbers with it and without. What a strategy has done to the module by then hides some of
+    it (``report.not_checked``); before the fit, ``preflight(trainer, module, data)`` sees more.
 
     Args:
         raise_on: end the run if a finding is this grave or graver. Graver than "advice" warns otherwise, advice is
@@ -69,9 +66,8 @@ class Preflight(SettingsRepr, Callback):
         if not self._is_due:
             return
         self._is_due = False
-        report = _report(trainer, pl_module, batch) if trainer.is_global_zero else None
-        self.report = report = trainer.strategy.broadcast(report)
-        assert report is not None
+        # On every rank: what the module's own code says to other ranks must find them there.
+        self.report = report = trainer.strategy.broadcast(_report(trainer, pl_module, batch))
         if self.raise_on != "never" and report.at_least(self.raise_on):
             raise MisconfigurationException(f"{report}\n{self!r} ends the run; raise_on='never' only reports.")
         graver: Severity = "warning"
@@ -79,7 +75,12 @@ class Preflight(SettingsRepr, Callback):
 
 
 def _report(trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> PreflightReport:
+    # Importing the package should not cost what nobody may ask for.
+    from lightning_mp.preflight_checks.data_facts import FoundData
+    from lightning_mp.preflight_checks.trainer_look import TrainerLook
+
     batches = trainer.num_training_batches
     number = None if batches == float("inf") else int(batches)
-    data = FoundData(batch, trainer.train_dataloader, number, is_limited=True)
-    return TrainerLook(trainer, pl_module, device_of(trainer, None), None).report(lambda: data, trainer.ckpt_path)
+    datamodule = vars(trainer).get("datamodule")
+    data = FoundData(batch, trainer.train_dataloader, number, datamodule, is_limited=True)
+    return TrainerLook(trainer, pl_module).report(lambda: data, trainer.ckpt_path)

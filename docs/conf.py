@@ -49,6 +49,8 @@ extensions = [
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 html_theme = "furo"
 html_title = f"lightning_mp {release}"
@@ -60,6 +62,8 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 # The notebooks carry their outputs; `make notebooks` runs them.
 nb_execution_mode = "off"
+# tables among the outputs
+nb_render_markdown_format = "gfm"
 
 autosummary_generate = True
 autodoc_typehints = "description"

@@ -1,10 +1,10 @@
 """``lightning-mp fit``: a scaling law from a CSV of finished runs."""
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_mp.cli.picture_file import check_picture
 from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
 from lightning_mp.core.quantities import format_quantity, parse_flops, parse_fraction
 from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
@@ -27,7 +27,6 @@ examples:
     350M,7B,2.93"""
 
 _OPTIONS = {"bootstrap_samples": "--samples", "confidence": "--confidence", "flops": "--flops"}
-_PICTURES = (".png", ".pdf", ".svg")
 
 
 def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -68,7 +67,7 @@ def _fit(arguments: argparse.Namespace) -> tuple[ScalingLawFit, float]:
     budget = None if arguments.flops is None else parse_flops(arguments.flops, "flops")
     confidence = parse_fraction(arguments.confidence, "confidence")
     if plot is not None:
-        _check_plot(plot)
+        check_picture(plot, "--plot")
     fit = fit_scaling_law(
         arguments.runs, bootstrap_samples=arguments.samples, confidence=confidence, seed=arguments.seed
     )
@@ -79,16 +78,6 @@ def _fit(arguments: argparse.Namespace) -> tuple[ScalingLawFit, float]:
 
         draw_fit(fit, plot, budget)
     return fit, budget
-
-
-def _check_plot(plot: Path) -> None:
-    """Before the fit: a picture that cannot be drawn should not cost one."""
-    if plot.suffix.lower() not in _PICTURES:
-        raise ValueError(f"--plot {plot} is no picture that can be drawn. End its name with {', '.join(_PICTURES)}")
-    if not plot.parent.is_dir():
-        raise ValueError(f"--plot {plot}: there is no folder {plot.parent}. Make it first")
-    if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'lightning-mp[plots]'")
 
 
 def _as_json(fit: ScalingLawFit, budget: float) -> dict[str, Any]:

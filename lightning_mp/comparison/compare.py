@@ -190,24 +190,27 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
 
 
 def _factory(module: ModuleOrFactory) -> Callable[[], pl.LightningModule]:
-    if isinstance(module, pl.LightningModule):
+    if isinstance(module, nn.Module):
+        _check_module(module)
         return lambda: copy.deepcopy(module)
-    if not callable(module) or isinstance(module, nn.Module):
-        raise ValueError(
-            f"`module` must be a lightning.pytorch.LightningModule or a function that makes one, got"
-            f" {type(module).__name__}."
-        )
+    if not callable(module):
+        _check_module(module)
 
     def make() -> pl.LightningModule:
         made = module()
-        if not isinstance(made, pl.LightningModule):
-            raise ValueError(
-                f"`module` is a function that returned {type(made).__name__}: let it return a"
-                " lightning.pytorch.LightningModule."
-            )
+        _check_module(made)
         return made
 
     return make
+
+
+def _check_module(made: Any) -> None:
+    # torch.compile puts a module around it
+    if not isinstance(getattr(made, "_orig_mod", made), pl.LightningModule):
+        raise ValueError(
+            "`module` must be a lightning.pytorch.LightningModule or a function that makes one, got"
+            f" {type(made).__module__}.{type(made).__qualname__}."
+        )
 
 
 def _settings(experiment: Experiment, steps: int | None, monitor: str | None, first: Trial) -> dict[str, Any]:

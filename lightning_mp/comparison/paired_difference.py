@@ -105,12 +105,17 @@ class PairedDifference:
             return 0
         if self.seeds < 2:
             return 2
-        distance = abs(self.margin - self.mean)
-        for seeds in range(self.seeds + 1, _MOST_SEEDS + 1):
-            quantiles = (student_t_quantile(p, seeds - 1) for p in ((1 + self.confidence) / 2, _POWER))
-            if sum(quantiles) * self.deviation / math.sqrt(seeds) < distance:
-                return seeds - self.seeds
-        return None
+        if not self._would_decide(_MOST_SEEDS):
+            return None
+        too_few, enough = self.seeds, _MOST_SEEDS
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            too_few, enough = (too_few, middle) if self._would_decide(middle) else (middle, enough)
+        return enough - self.seeds
+
+    def _would_decide(self, seeds: int) -> bool:
+        quantiles = [student_t_quantile(p, seeds - 1) for p in ((1 + self.confidence) / 2, _POWER)]
+        return sum(quantiles) * self.deviation / math.sqrt(seeds) < abs(self.margin - self.mean)
 
     def __str__(self) -> str:
         if self.diverged:

@@ -93,7 +93,8 @@ def run_pairs(
         if file is not None:
             file.append(run)
         finished.append(run)
-    return [run for run in finished if run.seed in seeds and run.precision in experiment.precisions]
+    by_pair = {(run.seed, run.precision): run for run in finished}
+    return [by_pair[seed, name] for seed in seeds for name in experiment.precisions]
 
 
 def check_pairs(runs: Iterable[FinishedRun]) -> None:

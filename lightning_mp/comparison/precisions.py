@@ -35,7 +35,7 @@ _BY_NAME: Mapping[str, Callable[[str], Precision]] = MappingProxyType(
 )
 
 PRECISION_NAMES: tuple[str, ...] = tuple(_BY_NAME)
-"""Names of ``compare_precisions``: those of ``planning.estimate_memory``; ``lightning:`` is Lightning's own plugin."""
+"""Names of ``compare_precisions``: those of ``estimate_memory``; ``lightning:`` is Lightning's own plugin."""
 
 
 def plugin_factories(

@@ -85,24 +85,24 @@ class PrecisionComparison:
 
     def _advice(self, name: str) -> str:
         cost, baseline = self.costs[name], self.costs[self.baseline]
-        slowest, ratio = cost.time_ratio_range[1], self.time_to_equal_loss(name)
+        ratio = self.time_to_equal_loss(name)
         saved = 1 - cost.peak_bytes / baseline.peak_bytes
         found = self.quality.get(name)
         if found is not None and found.difference is not None and found.difference.verdict == "worse":
             return f"{name} does not pay here: its loss is worse ({found.difference})."
         memory = f"saves {saved:.0%} of the peak memory" if saved > _MEMORY_THAT_COUNTS else "saves no memory"
-        if slowest < 1:
-            text = f"{name} takes {cost.time_ratio:.2f} times the time per batch and {memory}"
-            if ratio is None:
-                return f"{text}: it pays here."
-            verb = "it pays here" if ratio < 1 else "it does not pay here"
-            return f"{text}; {ratio:.2f} times the time to an equal loss: {verb}."
-        text = f"{name} takes {cost.time_ratio:.2f} times the time per batch"
-        if cost.time_ratio_range[0] < 1:
-            text += f" ({cost.time_ratio_range[0]:.2f} to {slowest:.2f}, no clear gain)"
-        if saved > _MEMORY_THAT_COUNTS:
-            return f"{text} and {memory}: it pays here only where memory is short."
-        return f"{text} and {memory}: it does not pay here."
+        fastest, slowest = cost.time_ratio_range
+        if fastest < 1 <= slowest:
+            time = f"{name} takes {fastest:.2f} to {slowest:.2f} times the time per batch, no clear gain, and {memory}"
+        else:
+            time = f"{name} takes {cost.time_ratio:.2f} times the time per batch and {memory}"
+        if slowest >= 1:
+            pays = "pays here only where memory is short" if saved > _MEMORY_THAT_COUNTS else "does not pay here"
+            return f"{time}: it {pays}."
+        if ratio is None:
+            return f"{time}: it pays here."
+        verb = "it pays here" if ratio < 1 else "it does not pay here"
+        return f"{time}; {ratio:.2f} times the time to an equal loss: {verb}."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; null stands for what is not known or not finite."""

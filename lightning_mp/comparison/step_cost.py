@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,28 +135,30 @@ class _BatchTaker(Callback):
 
 
 def peak_bytes(experiment: Experiment, precision: str) -> int:
-    """The most that is alive in the first steps: by the CUDA allocator, elsewhere the bytes of live tensors."""
-    on_cuda = experiment.device.type == "cuda"
+    """The most that the first steps keep: by the CUDA allocator, elsewhere the bytes of live tensors."""
+    if experiment.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run_trial(experiment, precision, seed=0, steps=_MEMORY_STEPS)
+        return torch.cuda.max_memory_allocated() - before
     live = LiveStorages()
-    watcher = _MemoryWatcher(live)
-    with nullcontext() if on_cuda else private_api.observe_dispatch(live.after_operation):
-        if on_cuda:
-            torch.cuda.reset_peak_memory_stats()
+    with ExitStack() as observation:
+        watcher = _MemoryWatcher(live, observation)
         run_trial(experiment, precision, seed=0, steps=_MEMORY_STEPS, callbacks=[watcher])
-    if on_cuda:
-        return torch.cuda.max_memory_allocated()
     return max(sample.total_bytes for sample in live.samples)
 
 
 class _MemoryWatcher(Callback):
-    """Tells of tensors that no operation has made: the batch."""
+    """Begins to observe when the module is made, and tells of tensors that no operation has made."""
 
-    def __init__(self, live: LiveStorages) -> None:
+    def __init__(self, live: LiveStorages, observation: ExitStack) -> None:
         self._live = live
+        self._observation = observation
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._live.add("weights", pl_module.parameters())
         self._live.add("buffers", pl_module.buffers(), unless=("weights",))
+        self._observation.enter_context(private_api.observe_dispatch(self._live.after_operation))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         self._live.add("batch", tensors_in(batch), unless=("weights", "buffers"))
@@ -188,7 +190,7 @@ class _GradientTaker(Callback):
         if self.gradient:
             return
         found = {
-            name: weight.grad.detach().cpu().double()
+            name: weight.grad.detach().to("cpu", torch.float64, copy=True)  # clipping works in place
             for name, weight in pl_module.named_parameters()
             if weight.grad is not None
         }

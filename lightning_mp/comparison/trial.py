@@ -132,10 +132,7 @@ def run_trial(
         source = (data or experiment.data).make()
         trainer.fit(module, **source.fit_arguments())
         if not recorder.losses:
-            raise ValueError(
-                "compare_precisions() trained on no batch: the data is empty, or training_step returned no loss. Pass"
-                " data with at least one batch, and return the loss, or a dict with it under 'loss'."
-            )
+            raise ValueError(_NOTHING_TRAINED)
         metric = _validated(trainer, module, source, monitor) if monitor is not None else None
     return Trial(
         train_losses=tuple(float(loss) for loss in torch.stack(recorder.losses).tolist()),
@@ -198,6 +195,8 @@ class _Recorder(Callback):
         self._patches = [step, convert]
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch and not self._batches:
+            raise ValueError(_NOTHING_TRAINED)  # epochs without a batch would go on for ever
         self._in_epoch = 0
         set_seed(self._seed, -2, trainer.current_epoch)
 
@@ -248,6 +247,10 @@ def _validated(trainer: pl.Trainer, module: pl.LightningModule, source: Training
     return float(metrics[monitor])
 
 
+_NOTHING_TRAINED = (
+    "compare_precisions() trained on no batch: the data is empty, or training_step returned no loss. Pass data with at"
+    " least one batch, and return the loss, or a dict with it under 'loss'."
+)
 _QUIET_OPTIONS = {
     "logger": False,
     "enable_checkpointing": False,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -13,6 +14,7 @@ __all__ = [
     "logger_step",
     "min_steps_of",
     "replace_end_of_epoch",
+    "set_device_property",
     "set_max_steps",
     "set_min_steps",
     "step_without_a_batch",
@@ -75,3 +77,8 @@ def ddp_arguments(strategy: DDPStrategy) -> Mapping[str, Any]:
 def uses_distributed_sampler(trainer: "pl.Trainer") -> bool:
     """What ``Trainer(use_distributed_sampler=...)`` was given."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def set_device_property(module: "pl.LightningModule", device: torch.device) -> None:
+    """What ``module.device`` says from now on; its tensors stay where they are."""
+    module._device = device

@@ -1,20 +1,17 @@
 """Planning: figures about a training run, without a Trainer and without a GPU.
 
-:func:`preflight` alone is about a Trainer, and is loaded when it is first asked for.
+The questions :func:`lightning_mp.recommend` and :func:`lightning_mp.estimate_memory` answer with types from here.
 """
-
-from typing import TYPE_CHECKING, Any
 
 from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
 from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
 from lightning_mp.planning.advice.device_traits import DeviceTraits
-from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
-from lightning_mp.planning.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_mp.planning.memory.estimate import MemoryEstimate
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
@@ -37,9 +34,6 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
     TrainedRange,
 )
 from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
-
-if TYPE_CHECKING:
-    from lightning_mp.preflight_checks.preflight import preflight
 
 __all__ = [
     "CONVENTIONS",
@@ -82,7 +76,6 @@ __all__ = [
     "compute_optimal",
     "decoder_memory",
     "draw_fit",
-    "estimate_memory",
     "find_chip",
     "find_machine",
     "fit_scaling_law",
@@ -95,9 +88,7 @@ __all__ = [
     "model_flops_utilization",
     "peak_flops",
     "plan_parallelism",
-    "preflight",
     "read_runs",
-    "recommend",
     "run_time",
     "tokens_for",
     "training_flops",
@@ -108,11 +99,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def __getattr__(name: str) -> Any:
-    if name == "preflight":
-        from lightning_mp.preflight_checks.preflight import preflight
-
-        return preflight
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

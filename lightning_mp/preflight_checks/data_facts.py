@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,14 @@ class FoundData:
         batch: one micro-batch of one rank.
         loader: what gives the micro-batches; None where a batch was given.
         batches_per_epoch: of one rank; None where that is not known.
+        datamodule: a copy of the one that was given, after its ``setup``.
         is_limited: ``limit_train_batches`` is in that number already.
     """
 
     batch: Any
     loader: Any = None
     batches_per_epoch: int | None = None
+    datamodule: "pl.LightningDataModule | None" = None
     is_limited: bool = False
 
 
@@ -62,14 +64,16 @@ def look_at_data(data: Any, module: "pl.LightningModule", *, data_ranks: int, sh
         # setup() writes into the object, and Lightning will call it again.
         own = copy(data)
         own.setup("fit")
-        data = _asked(own, type(data).__name__, "Define it, or pass a loader or a batch.")
+        given = _asked(own, type(data).__name__, "Define it, or pass a loader or a batch.")
+        found = look_at_data(given, module, data_ranks=data_ranks, shards_samples=shards_samples)
+        return replace(found, datamodule=own)
     if isinstance(data, Mapping | list | tuple) and any(_is_loader(one) for one in _values(data)):
         look = partial(look_at_data, module=module, data_ranks=data_ranks, shards_samples=shards_samples)
-        found = [look(one) for one in _values(data)]
-        batches = [one.batch for one in found]
-        lengths = [one.batches_per_epoch for one in found if one.batches_per_epoch is not None]
+        parts = [look(one) for one in _values(data)]
+        batches = [one.batch for one in parts]
+        lengths = [one.batches_per_epoch for one in parts if one.batches_per_epoch is not None]
         batch = dict(zip(data, batches, strict=True)) if isinstance(data, Mapping) else batches
-        return FoundData(batch, data, max(lengths) if len(lengths) == len(found) else None)
+        return FoundData(batch, data, max(lengths) if len(lengths) == len(parts) else None)
     if isinstance(data, DataLoader):
         number = _length(data)
         if number is not None and shards_samples and _is_sharded_by_lightning(data):

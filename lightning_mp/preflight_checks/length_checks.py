@@ -144,7 +144,8 @@ def check_checkpoint(found: Found) -> Iterator[PreflightFinding]:
         yield PreflightFinding(
             "error",
             "checkpoint",
-            f"{checkpoint.path} is at step {checkpoint.global_step:,} after {checkpoint.epochs_done} epochs, and"
+            f"{checkpoint.path} is at step {checkpoint.global_step:,} after {checkpoint.epochs_done}"
+            f" {'epoch' if checkpoint.epochs_done == 1 else 'epochs'}, and"
             f" {listed(done)} ends the run before: nothing will be trained.",
             "Raise the limit; it counts from the start of the first run.",
         )

@@ -6,10 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
+
+from lightning_mp.core import private_loop_api
 
 __all__ = ["NotedOptimizer", "StandInTrainer", "attach_stand_in"]
 
@@ -30,8 +34,8 @@ class StandInTrainer:
     """
 
     def __init__(self, trainer: "pl.Trainer", answers: Mapping[str, Any]) -> None:
+        self.optimizers: list[Optimizer] = []
         own = {
-            "optimizers": [],
             "lr_scheduler_configs": [],
             "logger": DummyLogger(),
             "loggers": [DummyLogger()],
@@ -86,17 +90,25 @@ def attach_stand_in(module: nn.Module, trainer: StandInTrainer) -> None:
         if isinstance(part, pl.LightningModule):
             stand_in: Any = trainer
             part.trainer = stand_in
+            # Where stand-ins of tensors are; what is made with device=self.device is to meet them.
+            private_loop_api.set_device_property(part, torch.device("cpu"))
             for name in ("log", "log_dict", "print"):
                 setattr(part, name, _do_nothing)
             part.all_gather = lambda data, *_, **__: data  # type: ignore[method-assign]
-        elif isinstance(part, MetricCollection):
-            part.forward = lambda *_, **__: {}  # type: ignore[method-assign]
-            part.update = part.reset = _do_nothing
-            part.compute = dict
-        elif isinstance(part, Metric):
-            part.forward = part.compute = lambda *_, **__: Tensor([0.0])[0]  # type: ignore[method-assign,misc]
-            part.update = part.reset = _do_nothing  # type: ignore[method-assign]
+        elif isinstance(part, Metric | MetricCollection):
+            # Metrics read numbers, and no loss is made of them.
+            result = _no_metrics if isinstance(part, MetricCollection) else _no_metric
+            for name, replacement in (("forward", result), ("compute", result), ("update", _do_nothing)):
+                setattr(part, name, replacement)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
     return None
+
+
+def _no_metric(*_: Any, **__: Any) -> Tensor:
+    return torch.zeros(())
+
+
+def _no_metrics(*_: Any, **__: Any) -> dict[str, Tensor]:
+    return {}

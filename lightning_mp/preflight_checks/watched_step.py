@@ -226,7 +226,7 @@ class WatchedStep:
     def _manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._in_manual_backward = self._notes.in_backward = True
         try:
-            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+            loss.backward(*args, **kwargs)
         finally:
             self._in_manual_backward = self._notes.in_backward = False
 

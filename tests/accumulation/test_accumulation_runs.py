@@ -344,6 +344,7 @@ def test_partial_gradients_of_two_ranks_are_the_mean_over_them(tmp_path: Path) -
         torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_partial_gradients_of_ranks_that_use_different_layers_are_saved(tmp_path: Path) -> None:
     """Each rank has gradients of other parameters when the checkpoint is written."""
 

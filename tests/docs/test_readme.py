@@ -37,6 +37,7 @@ def test_short_python_blocks_run(index: int) -> None:
     exec(compile(PYTHON[index], "README.md", "exec"), {})
 
 
+@pytest.mark.full
 def test_the_three_edits_example_runs_in_a_new_file_and_spends_its_budget(tmp_path: Path) -> None:
     """Outside of the repository, as a reader would."""
     look = "\nprint([c.tokens_seen for c in trainer.callbacks if isinstance(c, ChinchillaBudget)])\n"

@@ -14,7 +14,7 @@ from lightning_mp.__main__ import main
 DOCS = Path(__file__).parents[2] / "docs"
 # the model of the tutorial can be validated, too
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-HOW_TO = ("accumulation.md", "overflow.md", "budget.md", "mfu.md", "out_of_memory.md", "planning.md")
+HOW_TO = ("accumulation.md", "overflow.md", "budget.md", "mfu.md", "out_of_memory.md", "planning.md", "compare.md")
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -38,20 +38,21 @@ def model_and_data() -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_the_tutorial_shows_what_it_says() -> None:
-    space, printed = run("tutorial.md")
-    assert "tensor(65536.) 0\n" in printed
-    assert "1 tensor(32768.)\n4\n" in printed
-    assert printed.rstrip().endswith("8000")
-    assert space["budget"].tokens_seen == 8_000
+def test_the_tutorial_prints_what_it_shows() -> None:
+    _, printed = run("tutorial.md")
+    shown = [line for block in blocks("tutorial.md", "text") for line in block.splitlines()]
+    assert len(shown) == 4
+    assert [line for line in printed.splitlines() if line in shown] == shown
 
 
 @pytest.mark.parametrize(
     "page",
-    ["budget.md", "planning.md", *(pytest.param(page, marks=pytest.mark.full) for page in HOW_TO if page[0] in "aom")],
+    ["budget.md", "planning.md", *(pytest.param(page, marks=pytest.mark.full) for page in HOW_TO if page[0] in "aomc")],
 )
 def test_the_code_of_a_how_to_page_runs(page: str) -> None:
-    space, printed = run(page, model_and_data() if page != "planning.md" else None)
+    space, printed = run(page, model_and_data() if page not in ("planning.md", "compare.md") else None)
+    if page == "compare.md":
+        assert space["found"].runs
     if "trainer" in space:
         assert space["trainer"].global_step == (12 if page == "budget.md" else 10)
     if page == "budget.md":

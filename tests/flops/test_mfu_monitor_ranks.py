@@ -67,6 +67,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_tokens_of_both_ranks_over_the_peak_of_both(name: str) -> None:
     """Ranks present 2 and 4 rows of 5 tokens at each of 4 steps; the first warms up."""
@@ -84,6 +85,7 @@ def test_tokens_of_both_ranks_over_the_peak_of_both(name: str) -> None:
         assert rates.goodput == 1.0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("given", ["exact", "6N"])
 def test_tensor_parallel_ranks_share_tokens_and_work(given: str) -> None:
     """Both ranks see the same 10 tokens a step, and each does half of the head."""

@@ -70,6 +70,7 @@ def test_a_group_that_is_smaller_than_the_job_decides_for_itself() -> None:
     assert run_ranks(run, 4) == [(2, 2.0, 2.0, 0.0)] * 2 + [(2, 4.0, 4.0, -1.0)] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("sharding", "plain_replicas"),
     [

@@ -45,8 +45,8 @@ MADE_BY_SHARDING = {
 MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks"}
 # The same; tests/strategies/test_fsdp2_strategy.py guards it.
 MADE_BY_THE_TRAINER = {"_layer_sync"}
-# The same; tests/preflight_checks/test_preflight_facts.py guards them.
-MADE_FROM_SETTINGS = {"_ddp_kwargs", "_accelerator_connector", "_milestones", "_schedulers"}
+# The same; tests/preflight_checks/test_preflight_facts.py and test_preflight_report.py guard them.
+MADE_FROM_SETTINGS = {"_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"}
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------

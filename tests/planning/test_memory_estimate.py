@@ -14,9 +14,8 @@ from memory_models import MODELS, OPTIMIZERS, Decoder
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_mp import AutocastPrecision, MasterWeightsPrecision
+from lightning_mp import AutocastPrecision, MasterWeightsPrecision, estimate_memory
 from lightning_mp.activation_checkpointing.cost import StepCost
-from lightning_mp.planning import estimate_memory
 
 # torch's, once in a process: a norm with fp32 weights takes 16-bit inputs under autocast on the CPU.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")

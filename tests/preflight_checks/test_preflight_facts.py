@@ -105,6 +105,7 @@ def test_lengths_of_schedulers_inside_of_others() -> None:
     assert (of_hugging_face.setting, of_hugging_face.planned) == ("num_training_steps", 80)
 
 
+@pytest.mark.full
 def test_sizes_of_gpt2_and_its_tied_embeddings() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from preflight_projects import PROJECTS, Net
 from small_models import loader, quiet_trainer, regression_batches
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-import lightning_mp
 from lightning_mp import AutocastPrecision, preflight
 from lightning_mp.preflight_checks.report import PreflightFinding, PreflightReport
 
@@ -29,12 +29,25 @@ def test_module_random_state_and_trainer_stay_to_the_bit() -> None:
     batches = regression_batches(4)
     module.training_step(batches[0], 0).backward()
     trainer = quiet_trainer(plugins=[AutocastPrecision("16-mixed")], gradient_clip_val=1.0)
-    shuffled = DataLoader(batches, batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3))
+    shuffled = DataLoader(Augmented(batches), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3))
     before = _state(module, trainer, shuffled)
     preflight(trainer, module, shuffled)
     after = _state(module, trainer, shuffled)
     assert before.keys() == after.keys()
     assert {name for name in before if not _same(before[name], after[name])} == set()
+
+
+class Augmented(Dataset[Any]):
+    """Draws from every global generator."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [self.batches[index][0] + torch.rand(()) * random.random() + np.random.rand(), self.batches[index][1]]
 
 
 def _state(module: pl.LightningModule, trainer: pl.Trainer, data: "DataLoader[Any]") -> dict[str, Any]:
@@ -53,6 +66,7 @@ def _state(module: pl.LightningModule, trainer: pl.Trainer, data: "DataLoader[An
         "scale": trainer.precision_plugin.state_dict(),
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
+        "numpy": str(np.random.get_state()),
         "order": data.generator.get_state(),
     }
 
@@ -107,11 +121,11 @@ class Data(pl.LightningDataModule):
         regression_batches(1)[0],
         tuple(regression_batches(1)[0]),
         iter(regression_batches(2)),
-        DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), batch_size=2, num_workers=2),
+        DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), batch_size=2, shuffle=True),
         Data(),
         None,
     ],
-    ids=["a batch", "a tuple", "an iterator", "a loader with workers", "a data module", "the module's own"],
+    ids=["a batch", "a tuple", "an iterator", "a loader", "a data module", "the module's own"],
 )
 def test_data_in_any_form(data: Any) -> None:
     module = WithData()
@@ -127,6 +141,40 @@ def test_data_without_an_end_and_without_a_batch() -> None:
     assert empty.not_checked == (("data", "There is no batch in the data."),)
     none = preflight(quiet_trainer(), Net())
     assert "Pass a data module, a loader or a batch" in none.not_checked[0][1]
+
+
+class LooksAround(Net):
+    """Asks its Trainer and its data module for what most projects ask for, and makes tensors on its own device."""
+
+    def setup(self, stage: str) -> None:
+        self.train_batches = len(self.trainer.datamodule.batches)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            self.head = torch.nn.Linear(1, 1)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] / 2, batch[1]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("epoch", self.current_epoch)
+        self.logger.experiment.add_scalar("x", self.global_step)
+        noise = torch.rand(1, device=self.device) / self.trainer.world_size
+        return torch.nn.functional.mse_loss(self.head(self.net(batch[0])) + noise, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), fused=True)
+        steps = self.train_batches * self.trainer.max_epochs
+        assert steps == self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_that_asks_its_trainer(device: str) -> None:
+    module = LooksAround().to(device)
+    assert preflight(quiet_trainer(max_epochs=2), module, Data()) == NOTHING
+    assert not hasattr(module, "head")
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -167,10 +215,3 @@ def test_the_report_as_text_and_as_json() -> None:
         "cure": "Make it 8.",
     }
     assert [len(report.at_least(severity)) for severity in ("error", "warning", "advice")] == [1, 1, 2]
-
-
-def test_planning_offers_it_too() -> None:
-    assert lightning_mp.planning.preflight is preflight
-    assert "preflight" in dir(lightning_mp.planning)
-    with pytest.raises(AttributeError, match="has no attribute 'preflights'"):
-        lightning_mp.planning.preflights  # noqa: B018

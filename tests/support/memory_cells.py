@@ -9,8 +9,14 @@ from gloo import run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from memory_models import MODELS, Project, measure, measure_on_rank
 
-from lightning_mp import AutocastPrecision, Float8Precision, FSDP2Strategy, LossScaler, MasterWeightsPrecision
-from lightning_mp.planning import estimate_memory
+from lightning_mp import (
+    AutocastPrecision,
+    Float8Precision,
+    FSDP2Strategy,
+    LossScaler,
+    MasterWeightsPrecision,
+    estimate_memory,
+)
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),

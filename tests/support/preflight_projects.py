@@ -272,6 +272,11 @@ PROJECTS: dict[str, Project] = {
         lambda: Net().bfloat16(),
         lambda: {"precision": "bf16-mixed"},
     ),
+    "a model loaded in fp16": Project(
+        *("weights_in_16_bit", "error", "4 of 4 trainable parameters are float16", "MasterWeightsPrecision('16-true')"),
+        lambda: Net().half(),
+        _fp16,
+    ),
     "odd sizes": Project(
         *("tensor_cores", "advice", "in_features of net.0, net.2 is 100, no multiple of 8", "Make it 104"),
         lambda: Net(100),
@@ -380,7 +385,7 @@ PROJECTS: dict[str, Project] = {
         options={"ckpt_path": Path("other_model.ckpt")},
     ),
     "a checkpoint of a finished run": Project(
-        *("checkpoint", "error", "nothing will be trained", "Raise the limit"),
+        *("checkpoint", "error", "after 1 epoch, and max_steps=2, max_epochs=1 ends", "Raise the limit"),
         trainer=lambda: {"max_steps": 2},
         options={"ckpt_path": Path("finished.ckpt")},
     ),
