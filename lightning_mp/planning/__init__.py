@@ -14,6 +14,7 @@ from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLay
 from lightning_mp.planning.memory.estimate import MemoryEstimate
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
@@ -46,6 +47,7 @@ __all__ = [
     "DecoderMemory",
     "DecoderSize",
     "DeviceTraits",
+    "ExpertTraffic",
     "ExponentialDecay",
     "FlopsConvention",
     "Frontier",
