@@ -20,7 +20,7 @@ ARGS ?=
 
 # a later step reads what an earlier one wrote, and two of them would fight for the cores
 .NOTPARALLEL:
-.PHONY: help install demo test test-full soak lint format notebooks bench-gpu clean
+.PHONY: help install demo test test-full soak lint format notebooks docs drawings bench-gpu evidence clean
 
 help:
 	@echo "make demo        train the demo; options in ARGS, for instance ARGS='--precision 16-mixed'"
@@ -29,7 +29,9 @@ help:
 	@echo "make soak        20,000 steps of interrupted runs, 200 fits in one process (hours)"
 	@echo "make lint        ruff and mypy only;  make format rewrites the files"
 	@echo "make notebooks   run the notebooks, keeping nothing"
+	@echo "make docs        the documentation, into build/docs; make drawings draws its figures anew"
 	@echo "make bench-gpu   the GPU benchmark, into docs/results; PYTHON_BENCH=python3 needs no .venv"
+	@echo "make evidence    paired runs in every precision, into docs/results (3 hours); ARGS=--quick: minutes"
 	@echo "make clean       remove .venv, caches and builds"
 	@echo "TORCH=2.11.0     with any of these: that release of torch, in .venv-torch-2.11.0 (8 GB)"
 
@@ -65,9 +67,20 @@ soak: $(INSTALLED)
 notebooks: $(INSTALLED)
 	$(RUN) -m pytest --nbmake --nbmake-timeout=90 notebooks
 
+# DOCS_INVENTORIES=required fails where links to the documentation of torch and Lightning cannot be made
+docs: $(INSTALLED)
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -b html docs build/docs
+	@echo "open build/docs/index.html"
+
+drawings: $(INSTALLED)
+	$(RUN) scripts/draw.py
+
 bench-gpu: $(if $(filter $(RUN),$(PYTHON_BENCH)),$(INSTALLED))
 	PYTHONPATH="$(CURDIR)" $(PYTHON_BENCH) tests/benchmarks/bench_gpu.py --out docs/results $(ARGS)
 
+evidence: $(INSTALLED)
+	$(RUN) scripts/evidence.py $(ARGS)
+
 clean:
-	rm -rf .venv .venv-torch-* $(VENV) build dist ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch-* $(VENV) build dist docs/api ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 from lightning_mp.callbacks.overflow_monitor import OverflowMonitor
 from lightning_mp.callbacks.overflow_post_mortem import OverflowPostMortem
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
+from lightning_mp.callbacks.preflight import Preflight
 from lightning_mp.callbacks.rank_watchdog import RankWatchdog
 from lightning_mp.callbacks.stop_at_boundary import StopAtBoundary
 from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
@@ -28,6 +29,7 @@ __all__ = [
     "OverflowMonitor",
     "OverflowPostMortem",
     "PrecisionAudit",
+    "Preflight",
     "RankWatchdog",
     "StopAtBoundary",
     "TokenLearningRate",

@@ -60,7 +60,7 @@ def count_gradients(
     ranks = gradient_replication(trainer)
     copies = ranks.copies([p if p.grad is None else p.grad for p in parameters], parameters)
     together = dist.get_world_size(ranks.group) if dist.is_available() and dist.is_initialized() else 1
-    if ranks.holders == together and any(number < together for number in copies):
+    if ranks.ranks_per_parameter == together and any(number < together for number in copies):
         table.sum_over_ranks_(copies, ranks.group)
     return table
 

@@ -179,28 +179,33 @@ class ChinchillaBudget(SettingsRepr, Callback):
         """Counts parameters and sets the budget."""
         self._has_told = False
         assert self._controller is not None
-        self._target_tokens = self._smallest_target(trainer, pl_module)
+        targets = self._targets(trainer, pl_module)
+        for _, said in targets:
+            if said:
+                rank_zero_info(said)
+        self._target_tokens = min((tokens for tokens, _ in targets), default=None)
         if self._target_tokens is not None:
             budget = TokenBudget(self._target_tokens, self.landing, self.on_waste == "extend", self.trim)
             self._controller.settings.spend(budget)
 
-    def _smallest_target(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> int | None:
-        targets = [] if self._tokens is None else [self._tokens]
+    def planned_tokens(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> int | None:
+        """Tokens of the smallest target for this module, also before a fit; None if there are device hours only."""
+        return min((tokens for tokens, _ in self._targets(trainer, pl_module)), default=None)
+
+    def _targets(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> list[tuple[int, str]]:
+        """Tokens of each target, and what is said about it."""
+        targets = [] if self._tokens is None else [(self._tokens, "")]
         if self.tokens_per_parameter is not None or self.flops is not None:
             parameters, which = _count_parameters(trainer, pl_module, self.parameters)
             if self.tokens_per_parameter is not None:
-                targets.append(tokens_for(parameters, self.tokens_per_parameter))
-                rank_zero_info(
-                    f"Chinchilla budget: {self.tokens_per_parameter:g} tokens x {parameters:,} parameters ({which})"
-                    f" = {targets[-1]:,} tokens."
-                )
+                tokens = tokens_for(parameters, self.tokens_per_parameter)
+                how = f"{self.tokens_per_parameter:g} tokens x {parameters:,} parameters ({which})"
+                targets.append((tokens, f"Chinchilla budget: {how} = {tokens:,} tokens."))
             if self.flops is not None:
-                targets.append(max(1, int(self.flops / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters))))
-                rank_zero_info(
-                    f"Chinchilla budget: {self.flops:.4g} FLOPs / (6 x {parameters:,} parameters ({which}))"
-                    f" = {targets[-1]:,} tokens."
-                )
-        return min(targets, default=None)
+                tokens = max(1, int(self.flops / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters)))
+                how = f"{self.flops:.4g} FLOPs / (6 x {parameters:,} parameters ({which}))"
+                targets.append((tokens, f"Chinchilla budget: {how} = {tokens:,} tokens."))
+        return targets
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the clock."""
@@ -251,7 +256,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if self.budget_tokens is None:
             return
         left = self.budget_tokens - self.tokens_spent
-        per_batch = self._controller.presented_tokens(batch)
+        per_batch = self._controller.input_tokens(batch)
         max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
         if max_epochs != -1 and trainer.num_training_batches != float("inf"):
             batches = int(trainer.num_training_batches) * (max_epochs - trainer.current_epoch)
@@ -305,7 +310,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         counter = self._controller.counter
         counter.settle()
         rank_zero_info(
-            f"Tokens over all ranks: {counter.presented_tokens:,} in the inputs, {counter.nonpad_tokens:,} without"
+            f"Tokens over all ranks: {counter.input_tokens:,} in the inputs, {counter.nonpad_tokens:,} without"
             f" padding, {counter.tokens:,} in the loss, of those {counter.skipped_tokens:,} in skipped steps and"
             f" {counter.repeated_tokens:,} after the first epoch. {self.device_seconds / 3600:.3g} device hours."
         )

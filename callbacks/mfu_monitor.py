@@ -225,7 +225,7 @@ class MFUMonitor(SettingsRepr, Callback):
             self._is_count_checked = True
             self._counted = counted_unit(
                 self.unit,
-                self._controller.measure.presented_tokens,
+                self._controller.measure.input_tokens,
                 batch,
                 is_counted=self._controller.weighting.count is not None,
             )
@@ -255,7 +255,7 @@ class MFUMonitor(SettingsRepr, Callback):
         model, again, counted_model = None, None, None
         if self.flop_count is not None:
             counted = self.flop_count
-            numbers = [float(counted.model), float(counted.recompute), float(measure.presented_tokens)]
+            numbers = [float(counted.model), float(counted.recompute), float(measure.input_tokens)]
             dtype = gradient_ops.accumulation_dtype(pl_module.device)
             sums = gradient_ops.sum_over_ranks_(torch.tensor(numbers, dtype=dtype, device=pl_module.device)).tolist()
             sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
@@ -265,7 +265,7 @@ class MFUMonitor(SettingsRepr, Callback):
             model = counted_model or None
         elif isinstance(self.flops_per_token, str):
             labels = batch_tokens.find_labels(batch)
-            context_tokens = labels.shape[1] if labels is not None else measure.presented_tokens
+            context_tokens = labels.shape[1] if labels is not None else measure.input_tokens
             wrapped = trainer.strategy.model or pl_module
             model = float(module_flops_per_token(wrapped, self.flops_per_token, context_tokens))
             if counted_model and (too_high := far_above_count(self.flops_per_token, model, counted_model)):
@@ -366,7 +366,7 @@ class MFUMonitor(SettingsRepr, Callback):
         change = self._changes.take()
         self.throughput.read(
             now,
-            presented_tokens=change.presented_tokens,
+            input_tokens=change.input_tokens,
             nonpad_tokens=change.nonpad_tokens,
             useful_tokens=change.useful_tokens,
         )

@@ -1,7 +1,9 @@
 """Mixed-precision plugins, callbacks and strategies for PyTorch Lightning.
 
 What a Trainer is given is here: precision plugins with :class:`LossScaler` and :class:`PrecisionPolicy`, callbacks with
-the schedules that they take, and strategies. The rest is one level down:
+the schedules that they take, and strategies. Four functions answer questions about a run before it starts:
+:func:`recommend`, :func:`estimate_memory`, :func:`preflight` and :func:`compare_precisions`; they are loaded when they
+are first used. The rest is one level down:
 
 - :mod:`lightning_mp.checkpoints`: atomic and sharded checkpoints outside of a Trainer.
 - :mod:`lightning_mp.diagnostics`: outcomes of steps, reports and errors.
@@ -9,6 +11,9 @@ the schedules that they take, and strategies. The rest is one level down:
 - :mod:`lightning_mp.pipelining`: what a module calls in its steps to run under pipeline parallelism.
 - :mod:`lightning_mp.planning`: compute-optimal plans, FLOPs, memory and parallel layouts, without a Trainer.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lightning_mp import checkpoints, diagnostics, metrics, pipelining, planning
 from lightning_mp._version import __version__
@@ -24,6 +29,7 @@ from lightning_mp.callbacks import (
     OverflowMonitor,
     OverflowPostMortem,
     PrecisionAudit,
+    Preflight,
     RankWatchdog,
     StopAtBoundary,
     TokenLearningRate,
@@ -35,6 +41,12 @@ from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 from lightning_mp.scaling.loss_scaler import LossScaler
 from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
+
+if TYPE_CHECKING:
+    from lightning_mp.comparison.compare import compare_precisions
+    from lightning_mp.planning.advice.recommend import recommend
+    from lightning_mp.planning.memory.estimate import estimate_memory
+    from lightning_mp.preflight_checks.preflight import preflight
 
 __all__ = [
     "AccumulationScheduler",
@@ -55,6 +67,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "PrecisionAudit",
     "PrecisionPolicy",
+    "Preflight",
     "RankWatchdog",
     "ReducedPrecisionDDPStrategy",
     "StopAtBoundary",
@@ -65,12 +78,30 @@ __all__ = [
     "WarmupStableDecay",
     "__version__",
     "checkpoints",
+    "compare_precisions",
     "diagnostics",
+    "estimate_memory",
     "metrics",
     "pipelining",
     "planning",
+    "preflight",
+    "recommend",
     "reduced_precision_hook",
 ]
+
+_LOADED_WHEN_USED = {
+    "compare_precisions": "lightning_mp.comparison.compare",
+    "estimate_memory": "lightning_mp.planning.memory.estimate",
+    "preflight": "lightning_mp.preflight_checks.preflight",
+    "recommend": "lightning_mp.planning.advice.recommend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOADED_WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = globals()[name] = getattr(import_module(_LOADED_WHEN_USED[name]), name)
+    return function
 
 
 def __dir__() -> list[str]:

@@ -193,7 +193,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         own = [p for group in optimizer.param_groups for p in group["params"]]
         of_number = dict(zip(parts.numbers, own, strict=True))
         return [
-            (name, of_number.get(number), self.replicas * len(self._split.holders.get(name, (0,))))
+            (name, of_number.get(number), self.replicas * len(self._split.stages_of_parameters.get(name, (0,))))
             for number, name in enumerate(parts.names)
         ]
 

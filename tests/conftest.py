@@ -1,11 +1,13 @@
 """What holds for every test: few threads, no network, an own folder, CUDA tests only where there is CUDA."""
 
-import functools
-import importlib.metadata
+import gc
+import itertools
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # Set before anything imports torch, and inherited by the processes that tests start. The models are
 # tiny and several processes share two cores, so one thread each is the fastest choice.
@@ -17,16 +19,16 @@ os.environ["COLUMNS"] = "200"
 
 import hypothesis
 import pytest
+import repeated_work
 
-# Every Trainer asks for the entry points of all installed packages, which is a third of a short fit. Lightning takes
-# the function when it is imported; tests/support/rank_server.py does the same for ranks.
-importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+repeated_work.read_entry_points_once()
 
 # Nothing is timed in the tests, so no deadline; the same examples on every machine.
 hypothesis.settings.register_profile("lightning_mp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("lightning_mp")
 
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+FOLDER_NUMBERS = itertools.count()
 RANKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -52,12 +54,14 @@ def soak_fits(request: pytest.FixtureRequest) -> int:
 FULL_TIMEOUT_SECONDS = 400
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no CUDA device, and let slow ones be slow on a slow machine."""
     _longest_files_first(items)
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
+    _most_of_a_grid_is_full(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -78,6 +82,51 @@ def _longest_files_first(items: list[pytest.Item]) -> None:
         timeout = item.get_closest_marker("timeout")
         seconds[item.path] += timeout.args[0] // 4 if timeout else 5 if item.get_closest_marker("full") else 1
     items.sort(key=lambda item: -seconds[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Everything is imported: what no test looks at need not be done for each."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        repeated_work.seed_the_cpu_alone()
+    repeated_work.attach_log_handlers_once()
+    gc.collect()
+    gc.freeze()  # or each collection would look through all that was imported
+
+
+def _most_of_a_grid_is_full(items: list[pytest.Item]) -> None:
+    """Of a test with several `parametrize`, the quick set runs as few cases as have every value of each of them.
+
+    Where that takes too long, a test marked `quick_cases` says how many of these cases are enough.
+    """
+    grids: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("full"):
+            grids.setdefault((item.path, item.originalname), []).append(item)
+    for grid in grids.values():
+        values = {item: _values(item) for item in grid}
+        missing = set().union(*values.values())
+        quick = []
+        while missing:
+            quick.append(max(values, key=lambda item: len(values[item] & missing)))
+            missing -= values.pop(quick[-1])
+        marker = grid[0].get_closest_marker("quick_cases")
+        for item in [*values, *(quick[marker.args[0] :] if marker else [])]:
+            item.add_marker("full")
+
+
+def _values(item: pytest.Function) -> set[tuple[Any, ...]]:
+    """Each `parametrize` with its value in this case; what one of them gives together is one value."""
+    parameters = item.callspec.params
+    together = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
+    alone = [(name,) for name in parameters if not any(name in names for names in together)]
+    return {(names, *(id(parameters[name]) for name in names)) for names in [*together, *alone]}
+
+
+def _names(argument_names: str | Sequence[str]) -> tuple[str, ...]:
+    text = argument_names if isinstance(argument_names, str) else ",".join(argument_names)
+    return tuple(name.strip() for name in text.split(","))
 
 
 #: What a release of torch says when it is asked for what it lacks.
@@ -104,6 +153,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             if torch.__version__.startswith(release + ".") and says in str(error):
                 pytest.skip(reason)
         raise
+
+
+@pytest.fixture
+def tmp_path(request, tmp_path_factory):
+    """As pytest's own, but without a link to the latest folder, which takes longer than the folder."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    return tmp_path_factory.mktemp(f"{name}-{next(FOLDER_NUMBERS)}", numbered=False)
 
 
 @pytest.fixture(autouse=True)

@@ -113,7 +113,7 @@ class AccumulationController(Callback):
         """The micro-batch at hand; None where nobody weighs."""
         return self.state.micro_batch.measure if self.state.micro_batch is not None else None
 
-    def presented_tokens(self, batch: Any) -> int:
+    def input_tokens(self, batch: Any) -> int:
         """Tokens that a batch like this presents over all ranks, padding included."""
         assert self.weighting is not None
         return self._num_data_ranks * self.weighting.size(batch, {"token"})[1]

@@ -67,7 +67,7 @@ class MicroBatchMeter:
         if budget is None:
             return measure, False
         # What other ranks hold is not known without asking them.
-        certain_tokens = measure.presented_tokens if self._is_alone else 0
+        certain_tokens = measure.input_tokens if self._is_alone else 0
         if self._limiter.is_far_from_the_end(budget, window.position, certain_tokens):
             return measure, False
         assert window.totals is not None

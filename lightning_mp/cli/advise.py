@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
 from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
-from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.quantities import parse_bytes
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Recommendation
@@ -23,7 +23,7 @@ examples:
   lightning-mp advise
   lightning-mp advise --device t4 --params 100M --goal finetune
   lightning-mp advise --device h100 --gpus 64 --config config.json --tokens-per-step 4M
-  lightning-mp advise --device a100 --memory-bytes 40e9 --params 7B --goal adapters --yaml"""
+  lightning-mp advise --device a100 --memory-bytes 40GB --params 7B --goal adapters --yaml"""
 
 _OPTIONS = {
     "device": "--device",
@@ -49,7 +49,9 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--device", metavar="NAME", help="cpu, mps or a chip such as t4; default what torch finds here")
     parser.add_argument("--gpus", metavar="N", help="devices (default 1)")
-    parser.add_argument("--memory-bytes", metavar="B", help="of one device; default the larger size of the chip")
+    parser.add_argument(
+        "--memory-bytes", metavar="B", help="of one device, such as 40GB; default the larger size of the chip"
+    )
     parser.add_argument("--goal", choices=get_args(Goal), default="pretrain", help="default pretrain")
     parser.add_argument("--params", metavar="N", help="parameters of the model, such as 7B")
     add_shape(parser.add_argument_group("or the shape of a decoder"))
@@ -90,7 +92,7 @@ def _answer(arguments: argparse.Namespace) -> Recommendation:
         goal=arguments.goal,
         context_tokens=count_of(arguments.context_tokens, "context_tokens"),
         tokens_per_step=arguments.tokens_per_step,
-        memory_bytes=None if memory is None else parse_quantity(memory, "memory_bytes"),
+        memory_bytes=None if memory is None else parse_bytes(memory, "memory_bytes"),
         blocks=arguments.blocks,
     )
 

@@ -1,32 +1,50 @@
 """``lightning-mp fit``: a scaling law from a CSV of finished runs."""
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_mp.cli.picture_file import check_picture
 from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
-from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.core.quantities import format_quantity, parse_flops, parse_fraction
 from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
 from lightning_mp.planning.scaling_laws.fit_result import Interval, ScalingLawFit
 from lightning_mp.planning.scaling_laws.optimum import warn_far_outside
 
 _DESCRIPTION = """\
 Fit L(N, D) = E + A / N^alpha + B / D^beta to finished runs. The file is a CSV with a header: parameters, loss, and
-tokens or flops; numbers may be written 1.3B or 1e21."""
+tokens or flops, separated by commas, semicolons or tabs; numbers may be written 1.3B or 1e21."""
+
+_EXAMPLES = """\
+examples:
+  lightning-mp fit runs.csv
+  lightning-mp fit runs.csv --flops 1e22 --plot frontier.png
+  lightning-mp fit runs.csv --confidence 80% --json
+
+  runs.csv:
+    parameters,tokens,loss
+    124M,2.5B,3.29
+    350M,7B,2.93"""
 
 _OPTIONS = {"bootstrap_samples": "--samples", "confidence": "--confidence", "flops": "--flops"}
-_PICTURES = (".png", ".pdf", ".svg")
 
 
 def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``fit`` to the command line."""
-    parser = commands.add_parser("fit", help="fit a scaling law to your own runs", description=_DESCRIPTION)
+    parser = commands.add_parser(
+        "fit",
+        help="fit a scaling law to your own runs",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("runs", type=Path, metavar="RUNS.CSV", help="one line per finished run")
     parser.add_argument("--flops", metavar="C", help="budget to plan for; default ten times the largest run")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs and the frontier: png, pdf or svg")
     parser.add_argument("--samples", type=int, default=4000, metavar="S", help="bootstrap samples; default 4000")
-    parser.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of the intervals; default 0.95")
+    parser.add_argument(
+        "--confidence", default="95%", metavar="P", help="of the intervals, such as 0.8 or 80%% (default 95%%)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the bootstrap; default 0")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(run=_run, parser=parser)
@@ -46,11 +64,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _fit(arguments: argparse.Namespace) -> tuple[ScalingLawFit, float]:
     plot: Path | None = arguments.plot
-    budget = None if arguments.flops is None else parse_quantity(arguments.flops, "flops")
+    budget = None if arguments.flops is None else parse_flops(arguments.flops, "flops")
+    confidence = parse_fraction(arguments.confidence, "confidence")
     if plot is not None:
-        _check_plot(plot)
+        check_picture(plot, "--plot")
     fit = fit_scaling_law(
-        arguments.runs, bootstrap_samples=arguments.samples, confidence=arguments.confidence, seed=arguments.seed
+        arguments.runs, bootstrap_samples=arguments.samples, confidence=confidence, seed=arguments.seed
     )
     budget = budget or 10 * max(run.flops for run in fit.runs)
     warn_far_outside(fit.law, *fit.law.frontier.optimum(budget))
@@ -59,16 +78,6 @@ def _fit(arguments: argparse.Namespace) -> tuple[ScalingLawFit, float]:
 
         draw_fit(fit, plot, budget)
     return fit, budget
-
-
-def _check_plot(plot: Path) -> None:
-    """Before the fit: a picture that cannot be drawn should not cost one."""
-    if plot.suffix.lower() not in _PICTURES:
-        raise ValueError(f"--plot {plot} is no picture that can be drawn. End its name with {', '.join(_PICTURES)}")
-    if not plot.parent.is_dir():
-        raise ValueError(f"--plot {plot}: there is no folder {plot.parent}. Make it first")
-    if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'lightning-mp[plots]'")
 
 
 def _as_json(fit: ScalingLawFit, budget: float) -> dict[str, Any]:

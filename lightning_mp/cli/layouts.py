@@ -5,19 +5,33 @@ from typing import Any, get_args
 
 from lightning_mp.cli.text import print_json, print_table, run_with_one_line_errors
 from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_memory import MemoryLayout, decoder_memory
 from lightning_mp.planning.parallelism.communication import Precision, TensorReduceDtype
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
 
-__all__ = ["add_layouts_command", "print_layouts"]
+__all__ = ["add_layouts_command"]
+
+_Row = tuple[ParallelPlan, str | None]
+_VERDICTS = ("fits", "recomputed", "may fit", "does not fit")
 
 _DESCRIPTION = """\
 Bytes on the wire, pipeline bubble and shortest possible time of one optimizer step of a decoder, for the usual ways to
-share it out to GPUs. A calculation from published peaks: nothing is measured, and memory is not looked at. Numbers may
-be written 1.3B, 1e21 or 300_000_000."""
+share it out to GPUs, and whether it fits. A calculation from published peaks and formulas: nothing is measured. Numbers
+may be written 1.3B, 1e21 or 300_000_000. For a run, its cost, ZeRO and experts ask lightning-mp plan."""
+
+_EXAMPLES = """\
+examples:
+  lightning-mp layouts --params 8.03B --layers 32 --width 4096 --vocab 128256 --gpus 8,64
+  lightning-mp layouts --params 405B --layers 126 --width 16384 --vocab 128256 --tokens-per-step 16M
+  lightning-mp layouts --params 1.3B --layers 24 --width 2048 --vocab 50257 --tied-head --machine "DGX A100" --json"""
 
 _CONVENTIONS = """\
+Fits: on GPUs of {memory}, by formulas for one micro-batch of a dense decoder with gates; "recomputed" fits when every
+block runs again in backward, "may fit" leaves it to the allocator. What does not fit comes last.
 M: micro-batches per data rank and step. Operations: collectives and sends of one GPU per step. GB: sent by one GPU per
 step, to its node and to other nodes, by two-level rings: (n - 1) / n of the whole for an all-gather or reduce-scatter,
 twice that for an all-reduce. Bubble: idle share of the step, (s - 1) / (M + s - 1) under GPipe and 1F1B. Compute:
@@ -49,7 +63,13 @@ _OPTIONS = {
 
 def add_layouts_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``layouts`` to the command line."""
-    parser = commands.add_parser("layouts", help="what parallel layouts send per step", description=_DESCRIPTION)
+    parser = commands.add_parser(
+        "layouts",
+        help="what parallel layouts send per step",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     model = parser.add_argument_group("model (a decoder)")
     model.add_argument("--params", required=True, metavar="N", dest="parameters", help="all parameters")
     model.add_argument("--layers", required=True, metavar="L", help="blocks")
@@ -79,7 +99,7 @@ def add_layouts_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    def work() -> tuple[DecoderSize, Machine, list[ParallelPlan], list[str]]:
+    def work() -> tuple[DecoderSize, Machine, list[_Row], list[str]]:
         numbers = {
             name: _count(getattr(arguments, name), name)
             for name in ("parameters", "layers", "width", "vocabulary", "tokens_per_step", "context_tokens")
@@ -91,16 +111,18 @@ def _run(arguments: argparse.Namespace) -> int:
         plans, left_out = _plans(size, machine, arguments, step)
         if not plans:
             raise ValueError(f"No layout fits. {left_out[0] if left_out else ''}")
-        return size, machine, plans, left_out
+        rows = [(plan, _verdict(plan, size, machine, arguments, step)) for plan in plans]
+        return size, machine, sorted(rows, key=_rank), left_out
 
-    (size, machine, plans, left_out), _ = run_with_one_line_errors(arguments.parser, _OPTIONS, work)
+    (size, machine, rows, left_out), _ = run_with_one_line_errors(arguments.parser, _OPTIONS, work)
     if arguments.json:
         print_json(
             {
                 "machine": machine.name,
                 "source": machine.source,
                 "tensor_reduce_dtype": arguments.tensor_reduce_dtype,
-                "layouts": [_as_json(plan) for plan in plans],
+                "memory_bytes": chip_memory_bytes(machine.chip),
+                "layouts": [_as_json(plan) | {"verdict": verdict} for plan, verdict in rows],
             }
         )
         return 0
@@ -110,11 +132,13 @@ def _run(arguments: argparse.Namespace) -> int:
         f" {machine.inside_bytes_per_second / 1e9:g} GB/s inside it and {machine.between_bytes_per_second / 1e9:g} GB/s"
         " to other nodes.\n"
     )
-    print_layouts(plans)
+    _print_layouts(rows)
     for text in left_out:
         print(f"\nleft out: {text}")
     dtype = arguments.tensor_reduce_dtype
-    print(f"\n{_CONVENTIONS.format(dtype=dtype, whose=_WHOSE[dtype])}")
+    memory = chip_memory_bytes(machine.chip)
+    size_of_memory = f"{memory / 1e9:g} GB" if memory is not None else "an unknown size"
+    print(f"\n{_CONVENTIONS.format(dtype=dtype, whose=_WHOSE[dtype], memory=size_of_memory)}")
     return 0
 
 
@@ -140,12 +164,43 @@ def _plans(
     return plans, left_out
 
 
-def print_layouts(plans: list[ParallelPlan]) -> None:
-    """One line per plan."""
+def _verdict(
+    plan: ParallelPlan, size: DecoderSize, machine: Machine, arguments: argparse.Namespace, step: dict[str, int]
+) -> str | None:
+    """Whether one micro-batch fits; None where the chip's memory is not known, or no usual decoder has this shape."""
+    memory_bytes = chip_memory_bytes(machine.chip)
+    if memory_bytes is None:
+        return None
+    shape = {"layers": size.layers, "width": size.width, "vocabulary": size.vocabulary}
+    try:
+        config = DecoderConfig.of_parameters(size.parameters, **shape, tied_head=arguments.tied_head)
+    except ValueError:
+        return None
+    found = [
+        decoder_memory(
+            config,
+            MemoryLayout(plan.layout, checkpointed=again),
+            sequences=step["sequences_per_gpu"] * plan.layout.tensor,
+            context_tokens=step["context_tokens"],
+            precision=arguments.precision,
+            micro_batches=plan.micro_batches,
+        ).verdict(memory_bytes)
+        for again in (False, True)
+    ]
+    return found[0] if found[0] == "fits" else "recomputed" if found[1] == "fits" else found[1]
+
+
+def _rank(row: _Row) -> tuple[int, int]:
+    plan, verdict = row
+    return plan.layout.gpus, 0 if verdict is None else _VERDICTS.index(verdict)
+
+
+def _print_layouts(rows: list[_Row]) -> None:
     print_table(
         (
             "layout",
             "GPUs",
+            "fits",
             "M",
             "operations",
             "GB inside",
@@ -160,6 +215,7 @@ def print_layouts(plans: list[ParallelPlan]) -> None:
             (
                 plan.layout.name,
                 str(plan.layout.gpus),
+                verdict or "not known",
                 str(plan.micro_batches),
                 str(plan.operations),
                 f"{plan.inside_bytes / 1e9:.1f}",
@@ -170,7 +226,7 @@ def print_layouts(plans: list[ParallelPlan]) -> None:
                 f"{plan.seconds_at_least:.2f}",
                 plan.bound_by,
             )
-            for plan in plans
+            for plan, verdict in rows
         ],
     )
 

@@ -1,11 +1,10 @@
 """``lightning-mp memory``: what a training step keeps in memory, measured on one's own module or from a shape."""
 
 import argparse
-import importlib
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
+from lightning_mp.cli.imported_function import import_function
 from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
 from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
 from lightning_mp.core.quantities import format_bytes, format_quantity
@@ -106,16 +105,7 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
 
 
 def _made_by(path: str) -> tuple[Any, Any, Any]:
-    name, colon, function = path.partition(":")
-    if not colon or not function.isidentifier():
-        raise ValueError(f"--module must be written PACKAGE:FUNCTION, such as my_project.model:example, got {path!r}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        make = getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--module {path} cannot be imported ({error})") from None
-    made = make()
+    made = import_function(path, "--module")()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(f"--module {path} must return (module, batch) or (module, batch, step), got {type(made)}")
     return (*made, None) if len(made) == 2 else made

@@ -23,13 +23,14 @@ __all__ = ["Answer", "add_plan_command"]
 
 _DESCRIPTION = """\
 Plans a training run. Give one of --flops, --params, --tokens and --device-hours for the compute-optimal run, or two of
-model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost.
-With the shape of the model come memory and communication per layout on --gpus, or, without --device, which chips would
-do. Numbers may be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
+model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost,
+and memory and communication per layout on --gpus; with the shape of the model and no --device, which chips would do.
+Numbers may be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
 
 _EXAMPLES = """\
 examples:
   lightning-mp plan --flops 1e21
+  lightning-mp plan --params 7B --device h100 --gpus 64
   lightning-mp plan --params 8B --tokens 15T --device h100 --gpus 1024 --mfu 40% --price 2.5
   lightning-mp plan --config config.json --tokens 1T --device h100 --gpus 64 --precision bf16-masters
   lightning-mp plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T"""
@@ -52,6 +53,7 @@ _OPTIONS = {
     "tokens_per_step": "--tokens-per-step",
     **SHAPE_OPTIONS,
 }
+_FEWEST = 1000
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
 
 
@@ -62,6 +64,7 @@ class Answer:
     optimum: ComputeOptimal | None
     run: TrainingRun | None
     config: DecoderConfig | None
+    assumed_shape: bool
     time: RunTime | None
     inference: InferenceAware | None
     layouts: list[LayoutChoice] | None
@@ -88,7 +91,11 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     machine.add_argument("--device", metavar="CHIP", help="h100, a100, 'RTX 4090', ...: time and GPU hours")
     machine.add_argument("--gpus", metavar="G", help="how many (default 1)")
     machine.add_argument("--mfu", metavar="F", help="model FLOPs utilisation as measured: 0.4 or 40%%")
-    machine.add_argument("--dtype", metavar="T", help="format of the matmuls: bf16 (default), fp16, fp8, tf32 or fp32")
+    machine.add_argument(
+        "--dtype",
+        metavar="T",
+        help="format of the matmuls: bf16 (default; fp16 on chips without it), fp16, fp8, tf32 or fp32",
+    )
     machine.add_argument("--price", metavar="P", help="of one GPU for an hour: cost")
     machine.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
     machine.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
@@ -120,27 +127,35 @@ def _answer(arguments: argparse.Namespace) -> Answer:
             raise ValueError("`parameters` follows from the shape of the model. Leave it out, or leave the shape out.")
         given["parameters"] = config.active_parameters
     _check_machine(arguments, config)
+    _check_units(arguments)
     optimum, run = _sizes(arguments, given)
     size = run or optimum
     assert size is not None
     gpus, wanted = count_of(arguments.gpus, "gpus"), arguments.inference_tokens
     time = None
     if arguments.device is not None:
-        dtype = arguments.dtype or "bf16"
-        time = run_time(
-            size.flops, device=arguments.device, gpus=gpus, dtype=dtype, mfu=arguments.mfu, price=arguments.price
-        )
-    memory, layouts, chips = _on_machine(arguments, config, gpus)
+        machine = {"device": arguments.device, "gpus": gpus, "dtype": arguments.dtype}
+        time = run_time(size.flops, **machine, mfu=arguments.mfu, price=arguments.price)
+    assumed = _assumed_shape(size) if config is None and arguments.device is not None else None
+    memory, layouts, chips = _on_machine(arguments, config or assumed, gpus)
     return Answer(
         optimum=optimum,
         run=run,
-        config=config,
+        config=config or assumed,
+        assumed_shape=assumed is not None,
         time=time,
         inference=None if wanted is None else _inference(size, wanted),
         layouts=layouts,
         memory_bytes=memory,
         chips=chips,
     )
+
+
+def _assumed_shape(size: TrainingRun | ComputeOptimal) -> DecoderConfig | None:
+    try:
+        return DecoderConfig.of_parameters(size.parameters)
+    except ValueError:
+        return None  # so small that the table of tokens has all of it
 
 
 def _on_machine(
@@ -195,6 +210,16 @@ def _inference(size: TrainingRun | ComputeOptimal, inference_tokens: str) -> Inf
         tokens=size.tokens,
         inference_tokens=parse_quantity(inference_tokens, "inference_tokens"),
     )
+
+
+def _check_units(arguments: argparse.Namespace) -> None:
+    for name in ("parameters", "tokens", "unique_tokens"):
+        text = getattr(arguments, name)
+        if text is not None and parse_quantity(text, name) < _FEWEST:
+            raise ValueError(
+                f"`{name}` must be single ones, {_FEWEST:,} or more, got {text!r}. For billions write {text.strip()}B,"
+                f" for millions {text.strip()}M."
+            )
 
 
 def _check_machine(arguments: argparse.Namespace, config: DecoderConfig | None) -> None:

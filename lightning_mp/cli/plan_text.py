@@ -1,5 +1,6 @@
 """What ``lightning-mp plan`` prints: the run, its time and cost, layouts in memory and on the wire."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.cli.text import print_table
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "print_answer"]
 
+_TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")
 _MEMORY_CONVENTIONS = """\
 Memory: live tensors of the fullest GPU at the end of a forward of one sequence, by formulas; the range is for the
 allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
 worst. Step: not shorter than this at the chip's and the links' peaks. Hides: bytes on the wire take no longer than
-computing, and nothing is awaited. What experts send to each other is not calculated, so layouts with EP have no time.
+computing, and nothing is awaited. ZeRO-1 and 2 send as DeepSpeed does: gradients reduced into shards, by ZeRO-2 in
+every micro-batch, and new weights gathered. EP sends tokens to their experts and back, shared out evenly.
 No strategy of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
 
 
@@ -65,7 +68,7 @@ def as_json(answer: "Answer") -> dict[str, Any]:
             content |= {"unique_tokens": run.unique_tokens, "epochs": run.epochs, "repetition": run.repetition_note}
     if answer.time is not None:
         time = answer.time
-        content["time"] = {name: getattr(time, name) for name in ("chip", "gpus", "mfu", "measured", "hours")}
+        content["time"] = {name: getattr(time, name) for name in _TIME}
         content["time"] |= {"gpu_hours": time.gpu_hours, "cost": time.cost}
     if answer.inference is not None:
         best = answer.inference
@@ -73,6 +76,7 @@ def as_json(answer: "Answer") -> dict[str, Any]:
         content["inference_aware"] = {name: getattr(best, name) for name in names}
     if answer.layouts is not None:
         content["memory_bytes"] = answer.memory_bytes
+        content["assumed_shape"] = asdict(answer.config) if answer.assumed_shape and answer.config is not None else None
         content["layouts"] = [_layout_as_json(choice) for choice in answer.layouts]
     if answer.chips is not None:
         content["chips"] = [
@@ -119,13 +123,15 @@ def _print_run(run: TrainingRun) -> None:
 
 def _print_time(time: RunTime) -> None:
     whose = "as given" if time.measured else "none measured: what well-run jobs report, measure yours"
-    print(f"\n{time.gpus} x {time.chip}, MFU {_pair(time.mfu, '{:.0%}')} ({whose}):\n")
+    peak = f"{time.peak_flops_per_second / 1e12:g} TFLOP/s dense {time.dtype} each"
+    shares = tuple(f"{100 * share:.3g}%" for share in dict.fromkeys(time.mfu))
+    print(f"\n{time.gpus} x {time.chip}, {peak}, MFU {' to '.join(shares)} ({whose}):\n")
     rows = [
         ("time", _duration(time.hours)),
-        ("GPU hours", _pair(time.gpu_hours, None)),
+        ("GPU hours", _pair(time.gpu_hours)),
     ]
     if time.cost is not None:
-        rows.append(("cost", _pair(time.cost, None)))
+        rows.append(("cost", _pair(time.cost)))
     for name, text in rows:
         print(f"  {name:<20}  {text}")
 
@@ -133,11 +139,11 @@ def _print_time(time: RunTime) -> None:
 def _duration(hours: tuple[float, float]) -> str:
     days = hours[1] >= 48
     scaled = (hours[0] / 24, hours[1] / 24) if days else hours
-    return f"{_pair(scaled, None)} {'days' if days else 'hours'}"
+    return f"{_pair(scaled)} {'days' if days else 'hours'}"
 
 
-def _pair(values: tuple[float, float], template: str | None) -> str:
-    first, last = (format_quantity(value) if template is None else template.format(value) for value in values)
+def _pair(values: tuple[float, float]) -> str:
+    first, last = map(format_quantity, values)
     return first if first == last else f"{first} to {last}"
 
 
@@ -152,6 +158,23 @@ def _print_inference(best: InferenceAware) -> None:
 def _print_layouts(answer: "Answer") -> None:
     assert answer.layouts is not None
     has = f"of {answer.memory_bytes / 1e9:g} GB" if answer.memory_bytes else "whose memory is not known"
+    config = answer.config
+    assert config is not None
+    if answer.assumed_shape:
+        print(
+            f"\nNo shape was given. Assumed, in the proportions of Llama 2: {config.layers} layers, width"
+            f" {config.width}, {config.heads} heads,\n{config.ffn_width} in the MLP, a vocabulary of"
+            f" {config.vocabulary}. Pass --config, or --layers, --width and --vocab, for yours."
+        )
+    if answer.memory_bytes:
+        fitting = [choice for choice in answer.layouts if choice.verdict == "fits"]
+        first = answer.layouts[0]
+        print(
+            f"\nIt fits: {len(fitting)} of {len(answer.layouts)} layouts, of which {first.layout.name} comes first."
+            if fitting
+            else f"\nIt {first.verdict} with this many GPUs; {first.layout.name} is the closest."
+            + (" Only the allocator decides." if first.verdict == "may fit" else " Take more GPUs, or larger ones.")
+        )
     print(f"\nLayouts, on GPUs {has}; those that do not fit come last:\n")
     print_table(
         (

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.core.instance_method import InstancePatch
@@ -59,6 +60,7 @@ __all__ = [
     "record_found_inf",
     "replace_clipping",
     "running_backward",
+    "scheduler_parts",
     "scaled_clamp_",
     "set_callbacks",
     "set_unscaled",
@@ -370,3 +372,10 @@ def is_compiled(module: "pl.LightningModule") -> bool:
         inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
         for name, inner in module.named_modules()
     )
+
+
+def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequence[int]]:
+    """The schedulers that one is made of, and after how many calls each of the later ones begins; none of others."""
+    if isinstance(scheduler, SequentialLR):
+        return scheduler._schedulers, scheduler._milestones
+    return (scheduler._schedulers, ()) if isinstance(scheduler, ChainedScheduler) else ((), ())

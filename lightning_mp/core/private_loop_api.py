@@ -1,19 +1,25 @@
-"""The part of the seams that is about Lightning's loops: where a run stands in its epoch, and its limits of steps."""
+"""The part of the seams that is about Lightning's loops and settings: where a run stands, its limits, its samplers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 __all__ = [
+    "ddp_arguments",
     "is_accumulating",
     "logger_step",
     "min_steps_of",
     "replace_end_of_epoch",
+    "set_device_property",
     "set_max_steps",
     "set_min_steps",
     "step_without_a_batch",
     "take_back_a_logged_step",
+    "uses_distributed_sampler",
 ]
 
 
@@ -61,3 +67,18 @@ def logger_step(trainer: "pl.Trainer") -> int:
 def is_accumulating(trainer: "pl.Trainer") -> bool:
     """Whether no step was made after this micro-batch; Lightning logs nothing then."""
     return trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+
+
+def ddp_arguments(strategy: DDPStrategy) -> Mapping[str, Any]:
+    """Keyword arguments that a strategy will give ``DistributedDataParallel``."""
+    return strategy._ddp_kwargs
+
+
+def uses_distributed_sampler(trainer: "pl.Trainer") -> bool:
+    """What ``Trainer(use_distributed_sampler=...)`` was given."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def set_device_property(module: "pl.LightningModule", device: torch.device) -> None:
+    """What ``module.device`` says from now on; its tensors stay where they are."""
+    module._device = device

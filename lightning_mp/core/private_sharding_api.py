@@ -168,7 +168,7 @@ def set_up_environment_on(strategy: ModelParallelStrategy, make_mesh: Callable[[
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """How long operations on a group may take; groups of a mesh begin with torch's default, whatever the world's is."""
+    """How long operations on a group may take. Groups of a mesh begin with torch's default, not with that of all."""
     _set_pg_timeout(timeout, group)
 
 

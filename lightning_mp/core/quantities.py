@@ -76,6 +76,26 @@ def parse_fraction(value: str | SupportsFloat, name: str) -> float:
     return share
 
 
+_BYTE_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: str | SupportsFloat, name: str) -> float:
+    """Reads an amount of memory: a quantity, or one with a unit, of which GB is 10^9 and GiB 2^30 bytes.
+
+    Raises:
+        ValueError: it is no positive number.
+
+    Example:
+        >>> parse_bytes("80GB", "memory"), parse_bytes("1.5 GiB", "memory"), parse_bytes("40e9", "memory")
+        (80000000000.0, 1610612736.0, 40000000000.0)
+    """
+    text = value.strip() if isinstance(value, str) else ""
+    for unit, size in _BYTE_UNITS.items():
+        if text.upper().endswith(unit):
+            return parse_quantity(text[: -len(unit)], name) * size
+    return parse_quantity(value, name)
+
+
 def _number(value: str | SupportsFloat, name: str) -> float:
     if isinstance(value, str):
         text = value.strip()

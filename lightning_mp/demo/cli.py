@@ -1,7 +1,9 @@
 """``lightning-mp demo``: the options, and how a run ends for the shell."""
 
 import argparse
+import json
 import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.cli.parser import OneLineParser
+from lightning_mp.cli.text import print_json
 from lightning_mp.demo import prepare, run
 from lightning_mp.demo.settings import Settings, flag
 
@@ -19,10 +22,23 @@ Train a byte-level GPT on the source text of the Python standard library, in mix
 budget (20 tokens per parameter). With the default options this takes 2 to 5 minutes on 2 idle CPU cores, depending on
 whether they have bf16 instructions."""
 
+_EXAMPLES = """\
+examples:
+  lightning-mp demo
+  lightning-mp demo --precision 16-mixed --max-minutes 2
+  lightning-mp demo --resume
+  lightning-mp demo --text my_corpus.txt --json > summary.json"""
+
 
 def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     """Adds ``demo`` to the command line."""
-    parser = commands.add_parser("demo", help="train a small language model on real text", description=_DESCRIPTION)
+    parser = commands.add_parser(
+        "demo",
+        help="train a small language model on real text",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     groups = {
         "model": parser.add_argument_group("what to train (a resumed run keeps its own)"),
         "layout": parser.add_argument_group("devices (a resumed run may have others)"),
@@ -41,19 +57,32 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
     others.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default runs/demo")
     others.add_argument("--max-minutes", type=float, metavar="M", help="write a checkpoint and stop after M minutes")
     others.add_argument("--resume", action="store_true", help="go on with the newest run under --out")
+    others.add_argument(
+        "--json", action="store_true", help="print the summary for machines; what happens meanwhile goes to stderr"
+    )
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     del given["run"]
-    parser, out = given.pop("parser"), given.pop("out")
+    parser, out, as_json = given.pop("parser"), given.pop("out"), given.pop("json")
     others = {name: given.pop(name) for name in ("accelerator", "max_minutes", "resume")}
     try:
-        return run.run_job(prepare.prepare(given, out, **others))
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            job = prepare.prepare(given, out, **others)
+            code = run.run_job(job)
     except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
         rank_zero_only(parser.error)(" ".join(str(error).split()))
         return 2  # rank 0 has said it
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted. {str(interrupt) or 'Nothing has been written.'}", file=sys.stderr)
         return 130
+    if as_json:
+        rank_zero_only(_print_summary)(job.folder)
+    return code
+
+
+def _print_summary(folder: Path) -> None:
+    summary = folder / "summary.json"
+    print_json(json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {"folder": str(folder)})

@@ -16,7 +16,16 @@ from lightning_mp.demo.data import Corpus, HeldOutBatches, TextBatches, load_fil
 from lightning_mp.demo.history import HISTORY_KEY
 from lightning_mp.demo.settings import BLOCK_TOKENS, Settings
 
-__all__ = ["ACCELERATORS", "Job", "describe_shape", "latest_run", "load_checkpoint", "new_run", "prepare"]
+__all__ = [
+    "ACCELERATORS",
+    "Job",
+    "describe_shape",
+    "latest_run",
+    "load_checkpoint",
+    "new_run",
+    "prepare",
+    "use_few_threads",
+]
 
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")
 
@@ -87,9 +96,7 @@ def prepare(
             f"({saved['facts']['text']['source']}): bring that back, or start a new run without --resume."
         )
     accelerator = _available(accelerator)
-    if accelerator == "cpu" and settings.model.parameters < _SMALL_MODEL_PARAMETERS:
-        # Matrices so small that threads wait for each other longer than they compute.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    use_few_threads(settings.model.parameters, accelerator)
     return Job(
         settings=settings,
         corpus=corpus,
@@ -99,6 +106,12 @@ def prepare(
         resumed_from=path,
         resumed_tokens=saved["steps"]["tokens"][-1] if saved is not None else 0,
     )
+
+
+def use_few_threads(parameters: int, accelerator: str) -> None:
+    """One CPU thread for matrices so small that threads wait for each other longer than they compute."""
+    if accelerator == "cpu" and parameters < _SMALL_MODEL_PARAMETERS:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 
 
 def new_run(out: Path) -> Path:

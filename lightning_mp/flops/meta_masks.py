@@ -1,12 +1,14 @@
-"""Attention masks of Hugging Face models on the meta device, where their shortcuts ask for numbers.
+"""Attention masks of Hugging Face models on tensors without numbers, of which their shortcuts ask for numbers.
 
 Their mask functions look whether positions restart or padding is there (``bool(padding.all())``), to leave a mask out.
-Tensors on the meta device have no numbers, so the question fails. What it decides is a mask, never a shape of a
-product, so any answer leaves the operations as they are. All other questions fail as before.
+On the meta device that question fails; of fake tensors they do not ask it and keep the mask, as if a graph was being
+traced. A mask is saved for backward in every layer, and with it attention with grouped queries repeats keys and values,
+which it does not do without. Here both get the answer that a real batch would give. All other questions fail as before.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +17,15 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["MasksWithoutNumbers"]
 
 _MASK_MODULES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+_LOOKS_FOR_PACKED_SEQUENCES = "find_packed_sequence_indices"
 
 
 class MasksWithoutNumbers(TorchFunctionMode):
-    """While this is entered, Hugging Face's mask functions take positions as one sequence and padding as none.
+    """While this is entered, Hugging Face's mask functions take positions as one sequence, and padding as told.
 
     Args:
         has_no_numbers: of which tensors that holds.
+        has_padding: whether the batch that they stand for is padded.
 
     Example:
         >>> import torch
@@ -30,9 +34,28 @@ class MasksWithoutNumbers(TorchFunctionMode):
         True
     """
 
-    def __init__(self, has_no_numbers: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
+    def __init__(
+        self, has_no_numbers: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta, *, has_padding: bool = False
+    ) -> None:
         super().__init__()
         self._has_no_numbers = has_no_numbers
+        self._has_padding = has_padding
+        self._restore = ExitStack()
+
+    def __enter__(self) -> "MasksWithoutNumbers":
+        for name in _MASK_MODULES:
+            module: Any = sys.modules.get(name)
+            is_tracing = getattr(module, "is_tracing", None)
+            if is_tracing is not None:
+                # Asked without a tensor it still tells of a real trace.
+                module.is_tracing = lambda tensor=None, ask=is_tracing: ask()
+                self._restore.callback(setattr, module, "is_tracing", is_tracing)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._restore.close()
 
     def __torch_function__(
         self,
@@ -41,7 +64,8 @@ class MasksWithoutNumbers(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        asks = func is Tensor.__bool__ and self._has_no_numbers(args[0])
-        if asks and sys._getframe(1).f_globals["__name__"] in _MASK_MODULES:
-            return True
+        if func is Tensor.__bool__ and self._has_no_numbers(args[0]):
+            asking = sys._getframe(1)
+            if asking.f_globals["__name__"] in _MASK_MODULES:
+                return not self._has_padding or asking.f_code.co_name == _LOOKS_FOR_PACKED_SEQUENCES
         return func(*args, **(kwargs or {}))

@@ -2,10 +2,10 @@
 
 Between two readings, with F the operations of the model per token, R those run again and P the peak of all devices::
 
-    tokens_per_second = presented tokens / seconds
-    MFU               = F presented tokens / (P seconds)
-    HFU               = (F + R) presented tokens / (P seconds)
-    goodput           = tokens that taught something / presented tokens
+    tokens_per_second = input tokens / seconds
+    MFU               = F input tokens / (P seconds)
+    HFU               = (F + R) input tokens / (P seconds)
+    goodput           = tokens that taught something / input tokens
 
 Presented are all tokens that went through the model, padding included: the devices multiply padding, too. What taught
 something is neither padding nor part of an optimizer step that was skipped. Goodput times MFU is the share of the peak
@@ -41,10 +41,10 @@ class ThroughputTotals:
     """Sums over all devices and over the whole run, resumes included.
 
     Attributes:
-        presented_tokens: through the model, padding included.
+        input_tokens: through the model, padding included.
         nonpad_tokens: without padding.
         useful_tokens: without padding, in steps that were made.
-        timed_presented_tokens: those of ``presented_tokens`` whose time was taken; windows that warm up are left out.
+        timed_input_tokens: those of ``input_tokens`` whose time was taken; windows that warm up are left out.
         timed_nonpad_tokens: the same without padding.
         seconds: training time of the timed tokens, without validation.
         validation_seconds: time in validation.
@@ -54,10 +54,10 @@ class ThroughputTotals:
         hfu_capacity_flops: the same for ``hardware_flops``.
     """
 
-    presented_tokens: int = 0
+    input_tokens: int = 0
     nonpad_tokens: int = 0
     useful_tokens: int = 0
-    timed_presented_tokens: int = 0
+    timed_input_tokens: int = 0
     timed_nonpad_tokens: int = 0
     seconds: float = 0.0
     validation_seconds: float = 0.0
@@ -75,11 +75,11 @@ class ThroughputTotals:
             return part[above] / part[below] if part[below] > 0 else None
 
         return Rates(
-            tokens_per_second=ratio("timed_presented_tokens", "seconds"),
+            tokens_per_second=ratio("timed_input_tokens", "seconds"),
             nonpad_tokens_per_second=ratio("timed_nonpad_tokens", "seconds"),
             mfu=ratio("model_flops", "mfu_capacity_flops"),
             hfu=ratio("hardware_flops", "hfu_capacity_flops"),
-            goodput=ratio("useful_tokens", "presented_tokens"),
+            goodput=ratio("useful_tokens", "input_tokens"),
         )
 
 
@@ -88,11 +88,11 @@ class Rates:
     """Rates over some time. None where nothing was measured or a figure is missing.
 
     Attributes:
-        tokens_per_second: presented tokens, over all devices.
+        tokens_per_second: input tokens, over all devices.
         nonpad_tokens_per_second: without padding.
         mfu: model FLOPs utilisation.
         hfu: hardware FLOPs utilisation.
-        goodput: share of the presented tokens that was neither padding nor in a skipped step.
+        goodput: share of the input tokens that was neither padding nor in a skipped step.
     """
 
     tokens_per_second: float | None = None
@@ -144,7 +144,7 @@ class Throughput:
 
         >>> throughput = Throughput(work=Work(6.0, 6.0, 400.0))
         >>> throughput.start_clock(10.0)
-        >>> throughput.read(12.0, presented_tokens=100, nonpad_tokens=75, useful_tokens=75)
+        >>> throughput.read(12.0, input_tokens=100, nonpad_tokens=75, useful_tokens=75)
         >>> throughput.total.tokens_per_second, throughput.total.mfu, throughput.total.goodput
         (50.0, 0.75, 0.75)
     """
@@ -175,28 +175,28 @@ class Throughput:
         """Time does not count until the clock is started again; tokens read meanwhile have no time."""
         self._since = None
 
-    def read(self, now: float, *, presented_tokens: int, nonpad_tokens: int, useful_tokens: int) -> None:
+    def read(self, now: float, *, input_tokens: int, nonpad_tokens: int, useful_tokens: int) -> None:
         """Takes the tokens since the last reading, and the time since then if the clock runs.
 
         Useful tokens can be negative: when a step turns out to be skipped after its tokens were read.
         """
         totals, work = self.totals, self.work
-        timed_presented = timed_nonpad = 0
+        timed_input = timed_nonpad = 0
         seconds = model_flops = hardware_flops = mfu_capacity = hfu_capacity = 0.0
         if self._since is not None:
             seconds, self._since = now - self._since, now
-            timed_presented, timed_nonpad = presented_tokens, nonpad_tokens
+            timed_input, timed_nonpad = input_tokens, nonpad_tokens
             if work.peak_flops_per_second is not None and work.model_flops_per_token is not None:
                 mfu_capacity = work.peak_flops_per_second * seconds
-                model_flops = work.model_flops_per_token * presented_tokens
+                model_flops = work.model_flops_per_token * input_tokens
                 if work.hardware_flops_per_token is not None:
-                    hfu_capacity, hardware_flops = mfu_capacity, work.hardware_flops_per_token * presented_tokens
+                    hfu_capacity, hardware_flops = mfu_capacity, work.hardware_flops_per_token * input_tokens
         # Once per optimizer step: `dataclasses.replace` would look at every field by a call.
         self.totals = ThroughputTotals(
-            totals.presented_tokens + presented_tokens,
+            totals.input_tokens + input_tokens,
             totals.nonpad_tokens + nonpad_tokens,
             totals.useful_tokens + useful_tokens,
-            totals.timed_presented_tokens + timed_presented,
+            totals.timed_input_tokens + timed_input,
             totals.timed_nonpad_tokens + timed_nonpad,
             totals.seconds + seconds,
             totals.validation_seconds,
@@ -205,7 +205,7 @@ class Throughput:
             totals.mfu_capacity_flops + mfu_capacity,
             totals.hfu_capacity_flops + hfu_capacity,
         )
-        if presented_tokens:
+        if input_tokens:
             self._history.append(self.totals)
         else:
             # Time or skips of the step before; the window stays as many steps long.

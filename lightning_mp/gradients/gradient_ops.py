@@ -89,41 +89,43 @@ def local_shards(parameters: Iterable[Tensor]) -> list[Tensor]:
     ]
 
 
-def replicas(gradient: Tensor, *, holders: int, plain_replicas: int) -> int:
+def replicas(gradient: Tensor, *, ranks_per_parameter: int, plain_replicas: int) -> int:
     """How many ranks hold the same local shard.
 
     Args:
         gradient: plain tensor or DTensor.
-        holders: ranks that hold the same parameters, whole or in shards: all of them, but those of one stage under
-            pipeline parallelism. Where a DTensor's mesh has fewer ranks, the others hold copies of it.
-        plain_replicas: ranks that hold the same plain tensor: all holders under DDP, one under FSDP1, whose plain
+        ranks_per_parameter: how many ranks have the same parameters, whole or in shards: all of them, or those of one
+            stage under pipeline parallelism. Where a DTensor's mesh has fewer ranks, the others hold copies of it.
+        plain_replicas: how many of these have the same plain tensor: all under DDP, one under FSDP1, whose plain
             gradients are shards.
 
     Raises:
-        ValueError: if the mesh of a DTensor has ranks that are no holders.
+        ValueError: if the mesh of a DTensor has other ranks as well.
 
     Example:
         >>> import torch
-        >>> replicas(torch.ones(3), holders=4, plain_replicas=4)
+        >>> replicas(torch.ones(3), ranks_per_parameter=4, plain_replicas=4)
         4
     """
     if not isinstance(gradient, DTensor):
         return plain_replicas
     mesh = gradient.device_mesh
-    if holders % mesh.size():
+    if ranks_per_parameter % mesh.size():
         raise ValueError(
-            f"A gradient lies on a mesh of {mesh.size()} ranks {tuple(mesh.shape)}, and {holders} ranks are said to"
-            " hold the same parameters: it must be a multiple. Give the number of ranks of one pipeline stage, or of"
-            " the process group that steps together (lightning_mp.gradients.replication.GradientReplication)."
+            f"A gradient lies on a mesh of {mesh.size()} ranks {tuple(mesh.shape)}, and {ranks_per_parameter} ranks are"
+            " said to hold the same parameters: it must be a multiple. Give the number of ranks of one pipeline stage,"
+            " or of the process group that steps together (lightning_mp.gradients.replication.GradientReplication)."
         )
     copies = [mesh.size(axis) for axis, placement in enumerate(gradient.placements) if placement.is_replicate()]
-    return math.prod(copies) * (holders // mesh.size())
+    return math.prod(copies) * (ranks_per_parameter // mesh.size())
 
 
-def replicas_of(gradients: Iterable[Tensor], *, holders: int, plain_replicas: int) -> list[int]:
+def replicas_of(gradients: Iterable[Tensor], *, ranks_per_parameter: int, plain_replicas: int) -> list[int]:
     """:func:`replicas` of each gradient; plain ones cost no call."""
     return [
-        plain_replicas if type(g) is Tensor else replicas(g, holders=holders, plain_replicas=plain_replicas)
+        plain_replicas
+        if type(g) is Tensor
+        else replicas(g, ranks_per_parameter=ranks_per_parameter, plain_replicas=plain_replicas)
         for g in gradients
     ]
 

@@ -28,7 +28,7 @@ class GradientReplication:
 
     .. code-block:: text
 
-                                  group       holders              plain_replicas
+                                  group       ranks_per_parameter  plain_replicas
         one process               all (1)     1                    1
         DDP, FSDP2, TP, 2-D       all         all                  all
         FSDP1, full shard         all         all                  1 (plain gradients are shards)
@@ -41,31 +41,32 @@ class GradientReplication:
 
     Args:
         group: the process group whose ranks step or skip together; None for all ranks.
-        holders: how many of them hold the same parameters, whole or in shards. A DTensor whose mesh is smaller is
-            taken to have copies on the others.
+        ranks_per_parameter: how many of them hold the same parameters, whole or in shards. A DTensor whose mesh is
+            smaller is taken to have copies on the others.
         plain_replicas: how many of them hold the same plain gradient.
         shared: of parameters that are held by several such sets of ranks, by how many: a head that is tied to the
             embedding, on the first and the last stage of a pipeline. Their gradients are alike on all of them.
 
     Raises:
-        ValueError: if one of them is less than 1, or ``plain_replicas`` does not divide ``holders``.
+        ValueError: if one of the numbers is less than 1, or ``plain_replicas`` does not divide ``ranks_per_parameter``.
 
     Example:
         >>> GradientReplication.every_rank()
-        GradientReplication(group=None, holders=1, plain_replicas=1)
+        GradientReplication(group=None, ranks_per_parameter=1, plain_replicas=1)
     """
 
     group: ProcessGroup | None
-    holders: int
+    ranks_per_parameter: int
     plain_replicas: int
     shared: Mapping[Tensor, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.holders < 1 or self.plain_replicas < 1 or self.holders % self.plain_replicas:
+        if self.ranks_per_parameter < 1 or self.plain_replicas < 1 or self.ranks_per_parameter % self.plain_replicas:
             raise ValueError(
-                f"GradientReplication(holders={self.holders!r}, plain_replicas={self.plain_replicas!r}) is not valid:"
-                " both must be 1 or more, and plain_replicas must divide holders, because the ranks that hold the same"
-                " parameters are made of groups with the same plain gradients."
+                f"GradientReplication(ranks_per_parameter={self.ranks_per_parameter!r},"
+                f" plain_replicas={self.plain_replicas!r}) is not valid: both must be 1 or more, and plain_replicas"
+                " must divide ranks_per_parameter, because the ranks that hold the same parameters are made of groups"
+                " with the same plain gradients."
             )
 
     @classmethod
@@ -83,12 +84,13 @@ class GradientReplication:
         for unit in FullyShardedDataParallel.fsdp_modules(module):
             if unit.sharding_strategy == ShardingStrategy.NO_SHARD:
                 return everyone
-            return cls(None, everyone.holders, everyone.holders // dist.get_world_size(unit.process_group))
-        return cls(None, everyone.holders, 1)
+            size = everyone.ranks_per_parameter
+            return cls(None, size, size // dist.get_world_size(unit.process_group))
+        return cls(None, everyone.ranks_per_parameter, 1)
 
     def copies(self, gradients: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[int]:
         """For each gradient, how many of the ranks hold the same local shard; ``parameters`` says whose they are."""
-        here = replicas_of(gradients, holders=self.holders, plain_replicas=self.plain_replicas)
+        here = replicas_of(gradients, ranks_per_parameter=self.ranks_per_parameter, plain_replicas=self.plain_replicas)
         if not self.shared:
             return here
         return [number * self.shared.get(parameter, 1) for number, parameter in zip(here, parameters, strict=True)]

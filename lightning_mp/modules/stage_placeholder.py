@@ -34,7 +34,7 @@ class StageSplit:
         layer_parameters: how many parameters each layer has.
         state_names: keys of the whole model's state dict, in order.
         parameter_names: of the whole model, in order, each parameter once.
-        holders: of each parameter that several stages hold, those stages.
+        stages_of_parameters: of each parameter that several stages hold, those stages.
         names_of: all names of such a parameter. In both, the key is its first name.
     """
 
@@ -44,7 +44,7 @@ class StageSplit:
     layer_parameters: tuple[int, ...]
     state_names: tuple[str, ...]
     parameter_names: tuple[str, ...]
-    holders: Mapping[str, tuple[int, ...]]
+    stages_of_parameters: Mapping[str, tuple[int, ...]]
     names_of: Mapping[str, tuple[str, ...]]
 
     @property

@@ -92,11 +92,11 @@ class StageGradients:
         """For every set of stages that share parameters: this rank's group of them, and the parameters, in order."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         groups = []
-        for stages in sorted(set(split.holders.values())):
+        for stages in sorted(set(split.stages_of_parameters.values())):
             # Every rank has to take part in making every group.
             columns = mesh.mesh[list(stages)].T
             own = own_group(columns.tolist(), timeout)
-            shared = [name for name in split.parameter_names if split.holders.get(name) == stages]
+            shared = [name for name in split.parameter_names if split.stages_of_parameters.get(name) == stages]
             if own is not None:
                 groups.append((own, len(stages), [self._named(parameters, name, split) for name in shared]))
         return groups

@@ -76,7 +76,7 @@ def split_model(
         for name in layer.module_names:
             stages_of.setdefault(name, set()).add(own)
     absent = {name: sorted(stages) for name, stages in stages_of.items() if stage not in stages}
-    holders = _stages_of_parameters(module, stages_of)
+    stages_of_parameters = _stages_of_parameters(module, stages_of)
     split = StageSplit(
         stage=stage,
         first_layers=tuple(splits),
@@ -84,8 +84,8 @@ def split_model(
         layer_parameters=tuple(parameters_of_layers(module, layers)),
         state_names=tuple(module.state_dict()),
         parameter_names=tuple(name for name, _ in module.named_parameters()),
-        holders=holders,
-        names_of={names[0]: tuple(names) for names in tied_parameters(module) if names[0] in holders},
+        stages_of_parameters=stages_of_parameters,
+        names_of={names[0]: tuple(names) for names in tied_parameters(module) if names[0] in stages_of_parameters},
     )
     _bring_to_life_and_release(module, stages_of, absent, bring_to_life)
     detach_stages(module, absent, split)

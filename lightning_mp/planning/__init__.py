@@ -1,15 +1,17 @@
-"""Planning: figures about a training run, without a Trainer and without a GPU."""
+"""Planning: figures about a training run, without a Trainer and without a GPU.
+
+The questions :func:`lightning_mp.recommend` and :func:`lightning_mp.estimate_memory` answer with types from here.
+"""
 
 from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
 from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
 from lightning_mp.planning.advice.device_traits import DeviceTraits
-from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
-from lightning_mp.planning.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_mp.planning.memory.estimate import MemoryEstimate
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
@@ -74,7 +76,6 @@ __all__ = [
     "compute_optimal",
     "decoder_memory",
     "draw_fit",
-    "estimate_memory",
     "find_chip",
     "find_machine",
     "fit_scaling_law",
@@ -88,7 +89,6 @@ __all__ = [
     "peak_flops",
     "plan_parallelism",
     "read_runs",
-    "recommend",
     "run_time",
     "tokens_for",
     "training_flops",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 from lightning_mp.flops.conventions import flops_per_token
@@ -15,6 +16,7 @@ from lightning_mp.planning.memory.decoder_memory import (
 )
 from lightning_mp.planning.memory.precision_storage import find_precision
 from lightning_mp.planning.parallelism.communication import Precision
+from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
 from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
 
@@ -33,8 +35,7 @@ class LayoutChoice:
         memory: of the fullest GPU, with one sequence.
         verdict: "fits", "may fit" where the allocator decides, "does not fit"; None where no memory was given.
         largest_micro_batch: sequences that fit with the allocator at its worst; None likewise.
-        plan: bytes on the wire and time of a step; None where no machine is known, with expert parallelism (what
-            experts send to each other is not calculated), or for what ``left_out`` says.
+        plan: bytes on the wire and time of a step; None where no machine is known, or for what ``left_out`` says.
         left_out: why there is no plan.
     """
 
@@ -98,36 +99,21 @@ def choose_layouts(
     near = machine.gpus_per_node if machine is not None else _GPUS_PER_NODE
     choices = []
     for base in usual_layouts(gpus, near, layers=config.layers):
-        plan, left_out = None, None
-        if machine is not None:
-            try:
-                plan = plan_parallelism(
-                    config.size,
-                    base,
-                    machine,
-                    tokens_per_step=tokens_per_step,
-                    context_tokens=context_tokens,
-                    precision=_on_the_wire(row.name),
-                )
-            except ValueError as error:
-                left_out = str(error)
         stages = (0, 1, 2) if base.copies > 1 and base.shards == 1 else (0,)
-        experts = _expert_ranks(config, base.data_ranks)
-        for zero, ranks, again in ((z, e, c) for z in stages for e in experts for c in checkpointed):
+        for zero, ranks, again in product(stages, _expert_ranks(config, base.data_ranks), checkpointed):
             layout = MemoryLayout(base, zero, ranks, again)
+            plan, left_out = None, None
+            if machine is not None:
+                try:
+                    plan = _plan(config, layout, machine, tokens_per_step, context_tokens, row.name)
+                except ValueError as error:
+                    left_out = str(error)
             memory = decoder_memory(config, layout, context_tokens=context_tokens, precision=row)
             verdict = None if memory_bytes is None else memory.verdict(memory_bytes)
             most = None
             if memory_bytes is not None:
                 most = largest_micro_batch(config, layout, memory_bytes, context_tokens=context_tokens, precision=row)
-            of_layout = (
-                None
-                if plan is None or ranks > 1
-                else replace(
-                    plan, compute_seconds=plan.compute_seconds * _computed_share(config, context_tokens, again)
-                )
-            )
-            choices.append(LayoutChoice(layout, memory, verdict, most, of_layout, left_out))
+            choices.append(LayoutChoice(layout, memory, verdict, most, plan, left_out))
     return sorted(choices, key=_rank)
 
 
@@ -177,8 +163,28 @@ def _rank(choice: LayoutChoice) -> tuple[float, float, float]:
     return verdict, seconds, choice.memory.total_bytes
 
 
-def _computed_share(config: DecoderConfig, context_tokens: int, again: bool) -> float:
-    """Of the operations that a plan assumes: without the experts that a token does not meet, with a second forward."""
+def _plan(
+    config: DecoderConfig, layout: MemoryLayout, machine: Machine, step: int, context_tokens: int, precision: str
+) -> ParallelPlan:
+    traffic = None
+    if layout.expert_ranks > 1:
+        traffic = ExpertTraffic(layout.expert_ranks, config.experts * config.expert_weights, config.active_experts)
+    plan = plan_parallelism(
+        config.size,
+        layout.layout,
+        machine,
+        tokens_per_step=step,
+        context_tokens=context_tokens,
+        precision=_on_the_wire(precision),
+        zero_stage=layout.zero_stage,
+        experts=traffic,
+        recomputed=layout.checkpointed,
+    )
+    return replace(plan, compute_seconds=plan.compute_seconds * _met_share(config, context_tokens))
+
+
+def _met_share(config: DecoderConfig, context_tokens: int) -> float:
+    """Of the operations that a plan assumes, those without the experts that a token does not meet."""
     all_weights = config.size.matmul_weights
     met, planned = (
         flops_per_token(
@@ -186,7 +192,7 @@ def _computed_share(config: DecoderConfig, context_tokens: int, again: bool) -> 
         )
         for weights in (all_weights - (config.parameters - config.active_parameters), all_weights)
     )
-    return met / planned * (4 / 3 if again else 1)
+    return met / planned
 
 
 def _expert_ranks(config: DecoderConfig, data_ranks: int) -> tuple[int, ...]:

@@ -155,6 +155,8 @@ class RunTime:
     Attributes:
         chip: the chip that was meant.
         gpus: how many.
+        dtype: format of matrix products.
+        peak_flops_per_second: of one chip in it, dense.
         mfu: the highest and the lowest utilisation.
         measured: whether the caller gave it.
         hours: from start to end.
@@ -164,6 +166,8 @@ class RunTime:
 
     chip: str
     gpus: int
+    dtype: str
+    peak_flops_per_second: float
     mfu: tuple[float, float]
     measured: bool
     hours: tuple[float, float]
@@ -176,7 +180,7 @@ def run_time(
     *,
     device: str,
     gpus: int = 1,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     mfu: _Quantity | None = None,
     price: _Quantity | None = None,
 ) -> RunTime:
@@ -186,7 +190,7 @@ def run_time(
         flops: C.
         device: a chip, such as "h100".
         gpus: how many.
-        dtype: format of matrix products.
+        dtype: format of matrix products; None is "bf16", or "fp16" on chips without bf16 units.
         mfu: measured utilisation, such as 0.4 or "40%"; None gives the range :data:`USUAL_MFU`.
         price: of one GPU for an hour, in any currency.
 
@@ -200,6 +204,8 @@ def run_time(
         66
     """
     chip = chip_of(device)
+    if dtype is None:
+        dtype = "bf16" if "bf16" in chip.peak_flops else "fp16"
     if dtype not in chip.peak_flops:
         raise ValueError(f"No {dtype} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
     low, high = USUAL_MFU if mfu is None else (parse_fraction(mfu, "mfu"),) * 2
@@ -208,6 +214,8 @@ def run_time(
     return RunTime(
         chip=chip.name,
         gpus=gpus,
+        dtype=dtype,
+        peak_flops_per_second=chip.peak_flops[dtype],
         mfu=(high, low),
         measured=mfu is not None,
         hours=(fastest / gpus, slowest / gpus),

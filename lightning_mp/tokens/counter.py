@@ -23,7 +23,7 @@ __all__ = [
 
 #: Entries of a counter's state; no part is larger than ``tokens``.
 _PARTS = ("skipped_tokens", "repeated_tokens", "last_window_tokens")
-_SUMS = ("tokens", "presented_tokens", "nonpad_tokens", "samples", "windows", "last_window_samples")
+_SUMS = ("tokens", "input_tokens", "nonpad_tokens", "samples", "windows", "last_window_samples")
 LEDGER_KINDS = dict.fromkeys((*_SUMS, *_PARTS, "largest_micro_batch"), COUNT)
 
 #: Length of the vector that a window adds over all ranks, see :meth:`AccumulationTotals.tensor`.
@@ -50,19 +50,19 @@ class AccumulationTotals:
         self,
         items: float | Tensor,
         tokens: float | Tensor,
-        presented_tokens: int,
+        input_tokens: int,
         samples: int = 0,
         nonpad_tokens: float | Tensor = 0,
     ) -> "AccumulationTotals":
         """The totals with one more micro-batch that was trained on."""
         host, device = list(self.host), list(self.device)
-        for index, number in enumerate((items, tokens, presented_tokens, samples, nonpad_tokens)):
+        for index, number in enumerate((items, tokens, input_tokens, samples, nonpad_tokens)):
             if isinstance(number, Tensor):
                 sum_before = device[index]
                 device[index] = number if sum_before is None else sum_before + number
             else:
                 host[index] += number
-        host[5] = max(host[5], presented_tokens)
+        host[5] = max(host[5], input_tokens)
         return AccumulationTotals(self.micro_batches + 1, tuple(host), tuple(device))
 
     @property
@@ -71,7 +71,7 @@ class AccumulationTotals:
         return self.host[0] if self.device[0] is None else None
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Items; target, presented tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
+        """Items; target, input tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
 
         Summed over ranks, the last one bounds the largest micro-batch over all ranks from above.
         """
@@ -102,18 +102,18 @@ class TokenCounter:
 
     Attributes:
         tokens: target tokens.
-        presented_tokens: tokens shown to the model, padding included.
+        input_tokens: tokens shown to the model, padding included.
         nonpad_tokens: those of them that an attention mask does not hide.
         samples: samples; 0 where nobody asked for them.
         skipped_tokens: target tokens of windows whose optimizer step was skipped.
         repeated_tokens: target tokens of windows after the first epoch.
         windows: windows closed.
-        largest_micro_batch: upper bound of the presented tokens of the largest micro-batch over all ranks.
+        largest_micro_batch: upper bound of the input tokens of the largest micro-batch over all ranks.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.presented_tokens = 0
+        self.input_tokens = 0
         self.nonpad_tokens = 0
         self.samples = 0
         self.skipped_tokens = 0
@@ -155,10 +155,10 @@ class TokenCounter:
         """Reads everything that is still on its way."""
         while self._unread:
             window = self._unread.popleft()
-            _, tokens, presented_tokens, samples, nonpad, largest = map(round, window.totals.read())
+            _, tokens, input_tokens, samples, nonpad, largest = map(round, window.totals.read())
             self._last_window_tokens, self._last_window_samples = tokens, samples
             self.tokens += tokens
-            self.presented_tokens += presented_tokens
+            self.input_tokens += input_tokens
             self.nonpad_tokens += nonpad
             self.samples += samples
             self.skipped_tokens += tokens * window.skipped
@@ -175,7 +175,7 @@ class TokenCounter:
         self.settle()
         return {
             "tokens": self.tokens,
-            "presented_tokens": self.presented_tokens,
+            "input_tokens": self.input_tokens,
             "nonpad_tokens": self.nonpad_tokens,
             "samples": self.samples,
             "skipped_tokens": self.skipped_tokens,
@@ -201,7 +201,7 @@ class TokenCounter:
             )
         self._unread.clear()
         self.tokens = state["tokens"]
-        self.presented_tokens = state["presented_tokens"]
+        self.input_tokens = state["input_tokens"]
         self.nonpad_tokens = state["nonpad_tokens"]
         self.samples = state["samples"]
         self.skipped_tokens = state["skipped_tokens"]
@@ -218,14 +218,14 @@ class TokenCounterDelta:
 
     Attributes:
         windows: accumulation windows read.
-        presented_tokens: tokens shown to the model, padding included.
+        input_tokens: tokens shown to the model, padding included.
         nonpad_tokens: those of them that an attention mask does not hide.
         useful_tokens: those again without the ones of skipped steps. Negative where a step turns out to be skipped
             after its tokens were read.
     """
 
     windows: int
-    presented_tokens: int
+    input_tokens: int
     nonpad_tokens: int
     useful_tokens: int
 
@@ -250,15 +250,15 @@ class TokenCounterDeltas:
     def take(self) -> TokenCounterDelta:
         """What is new; from now on it is old."""
         before, self._seen = self._seen, self._look()
-        windows, tokens, skipped_tokens, presented_tokens, nonpad_tokens = map(sub, self._seen, before)
+        windows, tokens, skipped_tokens, input_tokens, nonpad_tokens = map(sub, self._seen, before)
         if windows:
             self._last_nonpad_tokens = nonpad_tokens
             wasted_tokens = round(nonpad_tokens * skipped_tokens / tokens) if tokens else 0
         else:
             # A fused step: its tokens were read before its outcome.
             wasted_tokens = self._last_nonpad_tokens if skipped_tokens else 0
-        return TokenCounterDelta(windows, presented_tokens, nonpad_tokens, nonpad_tokens - wasted_tokens)
+        return TokenCounterDelta(windows, input_tokens, nonpad_tokens, nonpad_tokens - wasted_tokens)
 
     def _look(self) -> tuple[int, int, int, int, int]:
         counter = self._counter
-        return counter.windows, counter.tokens, counter.skipped_tokens, counter.presented_tokens, counter.nonpad_tokens
+        return counter.windows, counter.tokens, counter.skipped_tokens, counter.input_tokens, counter.nonpad_tokens

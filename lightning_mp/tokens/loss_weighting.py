@@ -25,7 +25,7 @@ class Measure:
     Attributes:
         items: what it weighs.
         tokens: its target tokens; 0 if they are not counted.
-        presented_tokens: an upper bound for ``tokens`` that the host knows from the shape.
+        input_tokens: an upper bound for ``tokens`` that the host knows from the shape.
         samples: its samples; 0 if they are not counted.
         divisor: what its loss was divided by, if that is not ``items``.
         nonpad_tokens: tokens that an attention mask does not hide; 0 if tokens are not counted.
@@ -33,7 +33,7 @@ class Measure:
 
     items: int | Tensor
     tokens: int | Tensor
-    presented_tokens: int
+    input_tokens: int
     samples: int = 0
     divisor: int | Tensor | None = None
     nonpad_tokens: int | Tensor = 0
@@ -102,7 +102,7 @@ class Weighting:
 
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""
-        tokens, presented_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
+        tokens, input_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
         items = {"token": tokens, "sample": samples, "batch": 1}[self.weight_by]
         nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
@@ -110,10 +110,10 @@ class Weighting:
         return Measure(
             items,
             tokens,
-            presented_tokens,
+            input_tokens,
             samples,
             divisor,
-            presented_tokens if nonpad_tokens is None else nonpad_tokens,
+            input_tokens if nonpad_tokens is None else nonpad_tokens,
         )
 
     def size(self, batch: Any, units: Set[str]) -> tuple[int, int]:

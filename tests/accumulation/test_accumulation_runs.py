@@ -128,8 +128,8 @@ def test_a_target_batch_counts_the_ranks() -> None:
 
 def test_a_target_batch_in_tokens_counts_padding() -> None:
     batches = token_batches([6, 5, 6, 6, 5, 6])
-    presented = batches[0][1].numel()
-    scheduler = AccumulationScheduler(target_tokens=3 * presented)
+    input_tokens = batches[0][1].numel()
+    scheduler = AccumulationScheduler(target_tokens=3 * input_tokens)
     assert lengths_of(TokenModel(), loader(batches), scheduler) == [3, 3]
 
 
@@ -344,6 +344,7 @@ def test_partial_gradients_of_two_ranks_are_the_mean_over_them(tmp_path: Path) -
         torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_partial_gradients_of_ranks_that_use_different_layers_are_saved(tmp_path: Path) -> None:
     """Each rank has gradients of other parameters when the checkpoint is written."""
 

@@ -44,6 +44,7 @@ class LimitedLanguageModel(LanguageModel):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("schedule", [False, True])
 def test_gpt2_on_batch_encodings_of_ragged_texts(schedule):
     """Labels that the model shifts itself: the first of each row bears no loss and does not count."""

@@ -82,6 +82,7 @@ def assert_close(a: list[list[Tensor]], b: list[list[Tensor]]) -> None:
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("where", "window", "ddp"),
     [
@@ -115,6 +116,7 @@ def test_one_rank_alone_runs_out_of_memory(where, window, ddp):
     assert loss == other_loss
 
 
+@pytest.mark.full
 def test_with_a_schedule_and_ragged_batches():
     def run(rank: int) -> Any:
         return train(rank, (5, 2), "backward", 1, [AccumulationScheduler({0: 1})])

@@ -156,15 +156,15 @@ def test_a_micro_batch_without_any_token_is_what_it_is_without_the_callback():
 def test_schedule_and_budget_see_one_micro_batch(plugin):
     """Tokens are counted once, failed attempts not at all; the run ends on its budget, to the token."""
     batches = ragged([9, 30, 14, 21, 17, 26])
-    presented = sum(int((y != -100).sum()) for _, y in batches)
+    input_tokens = sum(int((y != -100).sum()) for _, y in batches)
     runs = []
     for limit in (10**9, 1):
         model = Tokens()
         model.limit = limit
-        budget = ChinchillaBudget(tokens=presented - 5)
+        budget = ChinchillaBudget(tokens=input_tokens - 5)
         callbacks = [MicroBatchOnOOM(), AccumulationScheduler({0: 2, 1: 3}, unit="step"), budget]
         fit(model, batches, *callbacks, max_epochs=-1, **precision(plugin))
-        assert budget.tokens_seen == presented - 5
+        assert budget.tokens_seen == input_tokens - 5
         assert callbacks[0].size == (1 if limit == 1 else None)
         runs.append(model)
     tolerance = 1e-6 if plugin == "32" else 4e-3

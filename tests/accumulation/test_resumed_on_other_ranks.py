@@ -276,6 +276,7 @@ def check_noise(name: str, saved_on: int, resumed_on: int, first: Found, second:
 QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1), ("partial gradient", 2, 2)]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
 @pytest.mark.parametrize(("name", "saved_on", "resumed_on"), [*QUICK, *((name, 1, 1) for name in RECIPES)])
 def test_a_resumed_run_ends_as_one_that_did_not_stop(name: str, saved_on: int, resumed_on: int, tmp_path: Path) -> None:
@@ -321,6 +322,7 @@ def test_a_partial_gradient_is_refused_where_it_cannot_be_put_back(tmp_path: Pat
         assert message.endswith("or from a checkpoint at the end of a window.")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("landing", ["exact", "floor"])
 def test_a_landing_holds_when_batches_become_many_times_as_large(landing: Any, tmp_path: Path) -> None:
     """The end must be looked for from the first micro-batch on: it holds 32 times as many tokens as any before."""

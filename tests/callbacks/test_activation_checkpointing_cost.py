@@ -77,6 +77,7 @@ def test_every_block() -> None:
     assert report.calls == BLOCKS
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 16, 100])
 def test_every_kth_block(k: int) -> None:
     r"""Held: inputs of :math:`n = \lceil L / k \rceil` blocks and all of the others, :math:`n b + (L - n) a`."""

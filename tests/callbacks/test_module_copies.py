@@ -165,6 +165,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("part", PARTS)
 def test_a_module_can_be_copied_wherever_in_a_fit(part):

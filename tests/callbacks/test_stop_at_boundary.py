@@ -117,6 +117,7 @@ def test_a_signal_after_the_last_step_is_told_so_that_the_script_does_not_go_on(
     assert stop.stopped_by is None, "of another fit"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("late", [Send(15), SendAfterTheLastStep()], ids=["last window", "after it"])
 def test_all_ranks_are_told_of_a_signal_that_came_too_late(late: Callback) -> None:
     """Promise 3: whoever asks `stopped_by` after the fit decides alike on all ranks."""

@@ -51,6 +51,7 @@ def _labels(panel):
     return [text.get_text() for text in panel.get_legend().get_texts()]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 def test_the_picture_is_written_with_three_panels(tmp_path, precision):
     draw_report(_history(precision), tmp_path / "report.png")
@@ -114,11 +115,13 @@ def test_the_title_says_how_much_of_the_budget_was_spent():
     assert "1,000 tokens: 17% of its budget" in build_figure(stopped).get_suptitle()
 
 
+@pytest.mark.full
 def test_one_step_and_no_validation_can_be_drawn(tmp_path):
     draw_report(_history(num_steps=1), tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_losses_that_are_not_finite_leave_gaps(tmp_path):
     history = _history()
     history["steps"]["train_loss"][5] = math.nan

@@ -225,6 +225,7 @@ def _equal(left, right):
     return left == right
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_no_report")
 def test_the_second_ctrl_c_stops_at_once_and_says_what_is_left(text, capsys):
     def interrupt_twice():
@@ -294,6 +295,7 @@ def test_an_injected_overflow_is_skipped_named_and_holds_the_learning_rate(text,
     assert "not finite: model.blocks.0.mlp.up.weight" in output
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_no_report")
 def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the_optimizer(text, monkeypatch):
     fused = lightning_mp.demo.module.AdamW
@@ -303,6 +305,7 @@ def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the
     assert rates[3] != rates[4] == rates[5] != rates[6]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_no_report")
 def test_a_checkpoint_knows_the_last_outcome_without_help_of_other_callbacks(text):
     job = prepare(TINY | {"text": text}, Path("out"))
@@ -335,6 +338,7 @@ def test_seed_rank_and_world_size_reach_the_batches(text):
     assert _equal(list(data.val_dataloader()), list(held_out))
 
 
+@pytest.mark.full
 def test_the_default_precision_lands_exactly(text, capsys):
     assert _run("out", text, precision="bf16-mixed") == 0
     assert _history("out")["tokens"] == BUDGET_TOKENS

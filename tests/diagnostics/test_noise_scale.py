@@ -26,6 +26,7 @@ def simulate(seed: int, *, square: float, trace: float, batch: int, micro_batche
     return average.estimate()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("trace", "batch", "micro_batches"), [(20.0, 4, 8), (30.0, 8, 4), (8.0, 2, 16)])
 def test_within_a_tenth_after_400_windows(trace: float, batch: int, micro_batches: int) -> None:
     estimates = [

@@ -53,6 +53,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.compiler.reset()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_graphs_are_compiled_and_the_same_bits_computed(way: str, backend: str, compilations: Any) -> None:
@@ -71,6 +72,7 @@ def test_the_same_graphs_are_compiled_and_the_same_bits_computed(way: str, backe
     assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", WAYS)
 def test_operations_in_compiled_code_are_seen_and_modules_that_are_not_are_named(way: str, backend: str) -> None:

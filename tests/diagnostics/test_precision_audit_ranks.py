@@ -26,6 +26,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
 def test_under_ddp_rank_0_tells_and_all_compute_the_same(gradient_as_bucket_view: bool) -> None:
     def train(rank: int) -> Any:
@@ -112,6 +113,7 @@ class Sharded(Known):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 def test_under_fsdp2_weights_are_told_as_they_are_gathered() -> None:
     """Gathered and multiplied in bf16, reduced in fp32; whoever audits, the run is the same."""

@@ -73,6 +73,7 @@ def scaled() -> list[Any]:
     return [AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 @pytest.mark.parametrize(
     ("module", "strategy", "kept"),

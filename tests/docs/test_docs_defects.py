@@ -1,6 +1,7 @@
 """docs/defects.md: every row names a test, and the test names the row."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -13,19 +14,24 @@ ROW = re.compile(r"^\| ([DE]\d\d) \| (.+?) \| (.+?) \| ?(.*?) ?\|$", re.MULTILIN
 CELL = re.compile(r"`tests/([\w/]+\.py)::(test_\w+)`")
 
 
+@functools.cache
 def rows() -> dict[str, tuple[str, str, str]]:
     found = ROW.findall(PAGE.read_text())
     assert len(found) == len({name for name, *_ in found}), "an id has two rows"
     return {name: (wrong, here, cell) for name, wrong, here, cell in found}
 
 
+@functools.cache
+def docstrings_in(file: str) -> dict[str, str]:
+    """Of the functions of a file of tests, by name; none if there is no such file."""
+    path = TESTS / file
+    body = ast.parse(path.read_text()).body if path.is_file() else []
+    return {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
+
+
 def docstring_of(file: str, name: str) -> str | None:
     """None if there is no such test."""
-    path = TESTS / file
-    if not path.is_file():
-        return None
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return next((ast.get_docstring(function) or "" for function in functions if function.name == name), None)
+    return docstrings_in(file).get(name)
 
 
 def test_every_defect_and_every_edge_has_a_row() -> None:

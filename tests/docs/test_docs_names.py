@@ -145,3 +145,35 @@ def test_links_into_a_page_lead_to_a_heading(page: Path) -> None:
         linked = page.parent / file if file else page
         headings = re.findall(r"^#+ (.+)$", FENCE.sub("", linked.read_text()), re.MULTILINE)
         assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def hand_written(pages: list[Path]) -> str:
+    return "\n".join(page.read_text() for page in pages if page.name != "api.md")
+
+
+def test_every_public_name_is_on_a_page() -> None:
+    """Promise: what is built can be found. The list of the API alone does not count."""
+    words = set(re.findall(r"\w+", hand_written(PAGES)))
+    assert [name for name in PUBLIC if not name.startswith("_") and name not in words] == []
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    listed = re.findall(r"^   (\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    modules = {name for name in PUBLIC if inspect.ismodule(PUBLIC[name])}
+    assert sorted(listed) == sorted({name for name in PUBLIC if not name.startswith("_")} - modules)
+
+
+@pytest.mark.parametrize("name", [name for name in lightning_mp.__all__ if inspect.isclass(PUBLIC[name])])
+def test_every_setting_is_described(name: str) -> None:
+    """On a page, or among the `Args:` of the docstring, which is the page of the API."""
+    settings = set(inspect.signature(PUBLIC[name]).parameters) - {"args", "kwargs"}
+    described = re.findall(r"^ *(\w+): ", inspect.getdoc(PUBLIC[name]) or "", re.MULTILINE)
+    used = re.findall(r"(\w+)=", hand_written(PAGES))
+    assert sorted(settings - {*described, *used}) == []
+
+
+def test_every_logged_name_is_on_its_page() -> None:
+    logged = set(re.findall(r"\bmp/[a-z_]+(?![\w{/])", SOURCE))
+    assert len(logged) > 15
+    page = (ROOT / "docs" / "logged_names.md").read_text()
+    assert [name for name in sorted(logged) if f"`{name}`" not in page] == []

@@ -41,6 +41,7 @@ def train(strategy, devices, **trainer_args):
     return metrics, [tuple(out.shape) for out in trainer.predict(module, loader)]
 
 
+@pytest.mark.full
 def test_the_model_of_the_page_trains_on_two_stages_as_on_one_process():
     [wanted] = run_ranks(lambda _: train("ddp", 1), 1)
     for metrics, shapes in run_ranks(lambda _: train(PipelineParallelStrategy(), 2), 2):

@@ -94,7 +94,7 @@ def test_rates_by_hand() -> None:
     assert total.tokens_per_second == total.nonpad_tokens_per_second == (10 + 20 + 30) / 10
     assert total.mfu == total.hfu == FLOPS_PER_TOKEN * 60 / (PEAK * 10)
     assert total.goodput == 1.0
-    assert (made.throughput.totals.presented_tokens, made.throughput.totals.seconds) == (65, 10.0)
+    assert (made.throughput.totals.input_tokens, made.throughput.totals.seconds) == (65, 10.0)
     assert "tokens_per_second" not in rows[0]
     assert [row["tokens_per_second"] for row in rows[1:]] == [10 / 2, 30 / 4, 50 / 8]
     assert [row["mfu"] for row in rows[1:]] == [FLOPS_PER_TOKEN * rate / PEAK for rate in (5.0, 7.5, 6.25)]
@@ -126,11 +126,11 @@ def test_validation_inside_of_the_first_window_does_not_end_the_warm_up() -> Non
     trainer = quiet_trainer(callbacks=[made, AccumulationScheduler({0: 2})], val_check_interval=1)
     trainer.fit(Validated(clock, [7.0, 7.0, 1.0, 1.0, 1.0, 1.0]), loader(batches([2] * 6)), loader(batches([1])))
     totals = made.throughput.totals
-    assert (totals.timed_presented_tokens, totals.seconds, totals.validation_seconds) == (40, 4.0, 6 * 50.0)
+    assert (totals.timed_input_tokens, totals.seconds, totals.validation_seconds) == (40, 4.0, 6 * 50.0)
 
 
 def test_padding_is_counted_for_the_devices_and_not_for_use() -> None:
-    """D41: 2 x 5 tokens presented, 7 of them not hidden by the mask, whatever bears a loss."""
+    """D41: 2 x 5 input tokens, 7 of them not hidden by the mask, whatever bears a loss."""
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
     x = torch.zeros(2, 5, dtype=torch.long)
     batch = {"x": x, "labels": torch.where(mask.bool() & (torch.arange(5) > 1), 1, -100), "attention_mask": mask}
@@ -157,7 +157,7 @@ def test_skipped_steps_are_waste(ours: bool, optimizer: Any) -> None:
     module = Timed(clock, [1.0] * 5, optimizer, overflows=(2, 4))
     trainer.fit(module, loader(batches([1, 2, 3, 4, 5])))
     totals = made.throughput.totals
-    assert (totals.presented_tokens, totals.useful_tokens) == (75, 75 - 15 - 25)
+    assert (totals.input_tokens, totals.useful_tokens) == (75, 75 - 15 - 25)
     assert made.total.goodput == 35 / 75
     assert made.total.tokens_per_second == 70 / 4
 
@@ -168,7 +168,7 @@ def test_a_trimmed_last_window_and_a_shared_counter() -> None:
     trainer = quiet_trainer(callbacks=[budget, made], max_epochs=-1)
     trainer.fit(Timed(clock, [1.0] * 9), loader(batches([2] * 9)))
     assert budget.tokens_seen == 25
-    assert made.throughput.totals.presented_tokens == 30
+    assert made.throughput.totals.input_tokens == 30
 
 
 # -- what a token costs ------------------------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ def test_totals_survive_a_resume(tmp_path: Any) -> None:
     resumed = quiet_trainer(callbacks=[made], max_epochs=2)
     resumed.fit(Timed(clock, [2.0] * 4), loader(batches([2] * 4)), ckpt_path=path, weights_only=False)
     totals = made.throughput.totals
-    assert totals.presented_tokens == 80
-    assert (totals.timed_presented_tokens, totals.seconds) == (30 + 30, 3.0 + 6.0)
+    assert totals.input_tokens == 80
+    assert (totals.timed_input_tokens, totals.seconds) == (30 + 30, 3.0 + 6.0)
     assert made.total.mfu == pytest.approx(FLOPS_PER_TOKEN * 60 / (PEAK * 9), rel=1e-12)
 
 
@@ -293,14 +293,14 @@ def test_a_checkpoint_knows_that_the_step_before_it_was_skipped(tmp_path: Any) -
     module = Timed(clock, [1.0] * 5, fused_adamw, overflows=(2,))
     quiet_trainer(callbacks=callbacks, plugins=[plugin]).fit(module, loader(batches([2] * 5)))
     saved = torch.load(path, weights_only=True)["callbacks"]["MFUMonitor"]
-    assert (saved["presented_tokens"], saved["useful_tokens"]) == (30, 20)
+    assert (saved["input_tokens"], saved["useful_tokens"]) == (30, 20)
 
 
 def test_a_checkpoint_in_between_changes_nothing(tmp_path: Any) -> None:
     saves = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     made, _, _ = train([1.0] * 5, [2] * 5, saves, enable_checkpointing=True)
     totals = made.throughput.totals
-    assert (totals.timed_presented_tokens, totals.seconds, totals.useful_tokens) == (40, 4.0, 50)
+    assert (totals.timed_input_tokens, totals.seconds, totals.useful_tokens) == (40, 4.0, 50)
 
 
 # -- costs, endings, refusals ------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_a_batch_without_tokens_is_refused_and_samples_can_be_counted() -> None:
         made = MFUMonitor(peak_flops=PEAK, **arguments)
         quiet_trainer(callbacks=[made], logger=logger, log_every_n_steps=1).fit(Pictures(), loader(PICTURES))
         assert made.throughput.work.model_flops_per_token == 2 * 4 * 2  # the input needs no gradient
-        assert made.throughput.totals.presented_tokens == 9
+        assert made.throughput.totals.input_tokens == 9
         _, last = logger.ours()[-1]
         assert "samples_per_second" in last, "what counts samples is called samples"
         assert not any("tokens_per_second" in name for name in last)

@@ -57,7 +57,7 @@ def measured(module: Ticking, rows: list[int], strategy: Any, **arguments: Any) 
     trainer.fit(module, loader(batches(rows)))
     totals = monitor.throughput.totals
     work = monitor.throughput.work
-    return monitor.total, totals.presented_tokens, work.model_flops_per_token, work.peak_flops_per_second
+    return monitor.total, totals.input_tokens, work.model_flops_per_token, work.peak_flops_per_second
 
 
 STRATEGIES: dict[str, Any] = {
@@ -67,6 +67,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_tokens_of_both_ranks_over_the_peak_of_both(name: str) -> None:
     """Ranks present 2 and 4 rows of 5 tokens at each of 4 steps; the first warms up."""
@@ -75,8 +76,8 @@ def test_tokens_of_both_ranks_over_the_peak_of_both(name: str) -> None:
         make, strategy = STRATEGIES[name]
         return measured(make(), [2 + 2 * rank] * 4, strategy())
 
-    for rates, presented, flops, peak in run_ranks(on_rank, 2):
-        assert presented == 4 * 30
+    for rates, input_tokens, flops, peak in run_ranks(on_rank, 2):
+        assert input_tokens == 4 * 30
         assert rates.tokens_per_second == 3 * 30 / 6
         assert flops == FLOPS_PER_TOKEN
         assert peak == 2 * PEAK
@@ -84,6 +85,7 @@ def test_tokens_of_both_ranks_over_the_peak_of_both(name: str) -> None:
         assert rates.goodput == 1.0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("given", ["exact", "6N"])
 def test_tensor_parallel_ranks_share_tokens_and_work(given: str) -> None:
     """Both ranks see the same 10 tokens a step, and each does half of the head."""
@@ -92,8 +94,8 @@ def test_tensor_parallel_ranks_share_tokens_and_work(given: str) -> None:
         strategy = ModelParallelStrategy(1, 2, process_group_backend="gloo")
         return measured(Parallel(), [2] * 4, strategy, flops_per_token=given)
 
-    for rates, presented, flops, _ in run_ranks(on_rank, 2):
-        assert presented == 4 * 10
+    for rates, input_tokens, flops, _ in run_ranks(on_rank, 2):
+        assert input_tokens == 4 * 10
         assert rates.tokens_per_second == 10 / 2
         assert flops == FLOPS_PER_TOKEN
         assert rates.mfu == pytest.approx(FLOPS_PER_TOKEN * 5 / (2 * PEAK), rel=1e-12)

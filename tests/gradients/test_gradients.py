@@ -79,8 +79,8 @@ def test_the_shard_of_a_sparse_gradient_shares_its_memory_and_counts_each_row_on
 
 def test_plain_gradients_have_as_many_replicas_as_the_caller_says():
     gradient = torch.ones(2)
-    assert gradient_ops.replicas(gradient, holders=8, plain_replicas=8) == 8
-    assert gradient_ops.replicas(gradient, holders=8, plain_replicas=1) == 1
+    assert gradient_ops.replicas(gradient, ranks_per_parameter=8, plain_replicas=8) == 8
+    assert gradient_ops.replicas(gradient, ranks_per_parameter=8, plain_replicas=1) == 1
 
 
 def test_plain_gradients_are_no_partial_sums():

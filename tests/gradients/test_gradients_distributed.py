@@ -104,7 +104,9 @@ def whole(tensor):
 def global_norm(parameters, world_size):
     gradient_ops.reduce_partial_gradients_(parameters)
     shards = [gradient_ops.local_shard(p.grad) for p in parameters]
-    copies = [gradient_ops.replicas(p.grad, holders=world_size, plain_replicas=world_size) for p in parameters]
+    copies = [
+        gradient_ops.replicas(p.grad, ranks_per_parameter=world_size, plain_replicas=world_size) for p in parameters
+    ]
     squares = gradient_ops.square_sum(gradient_ops.shard_norms(shards), copies)
     return gradient_ops.sum_over_ranks_(squares).sqrt()
 
@@ -122,6 +124,7 @@ def on_ranks(layout, function):
 # -- norm and clipping -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(3)
 @layouts
 def test_the_norm_is_that_of_one_process_on_every_rank(layout):
     """D20: torch's clip_grad_norm_ refuses plain tensors beside DTensors, and DTensors of two meshes."""
@@ -145,6 +148,7 @@ def test_the_norm_is_that_of_one_process_on_every_rank(layout):
             torch.testing.assert_close(clipped, grad / expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.quick_cases(3)
 @layouts
 def test_replicas_say_how_often_each_shard_exists(layout):
     """Counted without the functions under test: ranks tell what they hold."""
@@ -159,7 +163,7 @@ def test_replicas_say_how_often_each_shard_exists(layout):
         return [
             (
                 gradient_ops.local_shard(p.grad).flatten().tolist(),
-                gradient_ops.replicas(p.grad, holders=layout[0], plain_replicas=layout[0]),
+                gradient_ops.replicas(p.grad, ranks_per_parameter=layout[0], plain_replicas=layout[0]),
             )
             for p in parameters
         ]
@@ -355,6 +359,7 @@ def test_torchs_grad_scaler_lets_ranks_drift_apart_where_the_first_gradient_is_r
     assert on_ranks(layout, run) == [SCALE, SCALE / 2]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make_scaler", [GradScaler, ShardedGradScaler])
 def test_torchs_scalers_refuse_plain_tensors_beside_dtensors(make_scaler):
     """D03."""
@@ -484,6 +489,7 @@ def train(model, batches, world_size, share, num_shares, *, overflow_here):
     return scales, norms, saw_partial_sums, {name: whole(p) for name, p in model.named_parameters()}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("split", MODELS)
 def test_a_parallel_model_trains_as_on_one_process(split):
     parallelize, world_size, num_shares = MODELS[split]

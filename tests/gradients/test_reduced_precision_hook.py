@@ -52,6 +52,7 @@ def reduce_one(gradient: Tensor, hook: Any, **arguments: Any) -> tuple[Tensor, R
     return model.weight.grad[0], seen
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_error_is_within_the_stated_bound(world_size: int) -> None:
     """Against float64; magnitudes from subnormal fp16 to near its end."""
@@ -234,6 +235,7 @@ def test_the_stock_strategy_takes_the_hook_on_cuda() -> None:
     assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in seen)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 # LightningCLI 2.6 calls what jsonargparse has given other names since (lightning/pytorch/cli.py); it still works.
 @pytest.mark.filterwarnings(r"ignore:\s*By default only one JsonargparseDeprecationWarning per type:DeprecationWarning")
@@ -284,6 +286,7 @@ def test_a_second_hook_is_refused(name: str) -> None:
         ReducedPrecisionDDPStrategy("bf16", **{name: fp16_compress_hook})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("plugins", "found"),
     [

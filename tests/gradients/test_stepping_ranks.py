@@ -45,7 +45,7 @@ def test_the_norm_over_two_pipeline_stages_of_two_ranks() -> None:
             sharded = with_gradient(distribute_tensor(whole, tp, [Shard(0)]))
             replicated = with_gradient(distribute_tensor(whole, tp, [Replicate()]))
             plain = with_gradient(whole.clone())
-            ranks = GradientReplication(None, holders=2, plain_replicas=2)
+            ranks = GradientReplication(None, ranks_per_parameter=2, plain_replicas=2)
             return norm_of([sharded, replicated, plain], ranks)
 
     one_stage = 3 * torch.arange(1.0, 9.0).square().sum().item()
@@ -65,11 +65,12 @@ def test_a_group_that_is_smaller_than_the_job_decides_for_itself() -> None:
             parameter = with_gradient(torch.tensor([INF if rank == 1 else 4.0]))
             scaler.step(torch.optim.SGD([parameter], lr=1.0))
             scaler.update()
-            return ranks.holders, norm, scaler.get_scale(), parameter.item()
+            return ranks.ranks_per_parameter, norm, scaler.get_scale(), parameter.item()
 
     assert run_ranks(run, 4) == [(2, 2.0, 2.0, 0.0)] * 2 + [(2, 4.0, 4.0, -1.0)] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("sharding", "plain_replicas"),
     [
@@ -114,7 +115,7 @@ def test_a_strategy_says_who_steps_together() -> None:
 
         def gradient_replication(self) -> GradientReplication:
             Stages.asked += 1
-            return GradientReplication(None, holders=1, plain_replicas=1)
+            return GradientReplication(None, ranks_per_parameter=1, plain_replicas=1)
 
     def run(rank: int, strategy: type[DDPStrategy]) -> Any:
         monitor = OverflowMonitor()
@@ -134,10 +135,10 @@ def test_a_strategy_says_who_steps_together() -> None:
         assert (asked, never_asked) == (1, 0)  # once per fit
 
 
-@pytest.mark.parametrize(("holders", "plain_replicas"), [(0, 1), (4, 3), (2, 4), (4, 0)])
-def test_numbers_that_cannot_be_are_refused(holders: int, plain_replicas: int) -> None:
-    with pytest.raises(ValueError, match="both must be 1 or more, and plain_replicas must divide holders"):
-        GradientReplication(None, holders, plain_replicas)
+@pytest.mark.parametrize(("ranks_per_parameter", "plain_replicas"), [(0, 1), (4, 3), (2, 4), (4, 0)])
+def test_numbers_that_cannot_be_are_refused(ranks_per_parameter: int, plain_replicas: int) -> None:
+    with pytest.raises(ValueError, match="both must be 1 or more, and plain_replicas must divide ranks_per_parameter"):
+        GradientReplication(None, ranks_per_parameter, plain_replicas)
 
 
 def test_a_mesh_with_more_ranks_than_hold_the_parameters_is_refused() -> None:

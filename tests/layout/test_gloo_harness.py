@@ -258,7 +258,7 @@ def test_a_killed_server_takes_its_children_along_and_is_started_again(tmp_path)
 
 
 FORKS = re.compile(
-    r"""\bfork(pty)?\(|\bmultiprocessing\b(?!\.reductions)|["'](ddp_)?(fork|notebook)\w*["']|\bmp\.spawn\b"""
+    r"""\bfork(pty)?\(|\bmultiprocessing\b(?!\.reductions)|["'](ddp_)?(fork|notebook(?!s\b))\w*["']|\bmp\.spawn\b"""
     r"""|\bnum_workers=(?!0\b)(?!.*\bmultiprocessing_context=["'](spawn|forkserver)["'])"""
 )
 # the server; and scripts that are started as a user starts them, whose process has computed nothing before

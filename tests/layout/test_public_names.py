@@ -1,6 +1,8 @@
 """Promise: what a user imports stands in one place, and `dir` shows that and nothing else."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 
@@ -27,3 +29,17 @@ def test_a_public_name_has_one_place():
 def test_what_a_trainer_is_given_is_flat(package):
     flat = importlib.import_module("lightning_mp")
     assert set(importlib.import_module(package).__all__) <= set(flat.__all__)
+
+
+def test_questions_before_a_run_are_loaded_when_they_are_first_asked():
+    """A training run does not import what compares or recommends."""
+    flat = importlib.import_module("lightning_mp")
+    program = "import lightning_mp, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    for name in ("compare_precisions", "estimate_memory", "preflight", "recommend"):
+        function = getattr(flat, name)
+        assert function is getattr(importlib.import_module(function.__module__), name)
+        if name in ("compare_precisions", "recommend"):  # types and callbacks bring the files of the others
+            assert function.__module__ not in loaded
+    with pytest.raises(AttributeError, match="has no attribute 'preflights'"):
+        flat.preflights  # noqa: B018

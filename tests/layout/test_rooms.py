@@ -1,11 +1,10 @@
 """The rooms of the package: imports go down only, and three files alone touch what others keep private."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -26,8 +25,8 @@ FLOORS = [
         "tokens",
     },
     {"accumulation", "cli", "diagnostics", "lr_schedule", "tensor_parallel"},
-    {"pipelining", "precision"},
-    {"callbacks", "strategies"},
+    {"pipelining", "precision", "preflight_checks"},
+    {"callbacks", "comparison", "strategies"},
     {"demo", "__main__"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS, start=1) for room in rooms}
@@ -57,25 +56,33 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF else ""
 
 
-def imports_of(file: Path) -> Iterator[str]:
-    """Every name a file imports, in full, also inside functions and for type checking only."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: write the import in full"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+@functools.cache
+def nodes_of(module: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(MODULES[module].read_text())))
 
 
-def names_used(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def imports_of(module: str) -> frozenset[str]:
+    """Every name a module imports, in full, also inside functions and for type checking only."""
+    plain = [alias.name for node in nodes_of(module) if isinstance(node, ast.Import) for alias in node.names]
+    froms = [node for node in nodes_of(module) if isinstance(node, ast.ImportFrom)]
+    assert all(node.level == 0 for node in froms), f"{module}: write the import in full"
+    return frozenset(plain) | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+
+
+def names_used(module: str) -> Iterator[str]:
     """Every dotted name, as `torch.amp.GradScaler`."""
-    for node in ast.walk(tree):
+    for node in nodes_of(module):
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
             node = node.value
         if parts and isinstance(node, ast.Name):
             yield ".".join([node.id, *reversed(parts)])
+
+
+def without_empty(found: dict[str, set[str]]) -> dict[str, set[str]]:
+    return {module: names for module, names in found.items() if names}
 
 
 def is_private(name: str) -> bool:
@@ -102,38 +109,49 @@ def test_every_file_that_the_page_names_exists():
     assert {f for f in files if not any((ROOT / top / f).exists() for top in ("", "lightning_mp"))} == set()
 
 
-@pytest.mark.parametrize("room", sorted(FOLDERS))
-def test_a_room_says_what_lives_there(room):
-    top = ROOT if room in ("callbacks", "strategies") else ROOT / "lightning_mp"
-    assert len(ast.get_docstring(ast.parse((top / room / "__init__.py").read_text())) or "") > 30
+def test_a_room_says_what_lives_there():
+    said = {room: ast.get_docstring(nodes_of(f"lightning_mp.{room}")[0]) or "" for room in FOLDERS}
+    assert {room for room, docstring in said.items() if len(docstring) <= 30} == set()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down_only(module):
+def imports_that_do_not_go_down(module: str) -> set[str]:
     room = room_of(module)
-    ours = {name for name in imports_of(MODULES[module]) if name.split(".")[0] == "lightning_mp"}
+    ours = {name for name in imports_of(module) if name.split(".")[0] == "lightning_mp"}
     elsewhere = {name for name in ours if room_of(name) not in ("", room) and (room, room_of(name)) not in BESIDES}
-    assert {name for name in elsewhere if FLOOR_OF[room_of(name)] >= FLOOR_OF[room]} == set()
+    return {name for name in elsewhere if FLOOR_OF[room_of(name)] >= FLOOR_OF[room]}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) not in FRONT_DOOR])
-def test_no_module_below_the_demo_imports_the_front_door(module):
-    """`from lightning_mp import X` inside the package would run all of it, in an order nobody chose."""
-    through_the_door = {
+def test_imports_go_down_only():
+    assert without_empty({module: imports_that_do_not_go_down(module) for module in MODULES}) == {}
+
+
+def imports_through_the_front_door(module: str) -> set[str]:
+    return {
         name
-        for name in imports_of(MODULES[module])
+        for name in imports_of(module)
         if name.split(".")[0] == "lightning_mp" and name not in MODULES and name.rsplit(".", 1)[0] not in MODULES
     }
-    assert through_the_door == set()
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) in ("flops", "planning")])
-def test_planning_and_flops_need_no_trainer(module):
-    assert {name for name in imports_of(MODULES[module]) if name.split(".")[0] in OTHERS - {"torch"}} == set()
+def test_no_module_below_the_demo_imports_the_front_door():
+    """`from lightning_mp import X` inside the package would run all of it, in an order nobody chose."""
+    below = [module for module in MODULES if room_of(module) not in FRONT_DOOR]
+    assert without_empty({module: imports_through_the_front_door(module) for module in below}) == {}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name not in PRIVATE])
-def test_only_three_files_touch_private_names_of_lightning_and_torch(module):
-    tree = ast.parse(MODULES[module].read_text())
-    used = {*imports_of(MODULES[module]), *names_used(tree)}
-    assert {name for name in used if name.split(".")[0] in OTHERS and is_private(name)} == set()
+def test_planning_and_flops_need_no_trainer():
+    counted = [module for module in MODULES if room_of(module) in ("flops", "planning")]
+    found = {
+        module: {name for name in imports_of(module) if name.split(".")[0] in OTHERS - {"torch"}} for module in counted
+    }
+    assert without_empty(found) == {}
+
+
+def private_names_of_others(module: str) -> set[str]:
+    used = {*imports_of(module), *names_used(module)}
+    return {name for name in used if name.split(".")[0] in OTHERS and is_private(name)}
+
+
+def test_only_three_files_touch_private_names_of_lightning_and_torch():
+    found = {module: private_names_of_others(module) for module in MODULES if module not in PRIVATE}
+    assert without_empty(found) == {}

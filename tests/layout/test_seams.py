@@ -49,6 +49,8 @@ MADE_BY_SHARDING = {
 MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks"}
 # The same; tests/strategies/test_fsdp2_strategy.py guards it.
 MADE_BY_THE_TRAINER = {"_layer_sync"}
+# The same; tests/preflight_checks/test_preflight_facts.py and test_preflight_report.py guard them.
+MADE_FROM_SETTINGS = {"_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"}
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------
@@ -88,6 +90,7 @@ def test_every_private_name_that_the_seams_touch_is_listed():
         MADE_BY_FSDP1,
         MADE_BY_MODULES,
         MADE_BY_THE_TRAINER,
+        MADE_FROM_SETTINGS,
     )
     assert private - guarded_elsewhere - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
 

@@ -51,6 +51,7 @@ SETTINGS = {
         {"split_points": ("head",)},
     ),
     "PrecisionAudit": ({"batch": 3}, {}),
+    "Preflight": ({"raise_on": "never"}, {}),
     "PrecisionPolicy": ({"rules": [("head", "fp32")]}, {}),
     "RankWatchdog": ({"timeout_seconds": 30}, {}),
     "ReducedPrecisionDDPStrategy": ({"dtype": "bf16", "bucket_cap_mb": 5}, {}),

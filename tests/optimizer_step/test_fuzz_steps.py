@@ -1,6 +1,7 @@
 """2,000 steps of random runs, each against a loop in plain PyTorch: the same steps made, the same weights."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -201,12 +202,37 @@ def leg(rank: int, *, case: Case, number: int, folder: Path) -> Result:
     )
 
 
+def same_legs(rank: int, *, cases: list[Case], number: int, folder: Path) -> list[Result]:
+    """Of runs that have as many ranks in this leg, one after the other in the same processes."""
+    found = []
+    for case in cases:
+        own = folder / str(case.seed)
+        own.mkdir(exist_ok=True)
+        found.append(leg(rank, case=case, number=number, folder=own))
+    return found
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Result]:
+    """All runs, by seed. The legs with one number, those of one rank first, then those of two and of three."""
+    folder = tmp_path_factory.mktemp("resumed")
+    cases = [make_case(seed, resumed=True) for seed in RESUMED_SEEDS]
+    ours = {case.seed: Result([], [], []) for case in cases}
+    for number, ranks in product(range(3), (1, 2, 3)):
+        group = [case for case in cases if case.legs[number : number + 1] == (ranks,)]
+        if not group:
+            continue
+        of_ranks = run_ranks(partial(same_legs, cases=group, number=number, folder=folder), ranks, 300)
+        for case, *found in zip(group, *of_ranks, strict=True):
+            assert all((rank.stepped, rank.scales) == (found[0].stepped, found[0].scales) for rank in found), case
+            before = ours[case.seed]
+            ours[case.seed] = Result(
+                before.stepped + found[0].stepped, before.scales + found[0].scales, found[0].weights
+            )
+    return ours
+
+
 @pytest.mark.parametrize("seed", RESUMED_SEEDS)
-def test_a_random_run_resumed_on_other_ranks_ends_as_plain_pytorch(seed: int, tmp_path: Path) -> None:
+def test_a_random_run_resumed_on_other_ranks_ends_as_plain_pytorch(seed: int, resumed: dict[int, Result]) -> None:
     case = make_case(seed, resumed=True)
-    ours = Result([], [], [])
-    for number, ranks in enumerate(case.legs):
-        found = run_ranks(partial(leg, case=case, number=number, folder=tmp_path), ranks)
-        assert all((rank.stepped, rank.scales) == (found[0].stepped, found[0].scales) for rank in found)
-        ours = Result(ours.stepped + found[0].stepped, ours.scales + found[0].scales, found[0].weights)
-    check(case, ours, reference(case))
+    check(case, resumed[seed], reference(case))

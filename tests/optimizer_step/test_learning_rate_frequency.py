@@ -79,6 +79,7 @@ def test_skipped_steps_do_not_count(plugin: str, optimizer: Any) -> None:
     assert rates == [1e-2 * 0.5 ** (step // 3) for step in range(NUM_BATCHES - len(overflows))]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plugin", ["ours", "stock"])
 def test_the_count_goes_on_after_a_resume_and_in_a_second_fit(plugin: str, tmp_path: Path) -> None:
     def arguments() -> dict[str, Any]:

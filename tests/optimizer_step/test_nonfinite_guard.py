@@ -60,6 +60,7 @@ def cells() -> Any:
             yield plugin, optimizer, clip
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("plugin", "optimizer", "clip"), list(cells()))
 def test_a_guarded_run_equals_one_without_the_bad_batches(plugin: str, optimizer: str, clip: float | None) -> None:
     """Weights, moments, learning rate: bit for bit. D52: nothing is clipped by an infinite norm either."""
@@ -112,6 +113,7 @@ def test_a_guarded_step_has_a_norm_and_names() -> None:
     assert seen[1][2] == ["net.2.bias", "net.2.weight", "net.0.bias", "net.0.weight"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("optimizer", [sgd, fused_adamw], ids=["unfused", "fused"])
 def test_ranks_skip_together_when_one_overflows(optimizer: Any) -> None:
     """Promise 3. DDP spreads the infinity by itself; the unused parameter does not take part in that."""

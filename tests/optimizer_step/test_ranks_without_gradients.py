@@ -40,6 +40,7 @@ class FrozenEnd(PipelinedMLP):
         return loss * torch.inf if batch_idx == 1 else loss
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("frozen", [slice(3), slice(3, None)], ids=["first", "last"])
 def test_a_pipeline_stage_that_is_frozen(frozen: slice, fused: bool) -> None:
@@ -133,6 +134,7 @@ class Small(Regression):
         return torch.optim.AdamW(self.net[2].parameters(), lr=1e-2, fused=True)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_rank_whose_shards_are_empty(masters: bool) -> None:
     def rank_(rank: int) -> tuple[list[tuple[float, bool]], float]:

@@ -89,6 +89,7 @@ def test_lost_gradients_are_counted_on_all_stages():
             assert metrics[name] == pytest.approx(wanted[0][name], abs=2e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("convention", ["exact", pytest.param("6N", marks=pytest.mark.full)])
 def test_operations_are_those_of_the_whole_model_over_all_stages(convention):
     """The first microbatch goes through once more to show its shape, and does not count."""
@@ -107,6 +108,7 @@ def test_operations_are_those_of_the_whole_model_over_all_stages(convention):
         assert got.peak_flops_per_second == 2 * wanted.peak_flops_per_second
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pattern", ["Block", pytest.param("model.blocks.2", marks=pytest.mark.full)])
 def test_activations_are_recomputed_on_the_stages_that_have_the_modules(pattern):
     """A stage without any does not complain."""
@@ -131,6 +133,7 @@ class Exploding(PipelinedMLP):
         self.layers[1].append(Explodes())
 
 
+@pytest.mark.full
 def test_the_post_mortem_names_parameters_of_all_stages(tmp_path):
     def rank(_):
         callback = OverflowPostMortem(dirpath=tmp_path)
@@ -148,6 +151,7 @@ def test_the_post_mortem_names_parameters_of_all_stages(tmp_path):
     assert len(written) == len(first)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("callback", "says"),
     [

@@ -98,6 +98,7 @@ def test_another_number_of_stages_goes_on_from_a_checkpoint(before, after, tmp_p
     assert first + resumed == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_is_loaded_for_a_test(tmp_path):
     def rank(_):
         module = PipelinedMLP()

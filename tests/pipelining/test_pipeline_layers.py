@@ -70,7 +70,7 @@ def test_a_split_model_has_what_its_stage_holds_and_says_where_the_rest_is():
     assert {name.split(".")[1] for name in names} == {"token_embedding", "position_embedding", "blocks"}
     assert all(name.startswith("model.blocks.0.") for name in names if "blocks" in name)
     assert stage_split_of(model) is split
-    assert split.holders == {"model.token_embedding.weight": (0, 1)}
+    assert split.stages_of_parameters == {"model.token_embedding.weight": (0, 1)}
     assert split.names_of == {"model.token_embedding.weight": ("model.token_embedding.weight", "model.head.weight")}
     with pytest.raises(
         RuntimeError, match=r"model\.blocks\.1 is on stage 1 of the pipeline, and this rank has stage 0"

@@ -77,6 +77,7 @@ def one_process():
     return module.train_losses, module.val_losses
 
 
+@pytest.mark.full
 def test_sequences_of_changing_length_get_a_schedule_each():
     lengths = [8, 5, 8, 3, 5]
     generator = torch.Generator().manual_seed(0)
@@ -267,6 +268,7 @@ class Draws(PipelinedMLP):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_dropout_masks_differ_and_steps_still_draw_the_same(devices):
     """Stages have one seed: their first layers must not drop the same places, nor steps see different noise."""

@@ -70,6 +70,7 @@ def check_same(got: SimpleNamespace, wanted: SimpleNamespace, tolerance: float) 
         torch.testing.assert_close(got.state[name], value, rtol=10 * tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "precision", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in PLUGINS]
 )
@@ -93,6 +94,7 @@ def test_two_stages_train_as_one_process(model, accumulate, clip, schedule, prec
     assert got[1].own < wanted.own
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "precision"),
     [

@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 
+from lightning_mp import recommend
 from lightning_mp.__main__ import main
 from lightning_mp.core.number_formats import FORMATS
-from lightning_mp.planning import recommend
 
 
 def output(capsys, words):

@@ -149,7 +149,10 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
         ("fit few.csv", "a law of 5 constants needs at least 6 runs, got 1"),
         ("fit bad.csv", "bad.csv, line 2: `loss` must be a positive finite number, got '-3'"),
         ("fit few.csv --samples 5", "--samples must be a whole number, 100 or more, got 5"),
-        ("fit few.csv --confidence 95", "--confidence must lie between 0 and 1, got 95.0. For 95%, write 0.95"),
+        (
+            "fit few.csv --confidence 95",
+            "--confidence is a fraction of the whole, over 0 and at most 1, got '95'. For 95%, write 0.95",
+        ),
         ("fit few.csv --plot fit.doc", "--plot fit.doc is no picture that can be drawn. End its name with .png, .pdf"),
         ("fit few.csv --plot no/fit.png", "--plot no/fit.png: there is no folder no"),
         ("fit few.csv --flops x", "--flops cannot be read, got 'x'"),

@@ -88,6 +88,7 @@ def callback_of(cli: LightningCLI, kind: type[pl.Callback]) -> Any:
     return next(callback for callback in cli.trainer.callbacks if isinstance(callback, kind))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "schedule",
     [STRING_KEYS, "schedule: {0: 1, 2: 2}", 'schedule: {"0": "1", "2": "2"}', "schedule: {2: 2}"],
@@ -130,6 +131,7 @@ def test_a_printed_config_is_the_same_project(capsys: pytest.CaptureFixture[str]
     assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
 
 
+@pytest.mark.full
 def test_the_config_that_a_run_saves_starts_it_again() -> None:
     first = LightningCLI(Project, ProjectData, args=["fit", config_file(CONFIG)])
     saved = Path("config.yaml")
@@ -138,6 +140,7 @@ def test_the_config_that_a_run_saves_starts_it_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:No seed found, seed set to 0")
 def test_plugin_and_callbacks_can_be_given_as_options() -> None:
     cli = fit(
@@ -157,6 +160,7 @@ def test_plugin_and_callbacks_can_be_given_as_options() -> None:
     assert cli.trainer.global_step == callback_of(cli, OverflowMonitor).attempted_steps == 6 + 2
 
 
+@pytest.mark.full
 def test_any_grad_scaler_can_be_nested() -> None:
     text = CONFIG.replace("lightning_mp.LossScaler", "torch.amp.GradScaler").replace(
         "{init_scale", "{device: cpu, init_scale"
@@ -174,6 +178,7 @@ def test_a_count_function_can_be_named_by_its_import_path() -> None:
     assert cli.model.trained_tokens == callback_of(cli, ChinchillaBudget).tokens_seen == 180
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("written", "instead", "message"),
     [
@@ -192,6 +197,7 @@ def test_a_wrong_entry_ends_the_command_with_code_2(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("instead", "message"),
     [

@@ -1,6 +1,7 @@
 """``lightning-mp plan`` with a run of one's own, a machine and a shape, and ``lightning-mp memory``."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_run_far_from_the_optimum_has_loss_time_and_cost(capsys):
     assert "times outside the models" in found["warnings"][0]
     printed = output(capsys, words).out
     assert "best of its compute" in printed
-    assert "1024 x H100 SXM, MFU 40% (as given):" in printed
+    assert "1024 x H100 SXM, 989.4 TFLOP/s dense bf16 each, MFU 40% (as given):" in printed
     assert "20.6 days" in printed
     assert "30%" in output(capsys, "plan --flops 1EFLOP --device h100").out
 
@@ -49,6 +50,29 @@ def test_405_billion_parameters_do_not_fit_on_8_gpus_and_copies_come_last(capsys
     assert {layout["verdict"] for layout in layouts} == {"does not fit"}
     assert layouts[0]["name"] != "DDP 8"
     assert layouts[-1]["name"] in ("DDP 8", "DDP 8, checkpointed")
+
+
+def test_without_a_shape_the_answer_is_for_the_proportions_of_llama_2(capsys):
+    words = "plan --params 7B --device h100 --gpus 64"
+    found = content(capsys, words)
+    assert (found["assumed_shape"]["layers"], found["assumed_shape"]["width"]) == (32, 4096)
+    assert found["layouts"][0]["verdict"] == "fits"
+    printed = output(capsys, words).out
+    assert "No shape was given. Assumed, in the proportions of Llama 2: 32 layers, width 4096, 32 heads" in printed
+    assert "It fits: 15 of 20 layouts, of which FSDP 64 comes first." in printed
+    assert "It does not fit with this many GPUs; " in output(capsys, "plan --params 70B --device h100").out
+    assert content(capsys, f"plan {SMALL} --tokens 1B --device h100")["assumed_shape"] is None
+    assert "layouts" not in content(capsys, "plan --params 1M --device h100"), "the table of tokens has more"
+
+
+def test_every_layout_has_a_time_also_zero_and_experts(capsys):
+    mixture = "--layers 32 --width 4096 --heads 32 --kv-heads 8 --ffn 14336 --vocab 32000 --experts 8"
+    found = content(capsys, f"plan {mixture} --tokens 1T --device h100 --gpus 64")["layouts"]
+    rows = {row["name"]: row for row in found}
+    assert all(row["seconds_at_least"] for row in found)
+    assert {"ZeRO-1 64", "ZeRO-2 64", "FSDP 64 x EP 8"} <= set(rows)
+    assert rows["DDP 64"]["inside_bytes"] == rows["ZeRO-1 64"]["inside_bytes"] < rows["ZeRO-2 64"]["inside_bytes"]
+    assert rows["FSDP 64 x EP 8"]["hides"] is False, "what tokens meet next waits for them"
 
 
 def test_layouts_show_memory_the_wire_and_the_largest_micro_batch(capsys):
@@ -104,12 +128,21 @@ def test_memory_of_a_shape_is_a_formula(capsys):
     assert "by formulas" in output(capsys, f"memory {SMALL}").out
 
 
-def test_the_version_and_the_examples(capsys):
-    for words, text in (("--version", "lightning-mp "), ("plan --help", "examples:"), ("memory --help", "examples:")):
+def test_every_verb_has_examples_and_json(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("lightning-mp ")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    verbs = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert {"demo", "plan", "advise", "memory", "formats", "fit", "layouts"} <= set(verbs)
+    for verb in verbs:
         with pytest.raises(SystemExit) as exit_info:
-            main(words.split())
+            main([verb, "--help"])
+        printed = capsys.readouterr().out
         assert exit_info.value.code == 0
-        assert text in capsys.readouterr().out
+        assert f"examples:\n  lightning-mp {verb}" in printed, verb
+        assert "--json" in printed, verb
 
 
 @pytest.mark.parametrize(
@@ -117,6 +150,15 @@ def test_the_version_and_the_examples(capsys):
     [
         ("plan --params 1B --layers 2 --width 8 --vocab 8", "--params follows from the shape of the model"),
         ("plan --layers 2 --width 8", "got no --vocab"),
+        (
+            "plan --params 7 --tokens 140B",
+            "--params must be single ones, 1,000 or more, got '7'. For billions write 7B",
+        ),
+        (
+            "plan --params 7B --tokens 15",
+            "--tokens must be single ones, 1,000 or more, got '15'. For billions write 15B",
+        ),
+        ("plan --flops 1e21 --unique-tokens 10", "--unique-tokens must be single ones, 1,000 or more, got '10'"),
         ("plan --flops 1e21 --gpus 8", "--gpus needs a chip. Pass --device"),
         ("plan --flops 1e21 --device h100 --gpus 1.5", "--gpus must be a whole number, got '1.5'"),
         ("plan --config none.json --tokens 1B", "none.json cannot be read or written (No such file"),

@@ -151,6 +151,8 @@ def test_time_is_a_range_where_no_mfu_was_measured():
     assert time.mfu == (0.5, 0.3)
     assert time.hours[0] == pytest.approx(1e21 / (0.5 * 989.4e12) / 3600 / 8)
     assert time.cost == pytest.approx([2 * hours for hours in time.gpu_hours])
+    assert (time.dtype, run_time(1e21, device="RTX4090").chip) == ("bf16", "RTX 4090")
+    assert run_time(1e21, device="v100").dtype == "fp16", "it has no bf16 units"
     assert run_time(1e21, device="h100", mfu="40%").hours[0] == run_time(1e21, device="h100", mfu=0.4).hours[1]
 
 
@@ -170,7 +172,7 @@ def test_time_is_a_range_where_no_mfu_was_measured():
         (lambda: MemoryLayout(zero_stage=3), "`zero_stage` must be 0, 1 or 2, got 3. Stage 3 is shards"),
         (lambda: MemoryLayout(ParallelLayout(copies=4), 0, 3), "`expert_ranks` must divide the 4 data ranks, got 3"),
         (lambda: training_run(parameters=1), "Pass exactly two of `parameters`, `tokens` and `flops`"),
-        (lambda: run_time(1, device="t4"), "No bf16 peak is known for T4"),
+        (lambda: run_time(1, device="t4", dtype="bf16"), "No bf16 peak is known for T4"),
         (
             lambda: decoder_memory(LLAMA_2_7B, MemoryLayout(ParallelLayout(stages=5)), context_tokens=1),
             "`layers` (32) cannot be shared out evenly to 5 stages",

@@ -1,6 +1,7 @@
 """Bytes, times and layouts of ``lightning-mp layouts``, against numbers worked out by hand and published ones."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -146,7 +147,23 @@ def test_the_command_in_json(capsys):
     assert by_name["HSDP 8 x 8"]["copies"] == by_name["HSDP 8 x 8"]["shards"] == 8
 
 
-def test_what_does_not_fit_is_told(capsys):
+def test_layouts_that_do_not_fit_are_marked_and_come_last(capsys):
+    """405 billion parameters fit on no 8 GPUs of 80 GB; of 6.7 billion whole copies with 16 bytes each do not."""
+    huge = ("--params", "405B", "--layers", "126", "--width", "16384", "--vocab", "128256", "--gpus", "8", "--json")
+    assert {row["verdict"] for row in json.loads(output(capsys, *huge))["layouts"]} == {"does not fit"}
+    rows = json.loads(output(capsys, *WORDS, "--gpus", "8,64", "--json"))["layouts"]
+    for gpus in (8, 64):
+        found = [(row["name"], row["verdict"]) for row in rows if row["gpus"] == gpus]
+        assert found[0] == (f"FSDP {gpus}", "fits")
+        assert found[-1] == (f"DDP {gpus}", "does not fit")
+        verdicts = [verdict for _, verdict in found]
+        assert verdicts == sorted(verdicts, key=("fits", "recomputed", "may fit", "does not fit").index)
+    printed = output(capsys, *WORDS, "--gpus", "8")
+    assert "Fits: on GPUs of 80 GB" in printed
+    assert re.search(r"^  DDP 8 +8 +does not fit ", printed, re.MULTILINE)
+
+
+def test_what_cannot_be_shared_out_is_left_out(capsys):
     printed = output(capsys, *WORDS, "--gpus", "64", "--tokens-per-step", "65536")
     assert "left out: 64 GPUs, DDP 64: `tokens_per_step` (65536) is no multiple of 4096 tokens" in printed
     assert "\n  TP 8 x PP 8 " in printed

@@ -21,6 +21,8 @@ def csv_file(text, encoding="utf-8"):
         "seed, Params ,note,FLOPs,Final Loss\n1,100_000_000,x,1.2e18,3.2\n",
         "\ufeffModel Size,Training Tokens,Training FLOP,loss\r\n1e8,2e9,1.3e18,3.2\r\n",
         "loss,parameters,tokens\n3.2,1e8,2e9\n\n",
+        "parameters;tokens;loss;note\n100M;2B;3.2;of Monday, again\n",
+        "N\tD\tloss\n1e8\t2e9\t3.2\n",
     ],
 )
 def test_columns_go_by_many_names(text):
@@ -48,6 +50,7 @@ def test_records_and_runs_can_be_mixed():
         ("N,D,loss\n1e8,20 billions,3\n", "line 2: `tokens` cannot be read, got '20 billions'"),
         ("N,D,loss\n1e8,2e9\n", "line 2 does not have as many values as the header: 3"),
         ("N,D,loss\n1e8,2e9,3,4\n", "line 2 does not have as many values as the header: 3"),
+        ("N;D;loss\n1e8;2e9;3,2\n", "line 2: `loss` cannot be read, got '3,2'"),
         ("N,D,flops,loss\n1e8,2e9,1e21,3\n", "line 2: 1e21 FLOPs contradict 6 N D = 1.2e18"),
         ('N,D,loss\n"1e8,2e9,3\n', "is not a CSV file"),
     ],

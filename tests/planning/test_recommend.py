@@ -10,8 +10,9 @@ import torch
 import yaml
 
 import lightning_mp
+from lightning_mp import recommend
 from lightning_mp.flops.hardware import known_chips
-from lightning_mp.planning import DecoderConfig, decoder_memory, recommend
+from lightning_mp.planning import DecoderConfig, decoder_memory
 from lightning_mp.planning.advice.device_traits import find_device, generation_of, named_device
 from lightning_mp.planning.advice.recommendation import Component
 

@@ -259,6 +259,7 @@ def test_a_unit_that_would_hold_two_dtypes_is_refused() -> None:
     assert "shard the units that lightning_mp.policy.sharding_units.sharding_units makes of the policy" in message
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["autocast", "fp8"])
 def test_a_unit_that_rounds_what_the_policy_keeps_is_refused(name: str) -> None:
     """Its norm would compute in fp32, as the rule says, with weights that lost their last 16 bits on the way."""
@@ -313,6 +314,7 @@ def test_a_cast_of_a_sharded_model_that_has_run_leaves_fp32_where_it_is_kept() -
     assert run_ranks(run, 2) == [True, True]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("policy", [None, SHARDED_RULES], ids=["bare", "policy"])
 @pytest.mark.parametrize("name", ["autocast", "master-weights", "fp8"])
 def test_under_fsdp1_buffers_stay_fp32_and_rules_hold(name: str, policy: Any) -> None:

@@ -15,6 +15,7 @@ from lightning_mp import PrecisionPolicy
 from lightning_mp.policy.applied import AppliedPolicy
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("reentrant", [None, False], ids=["plain", "checkpointed"])
 def test_compiled_in_one_graph_it_computes_the_same(backend: str, reentrant: bool | None):
@@ -72,6 +73,7 @@ def test_manual_and_checkpointed_training_equal_plain_training(kind: type[Classi
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("with_policy", [True, False], ids=["policy", "bare"])
 def test_compiled_training_equals_eager_training(with_policy: bool):
     class OwnRegion(Classifier):

@@ -69,6 +69,7 @@ def train(module: Net, plugin: Any) -> Net:
     return module
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", PLUGINS)
 def test_manual_optimization_trains_as_automatic_optimization_does(name: str) -> None:
     """Backward and step run outside of autocast, though Lightning calls them inside of the forward's context."""
@@ -79,6 +80,7 @@ def test_manual_optimization_trains_as_automatic_optimization_does(name: str) ->
     assert nothing_is_left(module)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_compiled_backward_runs_outside_of_autocast(name: str) -> None:
     """torch.compile alone traces it under the autocast that is on around the forward."""

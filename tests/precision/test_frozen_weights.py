@@ -357,6 +357,7 @@ def test_a_deep_copy_goes_without_and_teardown_takes_everything_away():
         assert torch.equal(copying.copy(torch.ones(1, WIDTH))[0], copying.out)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_in_one_graph_it_computes_the_same_without_casts(backend: str):
     torch._dynamo.reset()

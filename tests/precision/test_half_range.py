@@ -133,6 +133,7 @@ def _train(rank: int, kind: str) -> Any:
     return module.working[-1], module.stepped, told
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp1", marks=pytest.mark.full), "fsdp2"])
 def test_all_ranks_hold_alike(kind: str) -> None:
     (first, first_stepped, told), (second, second_stepped, _) = run_ranks(lambda rank: _train(rank, kind), 2)

@@ -187,6 +187,7 @@ def test_bf16_without_a_factor_makes_fp32_gradients_and_nothing_more() -> None:
     assert counter.rows[1:] == [(8, 1)] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("storage", ["fp32", "remainder"])
 def test_a_compiled_model_is_compiled_once(storage: str) -> None:
     graphs: list[Any] = []
@@ -210,6 +211,7 @@ def test_a_compiled_model_is_compiled_once(storage: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+@pytest.mark.full
 def test_a_module_compiled_as_a_whole_trains_alike() -> None:
     ends = []
     for compile_it in (True, False):

@@ -172,6 +172,7 @@ def test_model_parallel_equals_ddp(parallelism: type[Regression], storage: str) 
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("storage", ["fp32", pytest.param("remainder", marks=pytest.mark.full)])
 def test_a_second_fit_under_fsdp2_goes_on_from_the_masters_of_the_first(storage: str) -> None:
     def train(rank: int, sharded: bool) -> list[Tensor]:
@@ -214,6 +215,7 @@ def test_sharded_runs_resume_exactly(
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_under_fsdp_the_shards_are_the_masters(precision: str) -> None:
     seen: list[Any] = []
@@ -246,6 +248,7 @@ def test_under_fsdp_the_shards_are_the_masters(precision: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("precision", "optimizer"), [("bf16-true", "sgd"), ("16-true", "adamw_fused")])
 def test_two_ranks_with_token_weights(precision: str, optimizer: str) -> None:
     """The accumulation controller's factor goes with the fp32 gradients, or into the fused kernel."""

@@ -276,6 +276,7 @@ def sharded_legs(rank: int, before: str, after: str, strategy: Callable[[], Any]
     return same(start.weights, first[0]), same(start.moments, first[1]), told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after", "strategy"),
     [

@@ -108,6 +108,7 @@ def refused(rank: int, kind: str, how: str, ours: str) -> tuple[str, bool]:
     return str(error.value), all(torch.equal(before[n].to(after[n].dtype), after[n]) for n in before)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("kind", "how", "ours"),
     [
@@ -200,6 +201,7 @@ def by_hand(rank: int, steps: int, waits: bool, read_state: bool) -> int:
         return -1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("waits", "steps", "read_state", "made"), [(True, 2, False, 0), (False, 2, False, 1), (False, 1, True, 1)]
 )
@@ -258,6 +260,7 @@ def beside_tensor_parallelism(rank: int, how: str) -> tuple[int, str]:
     return trainer.global_step, ""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", ["units", "parameters", "nothing"])
 def test_copies_beside_tensor_parallelism_compare_among_themselves(how: str) -> None:
     for steps, message in run_ranks(partial(beside_tensor_parallelism, how=how), 4):
@@ -289,6 +292,7 @@ def experts(rank: int, used: dict[int, int]) -> bool:
         return False
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("used", "told"), [({1: 2, 3: 2}, []), ({0: 1, 2: 1, 1: 1, 3: 2}, [1, 3])])
 def test_ranks_of_an_expert_compare_among_themselves(used: dict[int, int], told: list[int]) -> None:
     assert run_ranks(partial(experts, used=used), 4) == [rank in told for rank in range(4)]

@@ -149,6 +149,7 @@ def test_two_ranks_equal_one_process_in_fp16(clip: float | None) -> None:
         torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("tokens", [23, 50, 51, 77, 131])
 def test_a_budget_lands_exactly_over_all_ranks(tokens: int) -> None:
     def train(rank: int) -> Any:

@@ -48,6 +48,7 @@ def plugin() -> AutocastPrecision:
     return AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 def test_it_equals_ddp(optimizer: Any) -> None:
     """D17, D19: fp16 with clipping by norm and token weights; a budget that ends in the middle of a window."""
@@ -76,6 +77,7 @@ def test_it_equals_ddp(optimizer: Any) -> None:
         torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 def test_an_overflow_in_one_shard_skips_on_all_ranks(optimizer: Any) -> None:
     class Plant(Callback):

@@ -223,6 +223,7 @@ def test_what_a_broken_write_leaves_is_the_checkpoint_from_before(sharded: bool,
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.full
 def test_model_checkpoint_keeps_the_last_ones(tmp_path: Path) -> None:
     def run(rank: int) -> Any:
         keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
@@ -233,6 +234,7 @@ def test_model_checkpoint_keeps_the_last_ones(tmp_path: Path) -> None:
     assert run_ranks(run, 2) == [["step=3.ckpt", "step=4.ckpt"]] * 2
 
 
+@pytest.mark.full
 def test_weights_are_validated_without_an_optimizer_from_what_an_ended_run_left(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
 
@@ -298,6 +300,7 @@ def test_a_checkpoint_from_before_the_first_step_changes_nothing_and_goes_on(sha
     assert all(same == (True, True) for rank in run_ranks(run, 2) for same in rank)
 
 
+@pytest.mark.full
 @SHARDED
 def test_a_run_goes_on_whose_steps_were_all_skipped(sharded: bool, tmp_path: Path) -> None:
     """Its checkpoint holds no state of Adam, which is not fused: fused ones gather it in skipped steps, too."""
@@ -319,6 +322,7 @@ def test_a_run_goes_on_whose_steps_were_all_skipped(sharded: bool, tmp_path: Pat
     assert run_ranks(run, 2) == [(0, 4, True)] * 2
 
 
+@pytest.mark.full
 def test_a_model_that_has_gradients_left_gets_its_state(tmp_path: Path) -> None:
     """Of a run before, in a notebook; torch would take the optimizer for one without state."""
 

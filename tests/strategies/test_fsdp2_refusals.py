@@ -64,6 +64,7 @@ def test_sync_batchnorm_is_refused() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_checkpoint_on_an_object_store_is_refused(
     sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -163,6 +163,7 @@ def test_a_unit_that_nobody_uses(precisions: Sequence[str]) -> None:
     assert_trained_alike([Cell(precision, NEVER, NEVER, windows_that_grow) for precision in precisions])
 
 
+@pytest.mark.full
 @PRECISIONS
 def test_units_that_are_unfrozen(precisions: Sequence[str]) -> None:
     """Before torch 2.15 a unit that was frozen in the first forward has no dtypes, and its gradients get the wrong."""

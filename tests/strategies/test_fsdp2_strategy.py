@@ -42,6 +42,7 @@ def check_against(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
     assert means == pytest.approx(alone["losses"], rel=1e-4)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [

@@ -70,6 +70,7 @@ def distance(gradients: list[Tensor], reference: list[Tensor]) -> float:
     return float(nn.utils.get_total_norm(difference) / nn.utils.get_total_norm(reference))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", PROJECTS)
 def test_the_accumulated_gradient_is_the_token_mean_of_one_big_batch(name: str) -> None:
     """D30. In float32 with Lightning's own precision; 5 ragged micro-batches a window, 2 in the last (D29)."""

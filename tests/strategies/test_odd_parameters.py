@@ -121,6 +121,7 @@ def fits(rank: int, cells: Sequence[tuple[str, str, str]]) -> list[list[float] |
     return [fit(rank, *cell) for cell in cells]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "precisions"),
     [
@@ -139,6 +140,7 @@ def test_float64_is_trained_as_on_one_process(where: str, precisions: tuple[str,
             assert losses == pytest.approx(expected, rel=tolerance), (kind, precision)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", *(pytest.param(p, marks=pytest.mark.full) for p in ("16-mixed",))])
 @pytest.mark.parametrize("where", ["FSDP1 in one unit", "FSDP1"])
 def test_batch_norms_under_fsdp1_are_those_of_one_process(where: str, precision: str) -> None:

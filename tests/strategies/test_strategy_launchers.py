@@ -1,19 +1,24 @@
-"""Every way to start ranks: a script as users write it, an overflow on one of two, and nothing left behind."""
+"""Every way to start ranks: a script as users write it, an overflow on one of two, and nothing left behind.
+
+To start Python is what takes long, so a script fits several times, once for each strategy that can be started in its
+way, and each of these runs is looked at by a test of its own.
+"""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 500
 
 SCRIPT = """
 import json
@@ -21,76 +26,119 @@ import sys
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_mp import AutocastPrecision, LossScaler
+from lightning_mp import AutocastPrecision, LossScaler, PipelineParallelStrategy
+from lightning_mp.pipelining import pipelined_loss
 from lightning_mp.strategies import ReducedPrecisionDDPStrategy
 
 
-class Module(pl.LightningModule):
-    def __init__(self):
+class Recorded(pl.LightningModule):
+    def __init__(self, run):
         super().__init__()
         torch.manual_seed(0)
-        self.layer = torch.nn.Linear(8, 1)
+        self.run, self.seen = run, []
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_train_end(self):
+        with open(f"{self.run}-rank{self.global_rank}.json", "w") as file:
+            json.dump([self.seen, [weight.tolist() for weight in self.parameters() if not weight.is_meta]], file)
+
+
+class Overflows(Recorded):
+    def __init__(self, run):
+        super().__init__(run)
+        self.layer = nn.Linear(8, 1)
 
     def training_step(self, batch, batch_idx):
         loss = self.layer(batch).float().square().mean()
         return loss * torch.inf if batch_idx == 2 and self.global_rank == 1 else loss
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
     def on_after_optimizer_step(self, optimizer, outcome):
-        self.outcomes = [*getattr(self, "outcomes", []), [outcome.stepped, outcome.loss_scale]]
+        self.seen.append([outcome.stepped, outcome.loss_scale])
 
-    def on_train_end(self):
-        result = {"outcomes": self.outcomes, "weight": self.layer.weight.tolist()}
-        with open(f"rank{self.global_rank}.json", "w") as file:
-            json.dump(result, file)
+
+class Pipelined(Recorded):
+    pipeline_layers = ("layers.*",)
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def pipeline_loss(self, output, batch):
+        return output.float().square().mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = pipelined_loss(self, batch)
+        self.seen.append(float(loss.detach()))
+        return loss
+
+
+STRATEGIES = {
+    "reduced_spawn": lambda: ReducedPrecisionDDPStrategy("bf16", start_method="spawn"),
+    "pipeline_spawn": lambda: PipelineParallelStrategy(start_method="spawn"),
+    "pipeline_fork": lambda: PipelineParallelStrategy(start_method="fork"),
+    "alone": lambda: "ddp",  # on one device, which draws samples as several do
+}
 
 
 if __name__ == "__main__":
-    strategy = sys.argv[1]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ReducedPrecisionDDPStrategy("bf16", start_method="spawn") if strategy == "reduced_spawn" else strategy,
-        plugins=[AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    data = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
-    trainer.fit(Module(), DataLoader(data, batch_size=4))
+    for run in sys.argv[1:]:
+        pipelined = "pipeline" in run or run == "alone"
+        fp16 = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1 if run == "alone" else 2,
+            strategy=STRATEGIES.get(run, lambda: run)(),
+            plugins=[AutocastPrecision("bf16-mixed") if pipelined else fp16],
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        data = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+        trainer.fit(Pipelined(run) if pipelined else Overflows(run), DataLoader(data, batch_size=8 if pipelined else 4))
 """
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+# Forks come first: a process that has computed is not forked.
+SCRIPTED = ("ddp", "mp_ddp_bf16_reduce", "mp_pipeline")
+MULTIPROCESSING = ("ddp_fork", "pipeline_fork", "ddp_spawn", "reduced_spawn", "pipeline_spawn", "alone")
+LAUNCHES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "subprocess": ([], SCRIPTED),
+    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], SCRIPTED),
+    "multiprocessing": ([], MULTIPROCESSING),
+}
+PIPELINED = [(name, run) for name, (_, runs) in LAUNCHES.items() for run in runs if "pipeline" in run]
+REPLICATED = [
+    (name, run) for name, (_, runs) in LAUNCHES.items() for run in runs if "pipeline" not in run and run != "alone"
+]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "strategy"),
-    [
-        ([], "ddp"),
-        ([], "ddp_spawn"),
-        ([], "ddp_fork"),
-        (TORCHRUN, "ddp"),
-        ([], "mp_ddp_bf16_reduce"),
-        ([], "reduced_spawn"),
-        (TORCHRUN, "mp_ddp_bf16_reduce"),
-    ],
-    ids=["subprocess", "spawn", "fork", "torchrun", "reduced-subprocess", "reduced-spawn", "reduced-torchrun"],
-)
-def test_both_ranks_skip_the_step_and_end(launcher: list[str], strategy: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the ranks of a run have written; a script is started when it is first asked for."""
+
+    @cache
+    def start(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        launch(folder, *LAUNCHES[name])
+        return folder
+
+    def results(name: str, run: str) -> list[Any]:
+        return [json.loads(path.read_text()) for path in sorted(start(name).glob(f"{run}-rank*.json"))]
+
+    return results
+
+
+def launch(folder: Path, launcher: list[str], runs: tuple[str, ...]) -> None:
+    script = folder / "train.py"
     script.write_text(SCRIPT)
-    if launcher:
-        with socket.socket() as holder:
-            holder.bind(("127.0.0.1", 0))
-            launcher = [*launcher, "--master-addr=127.0.0.1", f"--master-port={holder.getsockname()[1]}"]
     process = subprocess.Popen(
-        [sys.executable, *launcher, str(script), strategy],
-        cwd=tmp_path,
+        [sys.executable, *launcher, str(script), *runs],
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -101,14 +149,27 @@ def test_both_ranks_skip_the_step_and_end(launcher: list[str], strategy: str, tm
         assert process.returncode == 0, output
         assert not processes_in(process.pid)
     finally:
-        for pid in processes_in(process.pid):
+        for pid in processes_in(process.pid, patience_seconds=0):
             os.kill(pid, signal.SIGKILL)
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("name", "run"), REPLICATED)
+def test_both_ranks_skip_the_step_and_end(name: str, run: str, launched: Any) -> None:
+    first, second = launched(name, run)
     assert first == second
-    assert first["outcomes"] == [[True, 1024.0], [True, 1024.0], [False, 1024.0], [True, 512.0], [True, 512.0]]
+    assert first[0] == [[True, 1024.0], [True, 1024.0], [False, 1024.0], [True, 512.0], [True, 512.0]]
 
 
-def processes_in(session: int, patience_seconds: float = 5.0) -> list[int]:
+@pytest.mark.parametrize(("name", "run"), PIPELINED)
+def test_a_pipeline_trains_however_it_is_started(name: str, run: str, launched: Any) -> None:
+    (first, _), (second, _) = launched(name, run)
+    [(alone, _)] = launched("multiprocessing", "alone")
+    assert first == second
+    assert len(first) == 5
+    assert first == pytest.approx(alone, rel=1e-2)
+
+
+def processes_in(session: int, patience_seconds: float = 30.0) -> list[int]:
     """Processes of a session that have not ended by themselves, from Linux's /proc."""
     deadline = time.monotonic() + patience_seconds
     while True:

@@ -50,6 +50,7 @@ def train_two_meshes(rank: int, plugin: Any, *, fused: bool = False) -> Any:
     return trainer.precision_plugin.scaler.get_scale(), module.run
 
 
+@pytest.mark.full
 def test_ranks_of_two_meshes_skip_together() -> None:
     """D02: only one rank of four sees the inf, on a mesh that the optimizer's first gradient is not on."""
 
@@ -100,6 +101,7 @@ class OneShardedWeight(OneWeight):
             fully_shard(self.up, mesh=self.device_mesh["data_parallel"])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("strategy", ["DDP", *SHARDED])
 def test_gradients_are_reduced_in_fp32(strategy: str) -> None:
     """D18: the mean of 1 and 2^-12 has 13 significant bits, more than fp16 and bf16 have."""

@@ -74,6 +74,7 @@ def train(rank: int, thaw: type[Thaw] = Thaw, *, plugin: bool = True, **module: 
     return message, trainer.global_step, weights(trained)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plugin", [True, False])
 def test_an_unfreeze_that_ddp_knows_nothing_of_is_refused_before_ranks_drift_apart(plugin: bool) -> None:
     (message, steps, first), (_, _, second) = run_ranks(partial(train, plugin=plugin), 2)
@@ -83,6 +84,7 @@ def test_an_unfreeze_that_ddp_knows_nothing_of_is_refused_before_ranks_drift_apa
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("thaw", "freezes_itself"), [(FrozenLate, False), (ThawLate, True)], ids=["the remedy", "in configure_optimizers"]
 )

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "process_group", "run_group", "run_ranks"]
+__all__ = ["COMPILER", "RankError", "process_group", "run_group", "run_ranks"]
 
 # Ranks compute on the CPU, wherever they run; and the driver of a GPU does not survive a fork.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -38,12 +38,29 @@ GRACE_SECONDS = 2.0
 # What a hung rank gets to write down where it is.
 STACK_SECONDS = 0.3
 
+#: What the first torch.compile of a process imports; it takes longer than to compile one of the models here.
+COMPILER = (
+    "functorch.compile",
+    "networkx",
+    "torch._dynamo.backends.distributed",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_aot",
+    "torch._dynamo.testing",
+    "torch._higher_order_ops.passes.inline_invoke_subgraph",
+    "torch._inductor.comm_lowering",
+    "torch._inductor.debug",
+    "torch._inductor.lowering",
+    "torch.export._trace",
+)
+
 
 class RankError(AssertionError):
     """A rank raised, hung or died. The text holds each such rank, the first to fail on top."""
 
 
-def run_ranks(function: Callable[[int], Any], world_size: int, timeout_seconds: float = 60) -> list[Any]:
+def run_ranks(
+    function: Callable[[int], Any], world_size: int, timeout_seconds: float = 60, *, imports: Sequence[str] = ()
+) -> list[Any]:
     """Calls ``function(rank)`` in ``world_size`` processes and returns what they return, in rank order.
 
     The processes find the variables of a launched job, so a Lightning Trainer in them starts no processes of its own:
@@ -53,6 +70,8 @@ def run_ranks(function: Callable[[int], Any], world_size: int, timeout_seconds: 
     with its closure, and with all that it uses of a test file, but without what the test changed in other modules.
     The folder, environment, import path, torch's random state and the filters of warnings go along; what it returns
     comes back. Whatever happens, no process outlives the call.
+
+    The server imports the modules ``imports`` before it forks, once for all calls, instead of each rank for itself.
 
     Raises:
         RankError: if a rank raised (with its traceback), did not finish in time (with its stack), or died.
@@ -68,7 +87,7 @@ def run_ranks(function: Callable[[int], Any], world_size: int, timeout_seconds: 
             _Child(rank, *(stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)))
             for rank in range(world_size)
         ]
-        call = stack.enter_context(_Call.open(payload, children))
+        call = stack.enter_context(_Call.open(payload, children, imports))
         failed = call.wait(timeout_seconds)
         reports = [child.failure() for child in failed]
         still_running = [child for child in children if child.exit_code is None]
@@ -187,7 +206,7 @@ class _Call:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, payload: IO[bytes], children: list[_Child]) -> Iterator["_Call"]:
+    def open(cls, payload: IO[bytes], children: list[_Child], imports: Sequence[str]) -> Iterator["_Call"]:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with its:
@@ -198,7 +217,7 @@ class _Call:
                     control.close()
                     _server.cache_clear()
                     process, control = _server()
-                socket.send_fds(control, [b"?"], files)
+                socket.send_fds(control, [pickle.dumps(tuple(imports))], files)
             try:
                 yield cls(ours, children)
             finally:

@@ -333,9 +333,9 @@ class MeasuredOnRank(pl.Callback):
         return tensor.detach()
 
 
-def measure_on_rank(name: str, plugin: Any, strategy: Any) -> dict[str, int]:
+def measure_on_rank(name: str, plugin: Any, strategy: Any, optimizer: str = "AdamW") -> dict[str, int]:
     """Bytes by part on this rank, of two in a run on the CPU."""
     measured = MeasuredOnRank()
     trainer = quiet_trainer(max_steps=2, devices=2, strategy=strategy, plugins=[plugin], callbacks=[measured])
-    trainer.fit(Project(name, "AdamW"), loader([MODELS[name][1]() for _ in range(2)]))
+    trainer.fit(Project(name, optimizer), loader([MODELS[name][1]() for _ in range(2)]))
     return measured.parts

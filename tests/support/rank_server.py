@@ -6,7 +6,6 @@ along in pieces. So ``gloo.py`` starts this file once for each test process and 
 
 import ctypes
 import faulthandler
-import functools
 import gc
 import importlib
 import importlib.metadata
@@ -20,10 +19,12 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
+
+import repeated_work
 
 PRELOAD = (
     "cloudpickle",
@@ -77,12 +78,13 @@ class RankServer:
             call.signal(signal.SIGKILL)
 
     def _accept(self) -> None:
-        message, files, *_ = socket.recv_fds(self._control, 1, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
+        message, files, *_ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
         if not message:
             self._control.close()
             return
         call = _Call(socket.socket(fileno=files.pop(0)))
         self._calls.add(call)
+        _import_all(pickle.loads(message))
         payload, stdout, stderr, *of_ranks = files
         for rank, (result, stack) in enumerate(zip(of_ranks[::2], of_ranks[1::2], strict=True)):
             pid = os.fork()
@@ -188,11 +190,19 @@ def _pattern(of_filter: Any) -> str:
 
 
 def _preload() -> None:
-    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # as in conftest.py
+    repeated_work.read_entry_points_once()
     logging.getLogger().addHandler(logging.NullHandler())  # as under pytest: Lightning then adds none of its own
-    for name in PRELOAD:
+    _import_all(PRELOAD)
+
+
+def _import_all(names: Sequence[str]) -> None:
+    if sys.modules.keys() >= set(names):
+        return
+    for name in names:
         with suppress(ImportError):
             importlib.import_module(name)
+    importlib.metadata.entry_points()
+    repeated_work.seed_the_cpu_alone()
     gc.freeze()  # or each rank would look through all of this for garbage
 
 

@@ -1,14 +1,15 @@
 """torch.compile under FSDP2Strategy and tensor parallelism, against one process that is not compiled."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, model, train
-from gloo import run_ranks
+from gloo import COMPILER
+from gloo import run_ranks as run_any_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
 
@@ -19,6 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # the compiler looks there
 ]
+
+run_ranks = partial(run_any_ranks, timeout_seconds=480, imports=COMPILER)
 
 SEQUENCE = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto_sequence"}
 TENSOR = {"tensor_parallel_size": 2}
@@ -41,26 +44,40 @@ def bf16() -> AutocastPrecision:
     return AutocastPrecision("bf16-mixed")
 
 
-def compiled(how: Callable[[Any], None], rank: int, ranks: int, arguments: dict[str, Any], **more: Any) -> Any:
+def compiled(
+    how: Callable[[Any], None],
+    rank: int,
+    ranks: int,
+    arguments: dict[str, Any],
+    *,
+    validate: bool = False,
+    **more: Any,
+) -> Any:
+    """A validation before training is compiled for itself, which takes as long as the training."""
     module = model()
     how(module)
+    more["num_sanity_val_steps"] = int(validate)
     return train(rank, ranks, fsdp2(**arguments), module=module, gradient_clip_val=0.5, **more)
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks", "arguments", "plugin"),
+    ("how", "ranks", "arguments", "plugin", "validate"),
     [
-        (blocks, 2, {}, bf16),
-        (blocks, 2, TENSOR, fp16),
-        (whole, 2, TENSOR, Precision),
-        (whole, 2, SEQUENCE, fp16),
-        (whole, 4, TENSOR, bf16),
-        (lightning_module, 2, TENSOR, fp16),
+        (blocks, 2, {}, bf16, True),
+        (blocks, 2, TENSOR, fp16, False),
+        (whole, 2, TENSOR, Precision, True),
+        (whole, 2, SEQUENCE, fp16, False),
+        (whole, 4, TENSOR, bf16, False),
+        (lightning_module, 2, TENSOR, fp16, True),
     ],
 )
-def test_it_equals_one_process(how: Any, ranks: int, arguments: dict[str, Any], plugin: Any) -> None:
+def test_it_equals_one_process(how: Any, ranks: int, arguments: dict[str, Any], plugin: Any, validate: bool) -> None:
     """Also where the table of embeddings and the head are in the compiled part; clipped by norm."""
-    found = run_ranks(lambda rank: compiled(how, rank, ranks, arguments, plugin=plugin(), steps=3), ranks, 480)
+
+    def run(rank: int) -> Any:
+        return compiled(how, rank, ranks, arguments, validate=validate, plugin=plugin(), steps=3)
+
+    found = run_ranks(run, ranks)
     assert_same_on_ranks(found)
     alone = train(plugin=plugin(), steps=3, gradient_clip_val=0.5)
     assert_same(found[0], alone, atol={Precision: 2e-6, bf16: 2e-3}.get(plugin, 3e-4))
@@ -73,7 +90,7 @@ def test_master_weights_equal_those_that_are_not_compiled(arguments: dict[str, A
         plain = train(rank, 2, fsdp2(**arguments), plugin=plugin, gradient_clip_val=0.5, steps=3)
         return compiled(blocks, rank, 2, arguments, plugin=MasterWeightsPrecision("bf16-true"), steps=3), plain
 
-    found = run_ranks(run, 2, 480)
+    found = run_ranks(run, 2)
     assert_same_on_ranks([ours for ours, _ in found])
     assert_same(*found[0], atol=2**-8)
 
@@ -88,7 +105,7 @@ def test_recomputed_blocks_and_windows_equal_one_process(how: Any, ranks: int, a
     def run(rank: int) -> Any:
         return compiled(how, rank, ranks, arguments, plugin=bf16(), steps=2, callbacks=callbacks())
 
-    found = run_ranks(run, ranks, 480)
+    found = run_ranks(run, ranks)
     assert_same_on_ranks(found)
     alone = train(plugin=bf16(), steps=2, gradient_clip_val=0.5, callbacks=callbacks())
     assert_same(found[0], alone, atol=2e-3)
@@ -101,17 +118,22 @@ class Overflow(Callback):
 
 
 def test_an_overflow_on_one_rank_skips_on_all() -> None:
-    found = run_ranks(lambda rank: compiled(whole, rank, 2, TENSOR, callbacks=[Overflow()]), 2, 480)
+    found = run_ranks(lambda rank: compiled(whole, rank, 2, TENSOR, callbacks=[Overflow()]), 2)
     assert_same_on_ranks(found)
     assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
 
 
 def test_a_run_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        straight = compiled(whole, rank, 2, SEQUENCE)
-        compiled(whole, rank, 2, SEQUENCE, steps=2, save_to=tmp_path / "last.ckpt")
-        dist.barrier()
-        return straight["weights"], compiled(whole, rank, 2, SEQUENCE, ckpt_path=tmp_path / "last.ckpt")["weights"]
+    class SavesInTheMiddle(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
-    for straight, resumed in run_ranks(run, 2, 480):
+    def run(rank: int) -> Any:
+        straight = compiled(whole, rank, 2, SEQUENCE, callbacks=[SavesInTheMiddle()])
+        resumed = compiled(whole, rank, 2, SEQUENCE, ckpt_path=tmp_path / "middle.ckpt")
+        assert len(resumed["losses"]) == 2
+        return straight["weights"], resumed["weights"]
+
+    for straight, resumed in run_ranks(run, 2):
         assert all(torch.equal(value, resumed[name]) for name, value in straight.items())

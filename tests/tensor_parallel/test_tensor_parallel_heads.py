@@ -73,6 +73,7 @@ def test_attention_runs_on_the_heads_of_the_rank(kind: str) -> None:
         assert len(fused) == (2 if kind == "demo" else 4)  # GPT-2 has biases
 
 
+@pytest.mark.full
 def test_state_dicts_are_in_the_order_of_one_process() -> None:
     """Before and after training, of the model, of a part of it, and on the way in."""
     before = model().state_dict()
@@ -171,6 +172,7 @@ def test_an_overflow_in_one_ranks_heads_skips_on_all(ranks: int) -> None:
     assert all(torch.isfinite(value).all() for value in found[0]["weights"].values())
 
 
+@pytest.mark.full
 def test_dropout_in_attention_differs_between_the_heads_of_ranks() -> None:
     """And only there: everything after it is the same on all ranks, and so are the common random numbers."""
 

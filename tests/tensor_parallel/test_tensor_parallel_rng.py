@@ -60,6 +60,7 @@ def test_masks_on_what_all_ranks_have_are_the_same_without_a_common_seed() -> No
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.full
 def test_an_exception_in_attention_ends_its_own_numbers_and_evaluation_draws_none() -> None:
     class Stopped(Exception):
         pass

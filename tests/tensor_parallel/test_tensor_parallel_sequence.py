@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
-from gloo import run_group, run_ranks
+from gloo import COMPILER, run_group, run_ranks
 from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
@@ -155,9 +155,9 @@ def test_compiled_blocks_equal_one_process(plan: str) -> None:
         for block in module.model.blocks:
             block.compile(backend="aot_eager")
         strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan)
-        return train(rank, 2, strategy, module=module, steps=2, plugin=Precision())
+        return train(rank, 2, strategy, module=module, steps=2, plugin=Precision(), num_sanity_val_steps=0)
 
-    found = run_ranks(run, 2)
+    found = run_ranks(run, 2, imports=COMPILER)
     assert_same_on_ranks(found)
     assert_same(found[0], train(steps=2, plugin=Precision()), atol=2e-6)
 

@@ -149,8 +149,8 @@ def test_nearest_lands_within_half_of_the_largest_micro_batch(tokens: int) -> No
     """Micro-batches that all hold 6 tokens: the nearest multiple of 6 (ties go up), but one at least."""
     budget = ChinchillaBudget(tokens=max(tokens, 6), landing="nearest")
     fit(budget, batches=token_batches([6] * 16))
-    presented = token_batches([6])[0][1].numel()
-    assert abs(budget.tokens_seen - max(tokens, 6)) <= presented / 2
+    input_tokens = token_batches([6])[0][1].numel()
+    assert abs(budget.tokens_seen - max(tokens, 6)) <= input_tokens / 2
     assert budget.tokens_seen % 6 == 0
 
 
@@ -245,10 +245,10 @@ def test_the_account_knows_padding(caplog: pytest.LogCaptureFixture) -> None:
         mask = torch.ones_like(x)
         mask[1, -1] = 0
         batches.append({"input_ids": x, "labels": y, "attention_mask": mask})
-    presented = sum(b["labels"].numel() for b in batches)
+    input_tokens = sum(b["labels"].numel() for b in batches)
     with caplog.at_level("INFO"):
         fit(ChinchillaBudget(tokens=51), FromDict(), batches=batches)
-    assert f"{presented} in the inputs, {presented - 8} without padding, 51 in the loss" in caplog.text
+    assert f"{input_tokens} in the inputs, {input_tokens - 8} without padding, 51 in the loss" in caplog.text
 
 
 def test_making_up_needs_somebody_who_tells() -> None:

@@ -20,14 +20,14 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def closed(counter, items, tokens, presented_tokens, micro_batches=1, largest=None, samples=0, nonpad=0):
-    largest = -(-presented_tokens // max(micro_batches, 1)) if largest is None else largest
-    totals = torch.tensor([items, tokens, presented_tokens, samples, nonpad, largest], dtype=torch.float64)
+def closed(counter, items, tokens, input_tokens, micro_batches=1, largest=None, samples=0, nonpad=0):
+    largest = -(-input_tokens // max(micro_batches, 1)) if largest is None else largest
+    totals = torch.tensor([items, tokens, input_tokens, samples, nonpad, largest], dtype=torch.float64)
     counter.close_window(totals, micro_batches)
 
 
 def sums(counter):
-    return counter.tokens, counter.presented_tokens, counter.windows
+    return counter.tokens, counter.input_tokens, counter.windows
 
 
 # -- one window --------------------------------------------------------------------------------------------------------
@@ -53,18 +53,18 @@ def test_totals_are_the_sums_whether_counted_on_the_host_or_on_the_device(number
     """Each number comes as an int or as a tensor, in any mixture."""
     totals, choices = AccumulationTotals(), iter(on_device)
     all_items_on_host = True
-    for items, tokens, presented_tokens, samples, nonpad_tokens in numbers:
+    for items, tokens, input_tokens, samples, nonpad_tokens in numbers:
         items_on_device, tokens_on_device = next(choices), next(choices)
         all_items_on_host &= not items_on_device
         totals = totals.plus(
             torch.tensor(items, dtype=dtype) if items_on_device else items,
             torch.tensor(tokens, dtype=dtype) if tokens_on_device else tokens,
-            presented_tokens,
+            input_tokens,
             samples,
             nonpad_tokens,
         )
     expected = [float(sum(column)) for column in zip(*numbers, strict=True)] or [0.0] * 5
-    expected.append(float(max((presented for _, _, presented, *_ in numbers), default=0)))
+    expected.append(float(max((input_tokens for _, _, input_tokens, *_ in numbers), default=0)))
     assert totals.tensor(CPU).tolist() == expected
     assert totals.tokens(CPU).item() == expected[1]
     assert totals.micro_batches == len(numbers)
@@ -155,17 +155,17 @@ windows = st.lists(
 
 @given(windows)
 def test_the_account_is_exact_whenever_it_is_looked_at(numbers):
-    counter, tokens, presented_tokens = TokenCounter(), 0, 0
+    counter, tokens, input_tokens = TokenCounter(), 0, 0
     for window_tokens, padding, micro_batches, look in numbers:
         closed(counter, window_tokens, window_tokens, window_tokens + padding, micro_batches)
         tokens += window_tokens
-        presented_tokens += window_tokens + padding
+        input_tokens += window_tokens + padding
         if look:
             counter.settle()
-            assert (counter.tokens, counter.presented_tokens) == (tokens, presented_tokens)
+            assert (counter.tokens, counter.input_tokens) == (tokens, input_tokens)
             assert isinstance(counter.tokens, int)
     counter.settle()
-    assert sums(counter) == (tokens, presented_tokens, len(numbers))
+    assert sums(counter) == (tokens, input_tokens, len(numbers))
 
 
 def test_a_long_run_is_counted_to_the_token():
@@ -176,7 +176,7 @@ def test_a_long_run_is_counted_to_the_token():
         closed(counter, 1, 2**24 + 1, 2**24 + 3)
     counter.settle()
     assert counter.tokens == 2**52 + 100 * (2**24 + 1)
-    assert counter.presented_tokens == 2**52 + 100 * (2**24 + 3)
+    assert counter.input_tokens == 2**52 + 100 * (2**24 + 3)
 
 
 def test_closing_windows_reads_no_scalar_on_the_host():
@@ -192,8 +192,8 @@ def test_closing_windows_reads_no_scalar_on_the_host():
 
 def test_the_largest_micro_batch_is_remembered():
     counter = TokenCounter()
-    for presented_tokens, micro_batches, largest in [(100, 1, 100), (64, 1, 100), (999, 9, 111), (10, 0, 111)]:
-        closed(counter, 1, 1, presented_tokens, micro_batches)
+    for input_tokens, micro_batches, largest in [(100, 1, 100), (64, 1, 100), (999, 9, 111), (10, 0, 111)]:
+        closed(counter, 1, 1, input_tokens, micro_batches)
         counter.settle()
         assert counter.largest_micro_batch == largest
     closed(counter, 1, 1, 404, micro_batches=2, largest=400)
@@ -229,7 +229,7 @@ def test_the_state_holds_plain_numbers_and_every_attribute():
     state = counter.state_dict()
     assert state == {
         "tokens": 4,
-        "presented_tokens": 6,
+        "input_tokens": 6,
         "nonpad_tokens": 5,
         "samples": 9,
         "skipped_tokens": 0,

@@ -22,6 +22,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "active_experts": ("num_experts_per_tok",),
 }
+_HEAD_WIDTH = 128
 _WITHOUT_GATES = ("gpt2", "opt", "gpt_neox", "gptj", "bloom", "phi", "falcon")
 _WITH_BIASES = ("gpt2", "opt")
 
@@ -75,7 +76,7 @@ class DecoderConfig:
             _check_count(name, getattr(self, name), 1)
         for name in ("heads", "kv_heads", "head_width", "ffn_width", "experts", "active_experts", "positions"):
             _check_count(name, getattr(self, name), 0)
-        heads = self.heads or max(1, self.width // 128)
+        heads = self.heads or max(1, self.width // _HEAD_WIDTH)
         set_ = object.__setattr__
         set_(self, "heads", heads)
         set_(self, "kv_heads", self.kv_heads or heads)
@@ -126,6 +127,50 @@ class DecoderConfig:
             biases=learned,
             positions=int(told.get("n_positions") or told.get("max_position_embeddings") or 0) if learned else 0,
             dropout=bool(told.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
+        )
+
+    @classmethod
+    def of_parameters(
+        cls, parameters: float, *, layers: int = 0, width: int = 0, vocabulary: int = 32000, tied_head: bool = False
+    ) -> "DecoderConfig":
+        """A dense decoder of about so many parameters, for a question that tells no more.
+
+        Args:
+            parameters: all of them.
+            layers: blocks; where it is not told, as many as make the width 128 times the number of blocks, as in
+                Llama 2 7B.
+            width: of the residual stream, told together with ``layers``.
+            vocabulary: token ids.
+            tied_head: the output layer is the token table.
+
+        Raises:
+            ValueError: there are too few parameters for the rest.
+
+        Example:
+            >>> guess = DecoderConfig.of_parameters(7e9)
+            >>> guess.layers, guess.width, guess.heads, round(guess.parameters / 1e9, 2)
+            (32, 4096, 32, 7.0)
+        """
+        if not layers:
+            counts = (*range(1, 16), *range(16, 513, 4))
+            tables = (1 if tied_head else 2) * vocabulary * _HEAD_WIDTH
+            layers = min(counts, key=lambda n: abs(12 * n * (n * _HEAD_WIDTH) ** 2 + n * tables - parameters))
+            width = layers * _HEAD_WIDTH
+        size = DecoderSize.of(int(parameters), layers=layers, width=width, vocabulary=vocabulary, tied_head=tied_head)
+        heads = max(1, width // _HEAD_WIDTH)
+        of_mlp = size.block_matmul_weights - 4 * width * (width // heads) * heads
+        if of_mlp < 3 * width:
+            raise ValueError(
+                f"`parameters` ({int(parameters)}) leaves nothing for the MLPs of {layers} blocks of width {width}."
+                " Check the numbers."
+            )
+        return cls(
+            layers=layers,
+            width=width,
+            vocabulary=vocabulary,
+            heads=heads,
+            ffn_width=round(of_mlp / (3 * width)),
+            tied_head=tied_head,
         )
 
     @property

@@ -131,8 +131,9 @@ def estimate_memory(
     module's own code, the casts of the precision, saved tensors, activation checkpoints and the optimizer's own step
     are what is measured; no formula guesses them. The module does not change.
 
-    Of Hugging Face models the batch is taken to have no padding: a mask that padding asks for is not counted.
-    Attention with grouped queries in them may come out too high: 7% of what is saved in a small Llama on the CPU.
+    Hugging Face models make a mask, and repeat the keys and values of grouped queries, for a padded batch: one whose
+    ``attention_mask`` has a zero. A mask under another name, or on the meta device, is taken to leave no token out, and
+    positions to be those of one sequence.
 
     Order of events as in Lightning: gradients of the step before live until the forward has ended. Operations count
     with what they return; what a kernel needs inside of itself is not seen.

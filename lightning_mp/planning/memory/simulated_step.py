@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ def simulate_step(
     precision: PrecisionStorage,
     policy: PrecisionPolicy | None,
     device_type: str,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
@@ -48,14 +49,18 @@ def simulate_step(
         precision: what is stored, and the format of computing.
         policy: rules of the plugin.
         device_type: the device that it is an estimate for.
+        prepare: is given the copy of the module that takes the step, before its optimizers are made.
 
     Raises:
         ValueError: the step reads numbers, nothing has a gradient, or the optimizer cannot step.
     """
+    has_padding = _has_padding(batch)
     fake = private_api.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model = StandInModel(module, precision, policy=policy, device_type=device_type)
         inputs = batch_with(batch, model.cast_input)
+        if prepare is not None:
+            prepare(model.module)
         made = make_optimizers(model.module, optimizer)
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
@@ -66,7 +71,7 @@ def simulate_step(
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
     with torch.random.fork_rng(enabled=True), private_api.observe_dispatch(live.after_operation), fake:
-        _forward_and_backward(model, inputs, run, live)
+        _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
     gradients = live.bytes_by_part.get("gradients", 0)
     for one in optimizers:
         one.step()  # the first one makes the states
@@ -97,13 +102,27 @@ def _observed_step(optimizer: StandInOptimizer, live: LiveStorages) -> None:
         del live.samples[samples:]
 
 
-def _forward_and_backward(model: StandInModel, inputs: Any, run: StepFunction, live: LiveStorages) -> None:
+def _has_padding(batch: Any) -> bool:
+    """Whether an attention mask of the batch, as Hugging Face's collators name it, leaves a token out."""
+    if not isinstance(batch, Mapping):
+        return isinstance(batch, list | tuple) and any(map(_has_padding, batch))
+    return any(
+        not bool(value.all())
+        if isinstance(value, Tensor) and str(name).endswith("attention_mask") and value.ndim == 2 and not value.is_meta
+        else _has_padding(value)
+        for name, value in batch.items()
+    )
+
+
+def _forward_and_backward(
+    model: StandInModel, inputs: Any, run: StepFunction, live: LiveStorages, *, has_padding: bool
+) -> None:
     module = model.module
     with _readable_errors(), warnings.catch_warnings():
         # A LightningModule logs, and has no Trainer here.
         warnings.filterwarnings("ignore", message=r"You are trying to `self\.log\(\)`")
         # Every tensor here stands for another one.
-        masks = MasksWithoutNumbers(lambda tensor: True)
+        masks = MasksWithoutNumbers(lambda tensor: True, has_padding=has_padding)
         with model.forward_context(), _saved_as_activations(live), masks:
             output = run(module, inputs)
             loss = sum_of_outputs(output)

@@ -11,7 +11,7 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.planning.memory.live_storages import LiveStorages
 from lightning_mp.planning.memory.precision_storage import PrecisionStorage
 
-__all__ = ["OptimizerFactory", "StandInOptimizer", "make_optimizers"]
+__all__ = ["OptimizerFactory", "StandInOptimizer", "make_optimizers", "optimizers_in"]
 
 # While a master is taken apart, per element: magnitude, high part and shifted bits in int32, the remainder in int16.
 _SPLIT_BYTES = 14
@@ -36,7 +36,7 @@ def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None)
     """
     configure = getattr(module, "configure_optimizers", None)
     if optimizer is None and callable(configure):
-        found = list(_optimizers_in(configure()))
+        found = list(optimizers_in(configure()))
     else:
         found = [_factory(optimizer or "AdamW")([p for p in module.parameters() if p.requires_grad])]
     if not all(isinstance(one, Optimizer) for one in found):
@@ -62,7 +62,7 @@ def _factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
     return lambda parameters: kind(parameters, lr=1e-3)  # type: ignore[call-arg]  # every class has it
 
 
-def _optimizers_in(configured: Any) -> Iterable[Any]:
+def optimizers_in(configured: Any) -> Iterable[Any]:
     """Of everything that Lightning lets ``configure_optimizers`` return."""
     if configured is None:
         return
@@ -72,7 +72,7 @@ def _optimizers_in(configured: Any) -> Iterable[Any]:
         yield from configured[0]
     elif isinstance(configured, Sequence):
         for one in configured:
-            yield from _optimizers_in(one)
+            yield from optimizers_in(one)
     else:
         yield configured
 

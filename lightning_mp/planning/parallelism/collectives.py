@@ -5,6 +5,7 @@ the bytes of the whole tensor and n ranks::
 
     all-gather, reduce-scatter    (n - 1) / n S
     all-reduce                  2 (n - 1) / n S      a reduce-scatter and an all-gather
+    all-to-all                    (n - 1) / n S      S is what one rank has for all of them, in equal shares
     send                                      S
 
 A ring sends exactly this (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -15,7 +16,8 @@ its ranks in each, it is done in two levels, inside the nodes and between equal 
     between nodes    c (m - 1) / (k m) S
 
 Together this is the ring's number, with the least that can cross between nodes. A single ring laid node by node crosses
-with c (n - 1) / n S on one of the k ranks; a switch that adds numbers up itself (SHARP) sends less.
+with c (n - 1) / n S on one of the k ranks; a switch that adds numbers up itself (SHARP) sends less. An all-to-all has
+nothing to gain from levels: each rank sends (k - 1) / n S inside its node and (n - k) / n S to others.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from typing import Literal, get_args
 
 __all__ = ["Collective", "Transfer"]
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Transfer:
     """The operation."""
     payload_bytes: int
     """S of one operation: the tensor that all ranks have after an all-gather, before a reduce-scatter, and otherwise
-    always."""
+    always; of an all-to-all what one rank has for all."""
     ranks: int
     """n: how many take part; 2 for a send."""
     count: int = 1
@@ -83,6 +85,8 @@ class Transfer:
             return inside, self.bytes_sent - inside
         near, nodes = self._places(gpus_per_node)
         whole = self.payload_bytes * self.count
+        if self.collective == "all_to_all":
+            return whole * (near - 1) / self.ranks, whole * (self.ranks - near) / self.ranks
         return float(self._factor(near) * whole), float(self._factor(nodes) * whole / near)
 
     def _factor(self, ranks: int) -> Fraction:

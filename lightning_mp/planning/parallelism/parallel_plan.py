@@ -28,6 +28,7 @@ from lightning_mp.flops.hardware import matmul_format, peak_flops
 from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.communication import Precision, TensorReduceDtype, communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
@@ -102,6 +103,9 @@ def plan_parallelism(
     sequences_per_gpu: int = 1,
     precision: Precision = "bf16-mixed",
     tensor_reduce_dtype: TensorReduceDtype = "fp32",
+    zero_stage: int = 0,
+    experts: ExpertTraffic | None = None,
+    recomputed: bool = False,
 ) -> ParallelPlan:
     """What one optimizer step of a decoder sends and takes at least, under one layout.
 
@@ -114,7 +118,11 @@ def plan_parallelism(
         sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is split over, so that layouts compare
             at equal activations.
         precision: as in the Trainer.
-        tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`.
+        tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`, as for
+            the next two.
+        zero_stage: among copies.
+        experts: of a mixture, divided over data ranks. Computing is counted for all weights of ``size``.
+        recomputed: every block runs again in backward, a third more computing.
 
     Raises:
         ValueError: sizes do not divide each other, or something is not known.
@@ -142,6 +150,9 @@ def plan_parallelism(
         micro_batches=micro_batches,
         precision=precision,
         tensor_reduce_dtype=tensor_reduce_dtype,
+        zero_stage=zero_stage,
+        experts=experts,
+        recomputed=recomputed,
     )
     flops = flops_per_token(
         size.matmul_weights, layers=size.layers, width=size.width, context_tokens=context_tokens, convention="palm"
@@ -160,7 +171,7 @@ def plan_parallelism(
         between_seconds=between / machine.between_bytes_per_second,
         awaited_seconds=awaited,
         fill_and_drain_seconds=_seconds(sends, machine),
-        compute_seconds=flops * tokens_per_step / (layout.gpus * peak),
+        compute_seconds=flops * (4 / 3 if recomputed else 1) * tokens_per_step / (layout.gpus * peak),
         bubble=bubble_fraction(layout.stages, micro_batches),
     )
 

@@ -63,13 +63,14 @@ def device_budget(
 
 
 def chip_of(device: str) -> Chip:
-    """A chip by its name, or the first of a family: "h100" is "H100 SXM".
+    """A chip by its name, with or without spaces, or the first of a family: "h100" is "H100 SXM".
 
     Raises:
         ValueError: it is not known.
     """
-    family = device.strip().lower()
-    chip = find_chip(device) or next((row for row in known_chips() if row.name.lower().split()[0] == family), None)
+    wanted = "".join(device.lower().split())
+    found = (row for row in known_chips() if wanted in ("".join(row.name.lower().split()), row.name.lower().split()[0]))
+    chip = find_chip(device) or next(found, None)
     if chip is None:
         raise ValueError(
             f"No peak FLOP/s are known for the device {device!r}. "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mp.core.arguments import positive_number
-from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.core.quantities import format_quantity, parse_flops, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 
 _COLUMNS = {
@@ -16,6 +16,7 @@ _COLUMNS = {
     "flops": ("flops", "flop", "c", "compute", "training_flops", "training_flop"),
     "loss": ("loss", "l", "final_loss"),
 }
+_DELIMITERS = ",;\t"
 _LARGEST_DISAGREEMENT = 2.0
 # Wide of every published run, and yet 15T tokens in billions (15,000) or 500B parameters in millions stand outside.
 _FEWEST_PARAMETERS, _FEWEST_TOKENS = 1e3, 1e5
@@ -61,7 +62,7 @@ def read_runs(runs: RunsLike) -> tuple[Run, ...]:
     The columns are ``parameters`` (or ``params``, ``n``, ``model_size``), ``loss`` (``l``, ``final_loss``), and one of
     ``tokens`` (``d``, ``training_tokens``) and ``flops`` (``c``, ``compute``, ``training_flops``), which gives
     D = C / 6 N. With both, ``tokens`` is taken, and the two must agree to a factor of two. Case and other columns do
-    not matter.
+    not matter. Values are separated by commas, semicolons or tabs, as the header is; decimals have a point.
 
     Raises:
         ValueError: A column is missing, a value is not a positive finite number, or parameters and tokens cannot be
@@ -85,7 +86,9 @@ def read_runs(runs: RunsLike) -> tuple[Run, ...]:
 def _read_csv(path: Path) -> Iterator[Run]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
+            header = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, strict=True, delimiter=max(_DELIMITERS, key=header.count))
             if not reader.fieldnames:
                 raise ValueError(f"{path} is empty. Its first line must name the columns: parameters, tokens, loss.")
             _named(dict.fromkeys(reader.fieldnames, ""), f"{path}")
@@ -123,7 +126,10 @@ def _named(record: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _run(record: Mapping[str, Any], place: str) -> Run:
     try:
-        numbers = {name: parse_quantity(value, name) for name, value in record.items()}
+        numbers = {
+            name: parse_flops(value, name) if name == "flops" else parse_quantity(value, name)
+            for name, value in record.items()
+        }
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     parameters, flops = numbers["parameters"], numbers.get("flops")

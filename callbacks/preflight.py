@@ -1,0 +1,86 @@
+"""A preflight before the first step of a fit."""
+
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.preflight_checks.report import PreflightReport, Severity
+
+__all__ = ["Preflight"]
+
+RaiseOn = Literal["error", "warning", "advice", "never"]
+
+
+class Preflight(SettingsRepr, Callback):
+    """Looks for what is wrong with the run when its first batch is there, and ends it if something is.
+
+    ::
+
+        trainer = L.Trainer(callbacks=[Preflight()], plugins=[AutocastPrecision("16-mixed")])
+
+    It runs :func:`~lightning_mp.preflight` once per fit; every rank ends with the same error, by the report of rank 0.
+    The run computes the same numbers with it and without. What a strategy has done to the module by then hides some of
+    it (``report.not_checked``); before the fit, ``preflight(trainer, module, data)`` sees more.
+
+    Args:
+        raise_on: end the run if a finding is this grave or graver. Graver than "advice" warns otherwise, advice is
+            logged.
+
+    Attributes:
+        report: what was found; None before the first batch.
+
+    Raises:
+        ValueError: if ``raise_on`` is unknown.
+        MisconfigurationException: before the first step, with the report.
+
+    Example:
+        >>> from lightning_mp import Preflight
+        >>> Preflight(raise_on="never").report is None
+        True
+    """
+
+    def __init__(self, raise_on: RaiseOn = "error") -> None:
+        if raise_on not in get_args(RaiseOn):
+            raise ValueError(f"Preflight(raise_on={raise_on!r}) is unknown; it must be one of {get_args(RaiseOn)}.")
+        self.raise_on: RaiseOn = raise_on
+        self.report: PreflightReport | None = None
+        self._is_due = False
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Checks the Trainer."""
+        refuse_other_trainers(self, trainer)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """The next batch is the first one."""
+        self.report, self._is_due = None, True
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Looks, with the first batch; ends the run, warns, or says that nothing was found."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        # On every rank: what the module's own code says to other ranks must find them there.
+        self.report = report = trainer.strategy.broadcast(_report(trainer, pl_module, batch))
+        if self.raise_on != "never" and report.at_least(self.raise_on):
+            raise MisconfigurationException(f"{report}\n{self!r} ends the run; raise_on='never' only reports.")
+        graver: Severity = "warning"
+        (rank_zero_warn if report.at_least(graver) else rank_zero_info)(str(report))
+
+
+def _report(trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> PreflightReport:
+    # Importing the package should not cost what nobody may ask for.
+    from lightning_mp.preflight_checks.data_facts import FoundData
+    from lightning_mp.preflight_checks.trainer_look import TrainerLook
+
+    batches = trainer.num_training_batches
+    number = None if batches == float("inf") else int(batches)
+    datamodule = vars(trainer).get("datamodule")
+    data = FoundData(batch, trainer.train_dataloader, number, datamodule, is_limited=True)
+    return TrainerLook(trainer, pl_module).report(lambda: data, trainer.ckpt_path)

@@ -1,0 +1,22 @@
+"""Pictures that a verb is to draw."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["check_picture"]
+
+_ENDINGS = (".png", ".pdf", ".svg")
+
+
+def check_picture(path: Path, option: str) -> None:
+    """Before the work: a picture that cannot be drawn should not cost a run.
+
+    Raises:
+        ValueError: the ending is not one that can be drawn, there is no such folder, or matplotlib is missing.
+    """
+    if path.suffix.lower() not in _ENDINGS:
+        raise ValueError(f"{option} {path} is no picture that can be drawn. End its name with {', '.join(_ENDINGS)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it first")
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib: pip install 'lightning-mp[plots]'")

@@ -1,0 +1,236 @@
+"""``compare_precisions``: what a precision costs and how well it trains, on the user's own model and machine."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+
+from lightning_mp._version import __version__
+from lightning_mp.comparison.paired_difference import PairedDifference
+from lightning_mp.comparison.paired_runs import paired_quality, run_pairs
+from lightning_mp.comparison.precision_costs import measure_costs
+from lightning_mp.comparison.precisions import PluginFactory, described, plugin_factories
+from lightning_mp.comparison.progress import Progress
+from lightning_mp.comparison.result import PrecisionComparison
+from lightning_mp.comparison.run_file import FinishedRun, RunFile
+from lightning_mp.comparison.step_cost import first_batch
+from lightning_mp.comparison.training_data import TrainingData
+from lightning_mp.comparison.trial import Experiment, Trial
+from lightning_mp.core.random_state import random_state_kept
+
+__all__ = ["compare_precisions"]
+
+ModuleOrFactory = pl.LightningModule | Callable[[], pl.LightningModule]
+
+_OWN_OPTIONS = {
+    "precision": "pass precisions= instead",
+    "plugins": "pass precisions= instead",
+    "accelerator": "pass accelerator= instead",
+    "max_steps": "pass steps= instead",
+    "max_epochs": "pass steps= instead",
+    "devices": "it runs on one device",
+    "num_nodes": "it runs on one device",
+    "strategy": "it runs on one device",
+    "default_root_dir": "runs leave nothing behind",
+}
+
+
+def compare_precisions(
+    module: ModuleOrFactory,
+    data: Any,
+    precisions: Iterable[str | Precision | PluginFactory] | Mapping[str, str | Precision | PluginFactory] = (
+        "32-true",
+        "bf16-mixed",
+    ),
+    *,
+    steps: int | None = None,
+    seeds: int | Sequence[int] = 5,
+    monitor: str | None = None,
+    val_data: Any = None,
+    margin: float = 0.004,
+    confidence: float = 0.95,
+    file: str | Path | None = None,
+    accelerator: str = "auto",
+    trainer_options: Mapping[str, Any] | None = None,
+    rounds: int = 5,
+    progress: bool | None = None,
+) -> PrecisionComparison:
+    """Compares precisions on your model: time per batch, peak memory, gradient error, and with ``steps`` the loss.
+
+    Every run is a ``Trainer`` of its own on one device, without logger and checkpoints, over a fresh copy of the
+    module. Times come from short runs of all precisions in turn, over and over, so that a machine that slows down slows
+    all of them. Losses come from pairs: with each seed all precisions start from the same weights and see the same data
+    and the same random numbers, so that the difference of a pair shows what the precision did. The global random state
+    is left as it was.
+
+    Args:
+        module: a LightningModule, whose weights all runs start from; or a function that makes one, which is called once
+            per run, so that each seed has initial weights of its own.
+        data: a ``LightningDataModule``, a loader, a function that makes one of these, or one batch (a tensor, list,
+            tuple or mapping), which is enough without ``steps``.
+        precisions: the baseline first. Names of :data:`~lightning_mp.comparison.precisions.PRECISION_NAMES`, precision
+            plugins, or functions that make one; a mapping gives them names of its own.
+        steps: optimizer steps of each paired run; None makes none.
+        seeds: how many pairs, or which. More of them later go on with the same ``file``.
+        monitor: name of a validation metric to compare, lower being better; validated once, at the end of each run.
+            None compares the mean training loss over the last tenth of the batches.
+        val_data: a loader to validate on; of a data module its own is taken.
+        margin: the largest increase of the loss that does not matter, in its own unit; the default suits nats per
+            token.
+        confidence: of the intervals.
+        file: where finished runs are kept, a line of JSON each. A comparison that was killed goes on from there.
+        accelerator: "cpu", "cuda", "mps", or "auto" for a GPU where there is one.
+        trainer_options: of the Trainer, such as ``gradient_clip_val``; each run gets copies.
+        rounds: how often each precision is timed.
+        progress: show a progress bar; None shows it on a terminal.
+
+    Returns:
+        Figures; ``print`` it for a table, ``plot(path)`` for a picture, ``as_dict()`` for plain values.
+
+    Raises:
+        ValueError: an argument is wrong, the data is empty, ``file`` is of another comparison, a run of the baseline
+            diverged, or the runs of a seed saw different data or weights.
+
+    Source:
+        Non-inferiority of paired differences, see :class:`~lightning_mp.comparison.paired_difference.PairedDifference`.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> found = compare_precisions(BoringModel, torch.randn(4, 32), ["32-true", "bf16-mixed"], rounds=1)
+        >>> found.costs["bf16-mixed"].gradient_error < 0.02
+        True
+    """
+    experiment = Experiment(
+        make_module=_factory(module),
+        data=TrainingData(data, val_data),
+        accelerator=_device_type(accelerator),
+        precisions=plugin_factories(precisions, _device_type(accelerator)),
+        trainer_options=dict(trainer_options or {}),
+    )
+    chosen = _seeds(seeds)
+    _check(experiment, steps=steps, rounds=rounds, margin=margin, confidence=confidence, file=file)
+    with random_state_kept(experiment.device), Progress(progress) as bar:
+        batch, first = first_batch(experiment, monitor if steps is not None else None)
+        run_file = None if file is None else RunFile(Path(file), _settings(experiment, steps, monitor, first))
+        costs, reference = measure_costs(experiment, batch, rounds, bar)
+        runs: list[FinishedRun] = []
+        if steps is not None:
+            runs = run_pairs(experiment, seeds=chosen, steps=steps, monitor=monitor, file=run_file, bar=bar)
+    names = list(experiment.precisions)
+    return PrecisionComparison(
+        costs=costs,
+        quality=paired_quality(runs, names, margin=margin, confidence=confidence) if runs else {},
+        runs=tuple(runs),
+        steps=steps,
+        monitor=monitor,
+        margin=margin,
+        confidence=confidence,
+        device=_device_name(experiment.device),
+        versions=_versions(),
+        gradient_reference=reference,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else device.type
+
+
+def _versions() -> dict[str, str]:
+    return {"lightning_mp": __version__, "lightning": pl.__version__, "torch": str(torch.__version__)}
+
+
+def _device_type(accelerator: str) -> str:
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if accelerator == "auto":
+        return "cuda" if available["cuda"] else "cpu"
+    if not available.get({"gpu": "cuda"}.get(accelerator, accelerator)):
+        usable = ", ".join(repr(name) for name, there in available.items() if there)
+        raise ValueError(f"`accelerator` {accelerator!r} is not available here. Use 'auto' or one of {usable}.")
+    return {"gpu": "cuda"}.get(accelerator, accelerator)
+
+
+def _check(
+    experiment: Experiment,
+    *,
+    steps: int | None,
+    rounds: int,
+    margin: float,
+    confidence: float,
+    file: str | Path | None,
+) -> None:
+    for name, value in (("steps", steps), ("rounds", rounds)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
+    PairedDifference((0.0,), margin=margin, confidence=confidence)  # refuses what it cannot use
+    for name in experiment.trainer_options:
+        if name in _OWN_OPTIONS:
+            raise ValueError(f"`trainer_options` has {name!r}, which compare_precisions() sets: {_OWN_OPTIONS[name]}.")
+    if steps is not None and experiment.data.is_batch:
+        raise ValueError(
+            f"`steps` is {steps}, and `data` is a single batch, on which a loss says nothing. Pass a"
+            " LightningDataModule or a loader, or leave steps out."
+        )
+    if steps is None and file is not None:
+        raise ValueError(f"`file` {file} keeps paired runs, and there are none without steps. Pass steps=, or no file.")
+
+
+def _seeds(seeds: int | Sequence[int]) -> list[int]:
+    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
+        return list(range(seeds))
+    if isinstance(seeds, list | tuple | range):
+        chosen = list(seeds)
+        if chosen and all(type(seed) is int for seed in chosen) and len(set(chosen)) == len(chosen):
+            return chosen
+    raise ValueError(f"`seeds` must be a positive number of pairs, or different whole numbers, got {seeds!r}.")
+
+
+def _factory(module: ModuleOrFactory) -> Callable[[], pl.LightningModule]:
+    if isinstance(module, nn.Module):
+        _check_module(module)
+        return lambda: copy.deepcopy(module)
+    if not callable(module):
+        _check_module(module)
+
+    def make() -> pl.LightningModule:
+        made = module()
+        _check_module(made)
+        return made
+
+    return make
+
+
+def _check_module(made: Any) -> None:
+    # torch.compile puts a module around it
+    if not isinstance(getattr(made, "_orig_mod", made), pl.LightningModule):
+        raise ValueError(
+            "`module` must be a lightning.pytorch.LightningModule or a function that makes one, got"
+            f" {type(made).__module__}.{type(made).__qualname__}."
+        )
+
+
+def _settings(experiment: Experiment, steps: int | None, monitor: str | None, first: Trial) -> dict[str, Any]:
+    """What the losses of the runs depend on, as far as it can be told."""
+    return {
+        "steps": steps,
+        "monitor": monitor,
+        "precisions": {name: described(make()) for name, make in experiment.precisions.items()},
+        "trainer_options": {name: _plain(value) for name, value in sorted(experiment.trainer_options.items())},
+        "accelerator": experiment.accelerator,
+        "weights": first.weights_digest,
+        "data": first.data_digest,
+        "versions": _versions(),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text

@@ -1,0 +1,111 @@
+"""Which precisions are compared: names, plugins, or functions that make them; each run has a plugin of its own."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+
+from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
+
+__all__ = ["PRECISION_NAMES", "PluginFactory", "described", "plugin_factories"]
+
+PluginFactory = Callable[[], Precision]
+
+# From the device type to a plugin. fp8 is emulated on a CPU: some take seconds for a step with torch's own product.
+_BY_NAME: Mapping[str, Callable[[str], Precision]] = MappingProxyType(
+    {
+        "64-true": lambda device_type: DoublePrecision(),
+        "32-true": lambda device_type: Precision(),
+        "tf32": lambda device_type: TF32Precision(),
+        "bf16-mixed": lambda device_type: AutocastPrecision("bf16-mixed"),
+        "16-mixed": lambda device_type: AutocastPrecision("16-mixed"),
+        "bf16-masters": lambda device_type: MasterWeightsPrecision("bf16-true"),
+        "bf16-remainder": lambda device_type: MasterWeightsPrecision("bf16-true", storage="remainder"),
+        "16-masters": lambda device_type: MasterWeightsPrecision("16-true"),
+        "fp8-mixed": lambda device_type: Float8Precision("rowwise", emulate=device_type == "cpu"),
+        "fp8-tensorwise": lambda device_type: Float8Precision("tensorwise", emulate=device_type == "cpu"),
+        "bf16-true": lambda device_type: HalfPrecision("bf16-true"),
+        "16-true": lambda device_type: HalfPrecision("16-true"),
+        "lightning:bf16-mixed": lambda device_type: MixedPrecision("bf16-mixed", device_type),
+        "lightning:16-mixed": lambda device_type: MixedPrecision("16-mixed", device_type),
+    }
+)
+
+PRECISION_NAMES: tuple[str, ...] = tuple(_BY_NAME)
+"""Names of ``compare_precisions``: those of ``estimate_memory``; ``lightning:`` is Lightning's own plugin."""
+
+
+def plugin_factories(
+    precisions: Iterable[str | Precision | PluginFactory] | Mapping[str, str | Precision | PluginFactory],
+    device_type: str,
+) -> dict[str, PluginFactory]:
+    """What makes the plugin of each precision anew, by name.
+
+    Args:
+        precisions: names of :data:`PRECISION_NAMES`, plugins (each run gets a copy) or functions without arguments; a
+            mapping gives them names of its own.
+        device_type: that of the runs.
+
+    Raises:
+        ValueError: a name is unknown or given twice, or there is nothing to compare.
+
+    Example:
+        >>> from lightning_mp import AutocastPrecision
+        >>> list(plugin_factories(["32-true", AutocastPrecision("bf16-mixed")], "cpu"))
+        ['32-true', 'AutocastPrecision(bf16-mixed)']
+    """
+    if isinstance(precisions, str):
+        raise ValueError(f'`precisions` must be several, got {precisions!r}. Pass ("32-true", {precisions!r}).')
+    named = precisions.items() if isinstance(precisions, Mapping) else [(_name_of(each), each) for each in precisions]
+    factories: dict[str, PluginFactory] = {}
+    for name, precision in named:
+        if name in factories:
+            raise ValueError(
+                f"`precisions` has {name!r} twice. Give them names of their own: "
+                f'precisions={{"first": ..., "second": ...}}.'
+            )
+        factories[name] = _factory(precision, device_type)
+    if len(factories) < 2:
+        raise ValueError(
+            f"`precisions` must be two or more, the baseline first, got {len(factories)}. Names are "
+            f"{', '.join(PRECISION_NAMES)}."
+        )
+    return factories
+
+
+def described(plugin: Precision) -> str:
+    """A plugin with its settings, in the same words in every process.
+
+    Example:
+        >>> described(HalfPrecision("bf16-true"))
+        'HalfPrecision(bf16-true)'
+    """
+    return repr(plugin) if isinstance(plugin, SettingsRepr) else f"{type(plugin).__name__}({plugin.precision})"
+
+
+def _name_of(precision: Any) -> str:
+    if isinstance(precision, str):
+        return precision
+    if isinstance(precision, Precision):
+        return f"{type(precision).__name__}({precision.precision})"
+    return str(getattr(precision, "__name__", type(precision).__name__))
+
+
+def _factory(precision: Any, device_type: str) -> PluginFactory:
+    if isinstance(precision, str):
+        if precision not in _BY_NAME:
+            raise ValueError(f"`precisions` has {precision!r}. Known names are {', '.join(PRECISION_NAMES)}.")
+        return lambda: _BY_NAME[precision](device_type)
+    if isinstance(precision, Precision):
+        # now, so that what happens to the caller's plugin later changes nothing
+        untouched = copy.deepcopy(precision)
+        return lambda: copy.deepcopy(untouched)
+    if callable(precision):
+        return precision  # type: ignore[no-any-return]
+    raise ValueError(
+        f"`precisions` has {precision!r} of type {type(precision).__name__}. Pass a name, a precision plugin, or a"
+        " function without arguments that makes one."
+    )

@@ -1,0 +1,206 @@
+"""What a comparison found: figures, a table for people, plain values for machines, a picture."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_mp.comparison.paired_runs import PairedQuality
+from lightning_mp.comparison.run_file import FinishedRun
+from lightning_mp.comparison.step_cost import StepCost
+from lightning_mp.core.quantities import format_bytes, format_quantity
+
+__all__ = ["PrecisionComparison"]
+
+_MEMORY_THAT_COUNTS = 0.02  # less is as good as nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionComparison:
+    """Precisions beside each other; the first one is the baseline.
+
+    Attributes:
+        costs: of each precision, by name.
+        quality: of each precision; empty without paired runs.
+        runs: the paired runs.
+        steps: optimizer steps of each of them; None without.
+        monitor: the validation metric that was compared; None for the training loss.
+        margin: the increase of the loss that does not matter.
+        confidence: of the intervals.
+        device: what it ran on.
+        versions: of torch, Lightning and this package.
+        gradient_reference: the precision whose gradient the errors are against.
+    """
+
+    costs: Mapping[str, StepCost]
+    quality: Mapping[str, PairedQuality]
+    runs: tuple[FinishedRun, ...]
+    steps: int | None
+    monitor: str | None
+    margin: float
+    confidence: float
+    device: str
+    versions: Mapping[str, str]
+    gradient_reference: str
+
+    @property
+    def baseline(self) -> str:
+        """The name of the first precision."""
+        return next(iter(self.costs))
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The names of the others."""
+        return tuple(self.costs)[1:]
+
+    def verdict(self, precision: str) -> str:
+        """The verdict on the loss of one precision: "not worse", "worse" or "cannot tell yet".
+
+        Raises:
+            ValueError: there were no paired runs, or this is the baseline.
+        """
+        found = self.quality.get(precision)
+        if found is None or found.difference is None:
+            raise ValueError(
+                f"There is no verdict on {precision!r}: pass steps= for paired runs, and ask for one of "
+                f"{', '.join(self.candidates)}."
+            )
+        return found.difference.verdict
+
+    def time_to_equal_loss(self, precision: str) -> float | None:
+        """Time to the baseline's final loss over the baseline's time: time per batch times the steps it takes.
+
+        None without paired runs, and where the loss was too flat to tell.
+        """
+        found = self.quality.get(precision)
+        if found is None or found.steps_ratio is None:
+            return None
+        return found.steps_ratio * self.costs[precision].time_ratio
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """One sentence on each candidate: whether it pays on this machine, and for what."""
+        return tuple(self._advice(name) for name in self.candidates)
+
+    def _advice(self, name: str) -> str:
+        cost, baseline = self.costs[name], self.costs[self.baseline]
+        ratio = self.time_to_equal_loss(name)
+        saved = 1 - cost.peak_bytes / baseline.peak_bytes
+        found = self.quality.get(name)
+        if found is not None and found.difference is not None and found.difference.verdict == "worse":
+            return f"{name} does not pay here: its loss is worse ({found.difference})."
+        memory = f"saves {saved:.0%} of the peak memory" if saved > _MEMORY_THAT_COUNTS else "saves no memory"
+        fastest, slowest = cost.time_ratio_range
+        if fastest < 1 <= slowest:
+            time = f"{name} takes {fastest:.2f} to {slowest:.2f} times the time per batch, no clear gain, and {memory}"
+        else:
+            time = f"{name} takes {cost.time_ratio:.2f} times the time per batch and {memory}"
+        if slowest >= 1:
+            pays = "pays here only where memory is short" if saved > _MEMORY_THAT_COUNTS else "does not pay here"
+            return f"{time}: it {pays}."
+        if ratio is None:
+            return f"{time}: it pays here."
+        verb = "it pays here" if ratio < 1 else "it does not pay here"
+        return f"{time}; {ratio:.2f} times the time to an equal loss: {verb}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; null stands for what is not known or not finite."""
+        return {
+            "device": self.device,
+            "versions": dict(self.versions),
+            "baseline": self.baseline,
+            "steps": self.steps,
+            "monitor": self.monitor,
+            "margin": self.margin,
+            "confidence": self.confidence,
+            "gradient_reference": self.gradient_reference,
+            "precisions": {name: self._precision_as_dict(name) for name in self.costs},
+            "advice": list(self.advice),
+        }
+
+    def _precision_as_dict(self, name: str) -> dict[str, Any]:
+        values: dict[str, Any] = {"cost": asdict(self.costs[name])}
+        found = self.quality.get(name)
+        if found is None:
+            return values
+        values["seeds"] = [run.seed for run in self.runs if run.precision == name]
+        values["final_losses"] = [_finite(loss) for loss in found.final_losses]
+        if found.difference is not None:
+            difference = found.difference
+            values |= {
+                "differences": [_finite(each) for each in difference.differences],
+                "mean_difference": _finite(difference.mean),
+                "interval": [_finite(end) for end in difference.interval],
+                "verdict": difference.verdict,
+                "more_seeds": difference.more_seeds,
+                "steps_to_equal_loss": found.steps_ratio,
+                "time_to_equal_loss": self.time_to_equal_loss(name),
+            }
+        return values
+
+    def plot(self, path: str | Path) -> None:
+        """Draws costs, and where there are paired runs their losses and differences; needs matplotlib.
+
+        Args:
+            path: of a png, pdf or svg.
+
+        Raises:
+            ValueError: the name has another ending.
+        """
+        from lightning_mp.comparison.plot import draw_comparison
+
+        draw_comparison(self, Path(path))
+
+    def __str__(self) -> str:
+        unit = self.costs[self.baseline].unit
+        header = ["precision", "time/batch", "ratio", "from", "to", f"{unit}/s", "peak memory", "gradient error"]
+        rows = [header]
+        for name, cost in self.costs.items():
+            error = "-" if cost.gradient_error is None else f"{cost.gradient_error:.1e}"
+            ends = [f"{end:.2f}" for end in (cost.time_ratio, *cost.time_ratio_range)]
+            seconds = f"{1e3 * cost.batch_seconds:.3g} ms"
+            row = [name, seconds, *ends, format_quantity(cost.items_per_second), format_bytes(cost.peak_bytes), error]
+            rows.append(row)
+        lines = [f"One batch on {self.device}, over {self.baseline}; error of the gradient against "]
+        lines[0] += self.gradient_reference
+        lines += _table(rows)
+        if self.quality:
+            lines += ["", *self._quality_lines()]
+        return "\n".join([*lines, "", *self.advice])
+
+    def _quality_lines(self) -> list[str]:
+        seeds = len(self.quality[self.baseline].final_losses)
+        what = self.monitor or "training loss over the last tenth of the batches"
+        percent = f"{self.confidence:.0%}"
+        rows = [["precision", "loss", "difference", f"{percent} from", "to", "time to equal loss", "verdict"]]
+        for name, found in self.quality.items():
+            finite = [loss for loss in found.final_losses if math.isfinite(loss)]
+            loss = f"{math.fsum(finite) / len(finite):.4f}" if finite else "-"
+            row = [name, loss]
+            if found.difference is None:
+                rows.append([*row, "-", "-", "-", "1.00", "baseline"])
+                continue
+            values = (found.difference.mean, *found.difference.interval)
+            time = self.time_to_equal_loss(name)
+            row += [f"{value:+.4f}" if math.isfinite(value) else "-" for value in values]
+            rows.append([*row, "-" if time is None else f"{time:.2f}", str(found.difference)])
+        return [f"{what}, {seeds} paired seeds of {self.steps} steps, margin {self.margin:g}", *_table(rows)]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Columns under their names; names of precisions and verdicts are aligned left, numbers right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    left = {0, *(column for column, name in enumerate(rows[0]) if name == "verdict")}
+    return [
+        "  "
+        + "  ".join(
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

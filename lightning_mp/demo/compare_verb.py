@@ -1,0 +1,143 @@
+"""``lightning-mp compare``: precisions beside each other, on one's own module or on the demo's."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_mp.cli.imported_function import import_function
+from lightning_mp.cli.parser import OneLineParser
+from lightning_mp.cli.picture_file import check_picture
+from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
+from lightning_mp.comparison.compare import compare_precisions
+from lightning_mp.comparison.precisions import PRECISION_NAMES
+from lightning_mp.comparison.result import PrecisionComparison
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.demo.data import load_file, load_standard_library
+from lightning_mp.demo.prepare import use_few_threads
+from lightning_mp.demo.settings import CLIP_NORM, Settings
+from lightning_mp.demo.text_runs import TextRuns
+
+__all__ = ["add_compare_command"]
+
+_DESCRIPTION = """\
+Compares precisions on your module, or on the demo's: time per batch, peak memory and error of the gradient; with
+--steps also the loss, in pairs of runs that start from the same weights and see the same data, with a confidence
+interval and a verdict: not worse, worse, or how many more seeds it takes to tell."""
+
+_EXAMPLES = f"""\
+examples:
+  lightning-mp compare
+  lightning-mp compare --module my_project.model:example --precision 32-true bf16-mixed bf16-masters
+  lightning-mp compare --params 20k --steps 200 --seeds 5 --file runs.jsonl --plot comparison.png
+
+  example() returns (module, data): a LightningModule, and a LightningDataModule, a loader or one batch. It is called
+  once for each run, so that each seed has initial weights of its own.
+
+precisions, the baseline first:
+  {", ".join(PRECISION_NAMES[:7])},
+  {", ".join(PRECISION_NAMES[7:])}"""
+
+_OPTIONS = {
+    "precisions": "--precision",
+    "steps": "--steps",
+    "seeds": "--seeds",
+    "monitor": "--monitor",
+    "margin": "--margin",
+    "confidence": "--confidence",
+    "rounds": "--rounds",
+    "file": "--file",
+    "accelerator": "--accelerator",
+    "params": "--params",
+    "module": "--module",
+    "data": "--module",
+}
+_STEPS_WITHOUT_PAIRS = 100
+
+
+def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
+    """Adds ``compare`` to the command line."""
+    parser = commands.add_parser(
+        "compare",
+        help="what a precision costs and how well it trains, measured here",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--precision", nargs="+", metavar="P", dest="precisions", default=["32-true", "bf16-mixed"])
+    parser.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes your module and its data")
+    demo = parser.add_argument_group("or the demo's model")
+    demo.add_argument("--params", metavar="N", default="100k", help="size of the model; default 100k")
+    demo.add_argument("--text", metavar="FILE", help="instead of the standard library's source")
+    demo.add_argument("--batch-size", type=int, default=8, metavar="B", help="sequences per batch; default 8")
+    pairs = parser.add_argument_group("paired runs")
+    pairs.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run; without, none is made")
+    pairs.add_argument("--seeds", type=int, default=5, metavar="N", help="pairs; default 5")
+    pairs.add_argument("--monitor", metavar="NAME", help="validation metric; default the training loss, demo val/loss")
+    pairs.add_argument("--margin", type=float, default=0.004, metavar="M", help="that does not matter; default 0.004")
+    pairs.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of the intervals; default 0.95")
+    pairs.add_argument("--file", type=Path, metavar="FILE", help="keeps finished runs; the same command goes on there")
+    parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda or mps; default auto")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of timing; default 5")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result: png, pdf or svg")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        found, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _compare(arguments))
+    except KeyboardInterrupt:
+        where = f"Finished runs are in {arguments.file}; the same command goes on" if arguments.file else "Nothing kept"
+        print(f"\nInterrupted. {where}.", file=sys.stderr)
+        return 130
+    if arguments.json:
+        print_json({**found.as_dict(), "warnings": said})
+        return 0
+    print(found)
+    if arguments.plot is not None:
+        print(f"\nThe picture is in {arguments.plot}.")
+    print_warnings(said)
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> PrecisionComparison:
+    if arguments.plot is not None:
+        check_picture(arguments.plot, "--plot")
+    module, data, others = _own(arguments) if arguments.module is not None else _demo(arguments)
+    names = ("precisions", "steps", "seeds", "margin", "confidence", "file", "accelerator", "rounds")
+    try:
+        found = compare_precisions(module, data, **{name: getattr(arguments, name) for name in names}, **others)
+    except (MisconfigurationException, ModuleNotFoundError) as error:
+        raise ValueError(str(error)) from error
+    if arguments.plot is not None:
+        found.plot(arguments.plot)
+    return found
+
+
+def _own(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+    make = import_function(arguments.module, "--module")
+    made = make()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(f"--module {arguments.module} must return (module, data), got {type(made).__name__}")
+    return lambda: make()[0], made[1], {"monitor": arguments.monitor}
+
+
+def _demo(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+    steps = arguments.steps or _STEPS_WITHOUT_PAIRS
+    settings = Settings(params=_whole(arguments.params), batch_size=arguments.batch_size)
+    corpus = load_standard_library() if arguments.text is None else load_file(Path(arguments.text))
+    stock = any(name.startswith("lightning:") for name in arguments.precisions)
+    runs = TextRuns(corpus, settings.model, steps, settings.batch_size, fused=not stock)
+    runs.make_data()  # refuses a text that is too short
+    use_few_threads(settings.model.parameters, arguments.accelerator)
+    monitor = arguments.monitor or ("val/loss" if arguments.steps is not None else None)
+    others = {"val_data": runs.validation, "monitor": monitor, "trainer_options": {"gradient_clip_val": CLIP_NORM}}
+    return runs.make_module, runs.make_data, others
+
+
+def _whole(text: str) -> int:
+    return int(parse_quantity(text, "params"))

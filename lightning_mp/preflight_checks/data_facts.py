@@ -1,0 +1,141 @@
+"""One micro-batch of the data that a preflight is given, and how many there are; the data stay where they are."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_mp.modules.state import module_kept
+
+__all__ = ["FoundData", "look_at_data"]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundData:
+    """What the data are.
+
+    Attributes:
+        batch: one micro-batch of one rank.
+        loader: what gives the micro-batches; None where a batch was given.
+        batches_per_epoch: of one rank; None where that is not known.
+        datamodule: a copy of the one that was given, after its ``setup``.
+        is_limited: ``limit_train_batches`` is in that number already.
+    """
+
+    batch: Any
+    loader: Any = None
+    batches_per_epoch: int | None = None
+    datamodule: "pl.LightningDataModule | None" = None
+    is_limited: bool = False
+
+
+def look_at_data(data: Any, module: "pl.LightningModule", *, data_ranks: int, shards_samples: bool) -> FoundData:
+    """The first micro-batch, and the number of them.
+
+    Of a map-style data set the first batch is fetched in this process, without the loader's workers. The states of the
+    loader's generators are what they were afterwards; a data set that counts its calls is not.
+
+    Args:
+        data: a LightningDataModule, a loader or another iterable of batches, a mapping or list of loaders, or one
+            batch; None asks the module's ``train_dataloader``.
+        module: is asked where there are no data.
+        data_ranks: ranks that see different data.
+        shards_samples: whether Lightning will give each rank its part of the samples.
+
+    Raises:
+        ValueError: if there are no data, or no batch in them.
+
+    Example:
+        >>> data = DataLoader([torch.zeros(3)] * 10, batch_size=4)
+        >>> found = look_at_data(data, pl.LightningModule(), data_ranks=1, shards_samples=True)
+        >>> found.batch.shape, found.batches_per_epoch
+        (torch.Size([4, 3]), 3)
+    """
+    if data is None:
+        with module_kept(module):
+            data = _asked(module, "The module", "Pass a data module, a loader or a batch as the third argument.")
+    elif isinstance(data, pl.LightningDataModule):
+        # setup() writes into the object, and Lightning will call it again.
+        own = copy(data)
+        own.setup("fit")
+        given = _asked(own, type(data).__name__, "Define it, or pass a loader or a batch.")
+        found = look_at_data(given, module, data_ranks=data_ranks, shards_samples=shards_samples)
+        return replace(found, datamodule=own)
+    if isinstance(data, Mapping | list | tuple) and any(_is_loader(one) for one in _values(data)):
+        look = partial(look_at_data, module=module, data_ranks=data_ranks, shards_samples=shards_samples)
+        parts = [look(one) for one in _values(data)]
+        batches = [one.batch for one in parts]
+        lengths = [one.batches_per_epoch for one in parts if one.batches_per_epoch is not None]
+        batch = dict(zip(data, batches, strict=True)) if isinstance(data, Mapping) else batches
+        return FoundData(batch, data, max(lengths) if len(lengths) == len(parts) else None)
+    if isinstance(data, DataLoader):
+        number = _length(data)
+        if number is not None and shards_samples and _is_sharded_by_lightning(data):
+            number = -(-number // data_ranks)
+        return FoundData(_first_batch(data), data, number)
+    if _is_loader(data):
+        return FoundData(_next(iter(data)), data, _length(data))
+    return FoundData(data)
+
+
+def _asked(owner: Any, name: str, otherwise: str) -> Any:
+    if type(owner).train_dataloader in (pl.LightningModule.train_dataloader, pl.LightningDataModule.train_dataloader):
+        raise ValueError(f"{name} has no train_dataloader. {otherwise}")
+    return owner.train_dataloader()
+
+
+def _values(loaders: Any) -> list[Any]:
+    return list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+
+
+def _is_loader(data: Any) -> bool:
+    """Batches of other classes can be moved to a device; loaders cannot."""
+    return hasattr(data, "__iter__") and not hasattr(data, "to") and not isinstance(data, Mapping | Sequence)
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _is_sharded_by_lightning(loader: "DataLoader[Any]") -> bool:
+    return not isinstance(loader.sampler, DistributedSampler) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _first_batch(loader: "DataLoader[Any]") -> Any:
+    with _generators_kept(loader):
+        if isinstance(loader.dataset, IterableDataset):
+            return _next(iter(loader))
+        if loader.batch_sampler is None:
+            return loader.collate_fn(loader.dataset[_next(iter(loader.sampler))])
+        indices = _next(iter(loader.batch_sampler))
+        fetch = getattr(loader.dataset, "__getitems__", None)
+        samples = fetch(indices) if fetch is not None else [loader.dataset[index] for index in indices]
+        return loader.collate_fn(samples)
+
+
+@contextmanager
+def _generators_kept(loader: "DataLoader[Any]") -> Iterator[None]:
+    owners = (loader, loader.sampler, loader.batch_sampler)
+    generators = {one for owner in owners if isinstance(one := getattr(owner, "generator", None), torch.Generator)}
+    states = {generator: generator.get_state() for generator in generators}
+    try:
+        yield
+    finally:
+        for generator, state in states.items():
+            generator.set_state(state)
+
+
+def _next(iterator: Iterator[Any]) -> Any:
+    try:
+        return next(iterator)
+    except StopIteration:
+        raise ValueError("There is no batch in the data.") from None

@@ -1,0 +1,98 @@
+"""For how many calls learning-rate schedulers were planned, read off what ``configure_optimizers`` returned."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim import lr_scheduler
+
+from lightning_mp.core import private_api
+from lightning_mp.preflight_checks.found import AfterItsEnd, FoundScheduler
+
+__all__ = ["read_schedulers", "schedulers_in"]
+
+# Attribute with the number of calls, and what torch's code does after it (torch/optim/lr_scheduler.py).
+_PLANNED: tuple[tuple[type, str, AfterItsEnd], ...] = (
+    (lr_scheduler.OneCycleLR, "total_steps", "raises"),
+    (lr_scheduler.CosineAnnealingLR, "T_max", "rises"),
+    (lr_scheduler.PolynomialLR, "total_iters", "zero"),
+    (lr_scheduler.LinearLR, "total_iters", "stays"),
+    (lr_scheduler.ConstantLR, "total_iters", "stays"),
+)
+# Hugging Face's get_*_schedule_with_warmup make a LambdaLR of a partial with this keyword.
+_HUGGING_FACE_KEYWORD = "num_training_steps"
+
+
+def schedulers_in(configured: Any) -> Iterator[tuple[Any, str, int]]:
+    """Scheduler, interval and frequency of all that Lightning lets ``configure_optimizers`` return.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> schedule = lr_scheduler.StepLR(optimizer, 5)
+        >>> [(interval, frequency) for _, interval, frequency in schedulers_in(([optimizer], [schedule]))]
+        [('epoch', 1)]
+    """
+    if isinstance(configured, Mapping):
+        if configured.get("lr_scheduler") is not None:
+            yield _entry(configured["lr_scheduler"])
+    elif isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
+        yield from (_entry(one) for one in configured[1])
+    elif isinstance(configured, Sequence):
+        for one in configured:
+            yield from schedulers_in(one)
+
+
+def _entry(given: Any) -> tuple[Any, str, int]:
+    if isinstance(given, Mapping):
+        return given["scheduler"], str(given.get("interval", "epoch")), int(given.get("frequency", 1))
+    return given, "epoch", 1
+
+
+def read_schedulers(configured: Any) -> tuple[FoundScheduler, ...]:
+    """Those that were planned for a number of calls.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> warmup, cosine = lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 90)
+        >>> both = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[10])
+        >>> [(found.setting, found.planned) for found in read_schedulers([{"lr_scheduler": both}])]
+        [('T_max', 100)]
+    """
+    return tuple(
+        FoundScheduler(
+            name=type(part).__name__,
+            setting=setting,
+            planned=int(planned + offset),
+            interval=interval,
+            frequency=frequency,
+            after_its_end=after,
+        )
+        for scheduler, interval, frequency in schedulers_in(configured)
+        for part, offset in _parts(scheduler)
+        for setting, planned, after in _planned(part)
+    )
+
+
+def _parts(scheduler: Any, offset: int = 0) -> Iterator[tuple[Any, int]]:
+    """A scheduler, or the last part of a sequence with the calls before it; earlier parts are warm-ups."""
+    parts, milestones = private_api.scheduler_parts(scheduler)
+    if milestones:
+        yield from _parts(parts[-1], offset + milestones[-1])
+    elif parts:
+        for part in parts:
+            yield from _parts(part, offset)
+    else:
+        yield scheduler, offset
+
+
+def _planned(scheduler: Any) -> Iterator[tuple[str, int, AfterItsEnd]]:
+    for kind, setting, after in _PLANNED:
+        if isinstance(scheduler, kind):
+            yield setting, getattr(scheduler, setting), after
+            return
+    for function in getattr(scheduler, "lr_lambdas", [])[:1]:
+        keywords = function.keywords if isinstance(function, partial) else {}
+        if _HUGGING_FACE_KEYWORD in keywords:
+            yield _HUGGING_FACE_KEYWORD, keywords[_HUGGING_FACE_KEYWORD], "zero"

@@ -1,0 +1,258 @@
+"""One training step of a copy of the module, on tensors without numbers, and what it does to loss and gradients."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp.core import private_api
+from lightning_mp.core.random_state import random_state_kept
+from lightning_mp.modules.names import parameter_names
+from lightning_mp.planning.memory.live_storages import MemorySample
+from lightning_mp.planning.memory.precision_storage import PrecisionStorage
+from lightning_mp.planning.memory.simulated_step import simulate_step
+from lightning_mp.planning.memory.stand_in_optimizer import optimizers_in
+from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.preflight_checks.found import FoundScheduler, FoundStep
+from lightning_mp.preflight_checks.operation_notes import OperationNotes
+from lightning_mp.preflight_checks.scheduler_facts import read_schedulers, schedulers_in
+from lightning_mp.preflight_checks.stand_in_trainer import NotedOptimizer, StandInTrainer, attach_stand_in
+
+__all__ = ["WatchedStep"]
+
+_WANTS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
+
+
+class WatchedStep:
+    """Runs ``configure_optimizers``, ``training_step`` and its backward on a copy, and notes what they do.
+
+    Args:
+        module: does not change.
+        trainer: the Trainer as it will answer; does not change.
+        is_set_up: ``setup`` and ``configure_model`` were called, and the batch was transferred.
+
+    Attributes:
+        copy: the copy of the module; None before :meth:`run`.
+        samples: what was alive at each moment, for an estimate of memory; empty if the step did not come to its end.
+        schedulers: learning-rate schedulers that were planned for a number of calls.
+        group_sizes: of each optimizer, parameters per group; None before ``configure_optimizers``.
+        learning_rates: of each group of all optimizers.
+        optimized: names of what the optimizers were given; None before ``configure_optimizers``.
+        failures: hooks of the module that could not be tried, and why.
+    """
+
+    def __init__(self, module: "pl.LightningModule", trainer: StandInTrainer, *, is_set_up: bool) -> None:
+        self._module, self._trainer, self._is_set_up = module, trainer, is_set_up
+        self.copy: Any = None
+        self.samples: list[MemorySample] = []
+        self.schedulers: tuple[FoundScheduler, ...] = ()
+        self.group_sizes: tuple[tuple[int, ...], ...] | None = None
+        self.learning_rates: tuple[float, ...] = ()
+        self.optimized: frozenset[str] | None = None
+        self.failures: list[tuple[str, str]] = []
+        self._optimizers: list[NotedOptimizer] = []
+        self._notes = OperationNotes()
+        self._loss_divisor: float | None = None
+        self._has_run = self._runs_own_code = self._in_manual_backward = False
+        self._raw_backwards = self._closure_before_step = self._has_clipped = self._ignores_clipping = False
+        self._raw_steps: list[str] = []
+
+    def run(self, batch: Any, precision: PrecisionStorage, policy: PrecisionPolicy | None, device_type: str) -> None:
+        """Runs it once.
+
+        Raises:
+            Exception: whatever the module raises, and where a step without numbers cannot be made. What was noted until
+                then stays.
+        """
+        with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self.samples = simulate_step(
+                    self._module,
+                    batch,
+                    partial(self._step, stack),
+                    optimizer=None,
+                    precision=precision,
+                    policy=policy,
+                    device_type=device_type,
+                    prepare=self._prepare,
+                )
+            except ValueError as error:
+                if type(error.__cause__).__name__ in _WANTS_NUMBERS:
+                    raise ValueError(
+                        f"it reads numbers of tensors ({error.__cause__}), as by .item(), an `if` on a tensor or a mask"
+                        " as an index, and is tried on tensors that have none."
+                    ) from error
+                # A step that makes its backwards itself returns nothing to differentiate.
+                if self._module.automatic_optimization or not self._has_run:
+                    raise
+
+    @property
+    def found(self) -> FoundStep | None:
+        """What was noted; None if ``training_step`` did not come to its end."""
+        if not self._has_run:
+            return None
+        return FoundStep(
+            loss_divisor=self._loss_divisor,
+            raw_backwards=self._raw_backwards,
+            raw_steps=tuple(dict.fromkeys(self._raw_steps)),
+            closure_before_step=self._closure_before_step,
+            ignores_clipping=self._ignores_clipping,
+            draws_anew=self._notes.draws_anew,
+        )
+
+    @property
+    def with_gradient(self) -> frozenset[str] | None:
+        """Names of parameters that got a gradient; None if no backward came to its end."""
+        if not self.samples:
+            return None
+        names = parameter_names(self.copy)
+        return frozenset(n for n, p in zip(names, self.copy.parameters(), strict=True) if p.grad is not None)
+
+    # -- before the step -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, copy: nn.Module) -> None:
+        assert isinstance(copy, pl.LightningModule)
+        self.copy = copy
+        attach_stand_in(copy, self._trainer)
+        if not self._is_set_up:
+            if _is_overridden(copy, "setup"):
+                copy.setup(stage="fit")
+            if _is_overridden(copy, "configure_model"):
+                copy.configure_model()
+        configure, own = copy.configure_optimizers, self.copy
+
+        def configure_optimizers() -> Any:
+            configured = configure()
+            self._take(configured)
+            self._try_hooks()
+            return configured
+
+        own.configure_optimizers = configure_optimizers
+        own.manual_backward = self._manual_backward
+        own.clip_gradients = lambda *_, **__: setattr(self, "_has_clipped", True)
+        for parameter in copy.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _take(self, configured: Any) -> None:
+        """Notes optimizers and schedulers as they were made, and hands them to the copy."""
+        names = dict(zip(map(id, self.copy.parameters()), parameter_names(self.copy), strict=True))
+        made = [one for one in optimizers_in(configured) if isinstance(one, Optimizer)]
+        groups = [group for optimizer in made for group in optimizer.param_groups]
+        self.optimized = frozenset(names[id(p)] for group in groups for p in group["params"] if id(p) in names)
+        self.group_sizes = tuple(tuple(len(group["params"]) for group in one.param_groups) for one in made)
+        self.learning_rates = tuple(float(group.get("initial_lr", group.get("lr", 0.0))) for group in groups)
+        self.schedulers = read_schedulers(configured)
+        for optimizer in made:
+            optimizer.register_step_pre_hook(self._note_step)
+        self._optimizers = [NotedOptimizer(optimizer) for optimizer in made]
+        self._trainer.optimizers = made
+        self.copy.optimizers = lambda *_, **__: _one_or_all(self._optimizers)
+        schedulers = [scheduler for scheduler, _, _ in schedulers_in(configured)]
+        self.copy.lr_schedulers = lambda: _one_or_all(schedulers) if schedulers else None
+
+    def _try_hooks(self) -> None:
+        """Calls ``optimizer_step`` and ``configure_gradient_clipping`` where the module has its own."""
+        if not self._module.automatic_optimization:
+            return
+        for name, attempt in (
+            ("optimizer_step", self._try_optimizer_step),
+            ("configure_gradient_clipping", self._try_clipping),
+        ):
+            if _is_overridden(self.copy, name):
+                try:
+                    with self._own_code():
+                        attempt()
+                except Exception as error:
+                    self.failures.append((name, _first_line(error)))
+
+    def _try_optimizer_step(self) -> None:
+        for optimizer in self._optimizers:
+            calls: list[None] = []
+            self.copy.optimizer_step(0, 0, optimizer, lambda calls=calls: calls.append(None))
+            if calls and optimizer.noted.has_stepped and not optimizer.noted.had_closure:
+                self._closure_before_step = True
+
+    def _try_clipping(self) -> None:
+        value = self._trainer.gradient_clip_val
+        if not value:
+            return
+        learning = [parameter for parameter in self.copy.parameters() if parameter.requires_grad]
+        for parameter in learning:
+            parameter.grad = torch.empty_like(parameter)
+        notes = OperationNotes()
+        with private_api.observe_dispatch(notes.after_operation):
+            for optimizer in self._optimizers:
+                self.copy.configure_gradient_clipping(optimizer, value, self._trainer.gradient_clip_algorithm)
+        for parameter in learning:
+            parameter.grad = None
+        self._ignores_clipping = not self._has_clipped and not notes.count
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _step(self, stack: ExitStack, copy: Any, batch: Any) -> Any:
+        stack.enter_context(private_api.observe_dispatch(self._notes.after_operation))
+        if not self._is_set_up:
+            for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
+                if _is_overridden(copy, name):
+                    batch = getattr(copy, name)(batch, 0)
+        with self._own_code():
+            output = copy.training_step(*_arguments_of(copy.training_step, batch))
+        self._has_run = True
+        if not self._module.automatic_optimization:
+            return None
+        loss = output["loss"] if isinstance(output, dict) else output
+        if isinstance(loss, Tensor):
+            self._loss_divisor = self._notes.divisor_of(loss)
+        self._notes.in_backward = True
+        return loss
+
+    @contextmanager
+    def _own_code(self) -> Iterator[None]:
+        self._runs_own_code = True
+        try:
+            yield
+        finally:
+            self._runs_own_code = False
+
+    def _manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._in_manual_backward = self._notes.in_backward = True
+        try:
+            loss.backward(*args, **kwargs)
+        finally:
+            self._in_manual_backward = self._notes.in_backward = False
+
+    def _note_gradient(self, _: Tensor) -> None:
+        if self._runs_own_code and not self._in_manual_backward:
+            self._raw_backwards = True
+
+    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._runs_own_code:
+            self._raw_steps.append(type(optimizer).__name__)
+
+
+def _is_overridden(module: "pl.LightningModule", name: str) -> bool:
+    return name in vars(module) or getattr(type(module), name) is not getattr(pl.LightningModule, name)
+
+
+def _arguments_of(training_step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+    names = list(inspect.signature(training_step).parameters)
+    if "dataloader_iter" in names:
+        raise ValueError("training_step takes batches from `dataloader_iter` itself.")
+    return (batch, 0, 0)[: len(names)]
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

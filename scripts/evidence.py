@@ -1,0 +1,332 @@
+"""Trains in every precision, in pairs, and writes docs/results/quality.md: figures, pictures, verdicts.
+
+.. code-block:: bash
+
+    make evidence                       # under 3 hours on 2 cores; goes on where it was stopped
+    make evidence ARGS="--quick"        # a few minutes: shows that it works, and says little
+
+Real text and the demo's model; a small vision transformer on scikit-learn's handwritten digits, where that package is
+installed; adapters on a model that was trained on code, tuned on prose. The page is written from the JSON files of
+``--out``. Failed and unclear results stand there like the others.
+"""
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp import compare_precisions
+from lightning_mp.demo.data import Corpus, load_file, load_standard_library
+from lightning_mp.demo.model import config_for_parameters
+from lightning_mp.demo.module import LanguageModel
+from lightning_mp.demo.settings import CLIP_NORM
+from lightning_mp.demo.text_runs import TextRuns
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results" / "quality.md"
+PRECISIONS = (
+    "32-true",
+    "lightning:bf16-mixed",
+    "bf16-mixed",
+    "bf16-masters",
+    "bf16-remainder",
+    "16-mixed",
+    "fp8-tensorwise",
+    "fp8-mixed",
+)
+ADAPTER_RANK = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is run."""
+
+    params: int = 100_000
+    steps: int = 500
+    seeds: int = 10
+    rounds: int = 5
+    batch_size: int = 8
+
+
+QUICK = Sizes(params=20_000, steps=40, seeds=3, rounds=1)
+
+
+class NotMeasured(Exception):
+    """A part that this installation cannot run, and why."""
+
+
+class VisionTransformer(pl.LightningModule):
+    """Pictures of 8 by 8 into ten classes; four patches a side (Dosovitskiy et al. 2021, arXiv:2010.11929)."""
+
+    def __init__(self, width: int = 64, layers: int = 2, total_steps: int = 100) -> None:
+        super().__init__()
+        self.total_steps = total_steps
+        self.patches = nn.Conv2d(1, width, 2, stride=2)
+        self.position = nn.Parameter(0.02 * torch.randn(16, width))
+        block = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        """Mean cross-entropy in nats."""
+        tokens = self.patches(batch[0]).flatten(2).transpose(1, 2) + self.position
+        return cross_entropy(self.head(self.blocks(tokens).mean(1)).float(), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """One batch."""
+        return self.loss(batch)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Logs ``val/loss``."""
+        self.log("val/loss", self.loss(batch), batch_size=len(batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        """AdamW whose rate falls along a cosine."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank update of it (Hu et al. 2021, arXiv:2106.09685)."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, layer.in_features) / math.sqrt(layer.in_features))
+        self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output plus the update's."""
+        out: Tensor = self.layer(x)
+        return out + linear(linear(x, self.down), self.up)
+
+
+def text_part(sizes: Sizes, out: Path) -> dict[str, Any]:
+    """The demo's model on the source text of the standard library."""
+    runs = text_runs(load_standard_library(), sizes)
+    return compared(runs.make_module, runs.make_data, sizes, out / "text.jsonl", val_data=runs.validation)
+
+
+def vision_part(sizes: Sizes, out: Path) -> dict[str, Any]:
+    """A vision transformer on scikit-learn's digits: 1,797 pictures of 8 by 8, of which every fifth is held out."""
+    if find_spec("sklearn") is None:
+        raise NotMeasured("not measured: scikit-learn, with whose pictures it trains, is not installed")
+    from sklearn.datasets import load_digits
+
+    pictures, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pictures, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    classes = torch.tensor(digits)
+    held_out = torch.arange(len(images)) % 5 == 4
+    data = DataLoader(TensorDataset(images[~held_out], classes[~held_out]), batch_size=64, shuffle=True)
+    validation = DataLoader(TensorDataset(images[held_out], classes[held_out]), batch_size=len(images))
+    make = lambda: VisionTransformer(total_steps=sizes.steps)  # noqa: E731
+    return compared(make, data, sizes, out / "vision.jsonl", val_data=validation)
+
+
+def adapters_part(sizes: Sizes, out: Path) -> dict[str, Any]:
+    """Adapters of rank 4 on a model trained on code, tuned on the prose of Python's manual; fp32 is where it starts."""
+    pretrained = trained_on_code(sizes, out)
+    prose = load_file(Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py"))
+    runs = text_runs(prose, sizes)
+
+    def make() -> LanguageModel:
+        module = runs.make_module()
+        module.load_state_dict(pretrained)
+        return with_adapters(module)
+
+    return compared(make, runs.make_data, sizes, out / "adapters.jsonl", val_data=runs.validation)
+
+
+def text_runs(corpus: Corpus, sizes: Sizes) -> TextRuns:
+    """Not fused, since Lightning's own mixed precision refuses that with clipping."""
+    return TextRuns(corpus, config_for_parameters(sizes.params), sizes.steps, sizes.batch_size, fused=False)
+
+
+def trained_on_code(sizes: Sizes, out: Path) -> dict[str, Tensor]:
+    """The weights that adapters start from, made once."""
+    file = out / f"pretrained_{sizes.params}_{sizes.steps}.pt"
+    if not file.is_file():
+        runs = text_runs(load_standard_library(), sizes)
+        torch.manual_seed(0)
+        module = runs.make_module()
+        trainer = pl.Trainer(
+            max_steps=sizes.steps,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            gradient_clip_val=CLIP_NORM,
+        )
+        trainer.fit(module, runs.make_data())
+        temporary = file.with_suffix(".part")
+        torch.save(module.state_dict(), temporary)
+        temporary.replace(file)
+    weights: dict[str, Tensor] = torch.load(file, weights_only=True)
+    return weights
+
+
+def with_adapters(module: LanguageModel) -> LanguageModel:
+    """Freezes the model, and puts an adapter on every linear layer of its blocks."""
+    module.requires_grad_(False)
+    for block in module.model.blocks:
+        for parent in list(block.modules()):
+            for name, layer in list(parent.named_children()):
+                if isinstance(layer, nn.Linear):
+                    setattr(parent, name, Adapted(layer, ADAPTER_RANK))
+    return module
+
+
+def compared(
+    make_module: Callable[[], pl.LightningModule], data: Any, sizes: Sizes, file: Path, val_data: Any
+) -> dict[str, Any]:
+    """Runs or goes on with the pairs of one part, and draws its picture beside the page."""
+    found = compare_precisions(
+        make_module,
+        data,
+        PRECISIONS,
+        steps=sizes.steps,
+        seeds=sizes.seeds,
+        rounds=sizes.rounds,
+        monitor="val/loss",
+        val_data=val_data,
+        file=file,
+        accelerator="cpu",
+        trainer_options={"gradient_clip_val": CLIP_NORM},
+    )
+    print(f"\n{found}\n")
+    if find_spec("matplotlib") is not None:
+        found.plot(file.with_suffix(".png"))
+    return {**found.as_dict(), "table": str(found)}
+
+
+PARTS: Mapping[str, Callable[[Sizes, Path], dict[str, Any]]] = {
+    "text": text_part,
+    "vision": vision_part,
+    "adapters": adapters_part,
+}
+
+
+def run_parts(parts: list[str], sizes: Sizes, out: Path, *, quick: bool, command: str) -> None:
+    """Writes ``<part>.json`` into the folder; of runs that are in its files already none is made again."""
+    out.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        facts = {
+            "part": part,
+            "about": (PARTS[part].__doc__ or "").strip(),
+            "sizes": asdict(sizes),
+            "quick": quick,
+            "command": command,
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": machine(),
+            "python": platform.python_version(),
+        }
+        try:
+            facts["result"] = PARTS[part](sizes, out)
+        except NotMeasured as reason:
+            facts["not_measured"] = str(reason)
+            print(f"{part}: {reason}")
+        temporary = out / f"{part}.json.part"
+        temporary.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        temporary.replace(out / f"{part}.json")
+
+
+def machine() -> str:
+    """The class of the machine."""
+    model = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return f"{model}, {torch.get_num_threads()} thread(s)"
+
+
+def write_page(out: Path, page: Path) -> None:
+    """The page from the JSON files of the folder, and the pictures beside it."""
+    lines = ["# Quality of each precision, in paired runs", ""]
+    lines += [
+        "Written by `scripts/evidence.py` from its results. How to read the tables: [compare.md](../compare.md). Time",
+        "and memory are those of this CPU, on which fp8 is emulated and 16 bit may be slow; they say nothing of a GPU,",
+        "and nothing here has been measured on one.",
+    ]
+    for part in PARTS:
+        file = out / f"{part}.json"
+        if file.is_file():
+            lines += ["", *page_section(json.loads(file.read_text()), out, page)]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def page_section(facts: Mapping[str, Any], out: Path, page: Path) -> list[str]:
+    """One part."""
+    part = facts["part"]
+    lines = [f"## {part.capitalize()}", "", facts["about"], ""]
+    if "not_measured" in facts:
+        return [*lines, f"{facts['not_measured'].capitalize()}."]
+    result, sizes = facts["result"], facts["sizes"]
+    if facts["quick"]:
+        lines += ["**A quick run: it shows that the command works. Runs this short and few say little.**", ""]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines += [
+        f"{facts['date']}, {facts['machine']}, Python {facts['python']}, {versions}.",
+        f"{sizes['seeds']} paired seeds of {sizes['steps']} steps.",
+        "",
+        f"    {facts['command']}",
+        "",
+        "```text",
+        result["table"],
+        "```",
+    ]
+    drawn = out / f"{part}.png"
+    if drawn.is_file():
+        picture = page.with_name(f"quality_{part}.png")
+        picture.write_bytes(drawn.read_bytes())
+        lines += ["", f"![Precisions compared on the part {part}]({picture.name})"]
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the parts and writes the page; 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="scripts/evidence.py", description="Paired runs in every precision.")
+    parser.add_argument("--quick", action="store_true", help="small sizes: a few minutes")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    for name, kind in asdict(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default {kind}")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default runs/evidence, or runs/evidence_quick")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default docs/results/quality.md")
+    given = parser.parse_args(arguments)
+    sizes = QUICK if given.quick else Sizes()
+    own = {name: getattr(given, name) for name in asdict(sizes) if getattr(given, name) is not None}
+    sizes = replace(sizes, **own)
+    out = given.out or Path("runs", "evidence_quick" if given.quick else "evidence")
+    torch.set_num_threads(1)  # matrices so small that threads wait for each other longer than they compute
+    words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "scripts/evidence.py", *words])
+    try:
+        run_parts(given.parts, sizes, out, quick=given.quick, command=command)
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. Finished runs are in {out}; the same command goes on.", file=sys.stderr)
+        return 130
+    write_page(out, given.page)
+    print(f"The page is {given.page}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

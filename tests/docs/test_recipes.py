@@ -1,0 +1,127 @@
+"""Every recipe does what the text at its top says: the same words, and numbers that bear out the claim."""
+
+import ast
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from gloo import run_ranks
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+FILES = {
+    path.stem if path.parent == RECIPES else path.parent.name: path
+    for path in sorted([*RECIPES.glob("*.py"), *RECIPES.glob("*/train.py")])
+}
+# not the 16 of "16-mixed", "bfloat16"
+NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-])")
+
+
+def docstring(name):
+    return ast.get_docstring(ast.parse(FILES[name].read_text()))
+
+
+def shown(name):
+    """The lines that the recipe says it prints."""
+    block = re.search(r"^What you should see.*:\n\n((?:    .*\n?)+)", docstring(name), re.MULTILINE)[1]
+    return [line.strip() for line in block.splitlines()]
+
+
+def words(lines):
+    return [NUMBER.sub("#", line) for line in lines]
+
+
+def numbers(lines):
+    return [float(number.replace(",", "")) for line in lines for number in NUMBER.findall(line)]
+
+
+def start(name, arguments, capsys, monkeypatch):
+    """What `python recipes/NAME.py` prints, from a process that has imported torch already."""
+    monkeypatch.setattr(sys, "argv", [str(FILES[name]), *arguments])
+    capsys.readouterr()
+    runpy.run_path(str(FILES[name]), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+CLAIMS = {
+    "fp16_t4": lambda accuracy, steps, scale, skipped: accuracy > 0.9 and scale == 2.0 ** (16 - skipped),
+    "bf16_ampere": lambda tokens, budget, steps, loss, before: tokens == budget and loss < before - 1,
+    "fp8_hopper": lambda in_fp8, layers, others, steps, fp8, bf16: (
+        others == layers - in_fp8 == 2 and abs(fp8 - bf16) < 0.1 and bf16 < 4
+    ),
+    "lora": lambda base, base_bytes, adapters, adapter_bytes, before, after: (
+        base_bytes == 2 * base and adapter_bytes == 16 * adapters and after < before - 0.3
+    ),
+    "gan": lambda before, now, generator, discriminator, scale: (
+        now < before / 2 and min(generator, discriminator) >= 195 and scale <= 2**16
+    ),
+    "vit": lambda micro_batches, size, step, steps, epochs, saved, before, after: (
+        micro_batches * size == step and steps == 10 and saved > 50 and before < 0.5 and after > 0.9
+    ),
+    "huggingface_causal": lambda parameters, tokens, steps, padded, first, last: tokens == 5_000 and last < first - 1,
+    "static_loss_scale": lambda low, subnormal, suggested, scale, skipped, steps, first, last, high, ended_after: (
+        subnormal > 1 and suggested == scale > low and skipped == 0 and last < first / 2 and ended_after >= 20
+    ),
+    "evaluation_and_inference": lambda trained, predicted, loss, same: (
+        predicted == trained / 2 and loss < 0.5 and same > 99
+    ),
+    "lightning_cli": lambda scale, batches, first_epoch, second_epoch, first, last: (
+        (scale, batches, first_epoch, second_epoch) == (1024, 32, 8, 4) and last < first
+    ),
+    "hydra_project": lambda scale, steps, first, last: (scale, steps) == (1024, 12) and last < first,
+}
+CHEAP = ("evaluation_and_inference", "static_loss_scale")
+ARGUMENTS = {"lightning_cli": ["fit", "--config", str(RECIPES / "lightning_cli" / "config.yaml")]}
+
+
+@pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.full) for n in CLAIMS])
+# Lightning 2.6 calls jsonargparse by names that jsonargparse has since replaced.
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_recipe_does_what_it_says(name, capsys, monkeypatch):
+    if name == "hydra_project":
+        pytest.importorskip("hydra")
+    printed = start(name, ARGUMENTS.get(name, []), capsys, monkeypatch)
+    last = printed[-len(shown(name)) :]
+    assert words(last) == words(shown(name))
+    assert CLAIMS[name](*numbers(last)), numbers(last)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path, capsys, monkeypatch):
+    """2 ranks and then 1 end where 1 rank ends that was never stopped, but for rounding."""
+
+    def on_two_ranks(rank):
+        sys.argv = [str(FILES["fsdp2_resume"]), "--devices", "2"]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        return printed.getvalue().splitlines()
+
+    first, of_rank_1 = run_ranks(on_two_ranks, 2)
+    assert (first[0], of_rank_1) == ("starts anew on 2 ranks", [])
+    resumed = start("fsdp2_resume", [], capsys, monkeypatch)
+    assert words(resumed) == words(shown("fsdp2_resume"))
+
+    (tmp_path / "alone").mkdir()
+    monkeypatch.chdir(tmp_path / "alone")
+    for _ in range(2):
+        dist.destroy_process_group()
+        alone = start("fsdp2_resume", [], capsys, monkeypatch)
+    assert alone[0] == resumed[0] == "resumes from step=10.ckpt on 1 ranks"
+    assert numbers(resumed[1:])[-1] == pytest.approx(numbers(alone[1:])[-1], rel=1e-3)
+
+
+def test_every_recipe_has_its_claims_and_is_on_the_page():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert {*CLAIMS, "fsdp2_resume"} == set(FILES)
+    linked = {ROOT / "docs" / target for target in re.findall(r"\]\((\.\./recipes/[^)]+)\)", page)}
+    assert {path.resolve() for path in linked if path.suffix == ".py"} == {path.resolve() for path in FILES.values()}
+    for name, path in FILES.items():
+        text = docstring(name)
+        assert "\nWhen: " in text
+        assert re.search(rf"^    python (?:{path.relative_to(ROOT)}|{path.name})", text, re.MULTILINE), name

@@ -1,0 +1,118 @@
+"""What is read off Trainers, data and schedulers before a fit is what the fit then has."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
+from preflight_projects import Net
+from small_models import loader, quiet_trainer, regression_batches
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import get_cosine_schedule_with_warmup
+
+from lightning_mp import AccumulationScheduler
+from lightning_mp.preflight_checks.data_facts import FoundData, look_at_data
+from lightning_mp.preflight_checks.module_facts import layers_of, untied_embeddings
+from lightning_mp.preflight_checks.scheduler_facts import read_schedulers
+from lightning_mp.preflight_checks.trainer_facts import run_of
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_epochs": 3},
+        {"max_epochs": 3, "accumulate_grad_batches": 4},
+        {"max_epochs": 3, "limit_train_batches": 5},
+        {"max_epochs": 3, "limit_train_batches": 0.5},
+        {"max_epochs": 3, "max_steps": 7},
+        {"max_epochs": -1, "max_steps": 7},
+        {"max_epochs": 3, "callbacks": [AccumulationScheduler({0: 1, 2: 4})]},
+    ],
+    ids=str,
+)
+def test_steps_of_the_run_are_those_that_it_makes(arguments: dict[str, Any]) -> None:
+    trainer = quiet_trainer(**arguments)
+    data = FoundData(None, None, 10)
+    expected = run_of(trainer, Net(), data).steps
+    trainer.fit(Net(), loader(regression_batches(10)))
+    assert trainer.global_step == expected
+
+
+def test_steps_that_are_not_known() -> None:
+    data = FoundData(None, None, 10)
+    assert run_of(quiet_trainer(max_epochs=-1), Net(), data).steps is None
+    assert run_of(quiet_trainer(max_epochs=3), Net(), None).steps is None
+    by_tokens = quiet_trainer(max_epochs=3, callbacks=[AccumulationScheduler({0: 2, 100: 4}, unit="token")])
+    assert run_of(by_tokens, Net(), data).steps is None
+    lightnings = quiet_trainer(max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 2, 1: 4})])
+    assert run_of(lightnings, Net(), data).window_lengths == {2, 4}
+
+
+def test_lightning_gives_each_rank_its_part_of_the_samples() -> None:
+    data = DataLoader(TensorDataset(torch.zeros(10, 8)), batch_size=2)
+    for shards, batches in ((True, 3), (False, 5)):
+        assert look_at_data(data, Net(), data_ranks=2, shards_samples=shards).batches_per_epoch == batches
+
+
+def test_several_loaders() -> None:
+    loaders = {"a": loader(regression_batches(2)), "b": loader(regression_batches(5))}
+    found = look_at_data(loaders, Net(), data_ranks=1, shards_samples=False)
+    assert found.batches_per_epoch == 5
+    assert torch.equal(found.batch["a"][0], regression_batches(1)[0][0])
+
+
+@pytest.mark.parametrize(("find_unused", "needs_all"), [(False, True), (True, False)])
+def test_ddp_waits_for_all_gradients_unless_it_is_told(find_unused: bool, needs_all: bool) -> None:
+    trainer = quiet_trainer(strategy=DDPStrategy(find_unused_parameters=find_unused), devices=2)
+    assert run_of(trainer, Net(), None).needs_all_gradients is needs_all
+    assert run_of(trainer, Net(), None).data_ranks == 2
+
+
+def test_schedulers_in_every_form_that_lightning_takes() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 90)
+    config = {"scheduler": cosine, "interval": "step", "frequency": 2}
+    forms: list[Any] = [
+        *({"optimizer": optimizer, "lr_scheduler": config}, ([optimizer], [config])),
+        *([{"optimizer": optimizer, "lr_scheduler": config}], ({"optimizer": optimizer, "lr_scheduler": config},)),
+    ]
+    for form in forms:
+        [found] = read_schedulers(form)
+        assert (found.planned, found.interval, found.frequency) == (90, "step", 2)
+    for form in (
+        optimizer,
+        [optimizer],
+        None,
+        {"optimizer": optimizer},
+        {"optimizer": optimizer, "lr_scheduler": None},
+    ):
+        assert read_schedulers(form) == ()
+
+
+def test_lengths_of_schedulers_inside_of_others() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 90)]
+    inner = lr_scheduler.SequentialLR(optimizer, parts, milestones=[10])
+    outer = lr_scheduler.ChainedScheduler([inner, lr_scheduler.PolynomialLR(optimizer, 70)])
+    found = read_schedulers({"lr_scheduler": outer})
+    assert [(one.name, one.planned, one.after_its_end) for one in found] == [
+        ("CosineAnnealingLR", 100, "rises"),
+        ("PolynomialLR", 70, "zero"),
+    ]
+    [of_hugging_face] = read_schedulers({"lr_scheduler": get_cosine_schedule_with_warmup(optimizer, 5, 80)})
+    assert (of_hugging_face.setting, of_hugging_face.planned) == ("num_training_steps", 80)
+
+
+@pytest.mark.full
+def test_sizes_of_gpt2_and_its_tied_embeddings() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    sizes = {layer.name: dict(layer.sizes) for layer in layers_of(model)}
+    assert sizes["transformer.h.0.attn.c_attn"] == {"in_features": 16, "out_features": 48}
+    assert sizes["lm_head"] == {"in_features": 16, "out_features": 50}
+    assert untied_embeddings(model) == ()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert untied_embeddings(model) == ("input and output embeddings of GPT2LMHeadModel",)

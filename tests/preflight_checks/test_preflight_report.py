@@ -1,0 +1,217 @@
+"""Promise: `preflight` changes nothing, says what it could not look at, and its report reads alike in text and JSON."""
+
+import json
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from preflight_projects import PROJECTS, Net
+from small_models import loader, quiet_trainer, regression_batches
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_mp import AutocastPrecision, preflight
+from lightning_mp.preflight_checks.report import PreflightFinding, PreflightReport
+
+NOTHING = PreflightReport(())
+
+
+def test_module_random_state_and_trainer_stay_to_the_bit() -> None:
+    """A project with every hook of its own, in the middle of its life: gradients, counters, running statistics."""
+    module = PROJECTS["a step of the bare optimizer"].module()
+    module.net.insert(1, torch.nn.BatchNorm1d(8))
+    module.net.append(torch.nn.Dropout(0.5))
+    batches = regression_batches(4)
+    module.training_step(batches[0], 0).backward()
+    trainer = quiet_trainer(plugins=[AutocastPrecision("16-mixed")], gradient_clip_val=1.0)
+    shuffled = DataLoader(Augmented(batches), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3))
+    before = _state(module, trainer, shuffled)
+    preflight(trainer, module, shuffled)
+    after = _state(module, trainer, shuffled)
+    assert before.keys() == after.keys()
+    assert {name for name in before if not _same(before[name], after[name])} == set()
+
+
+class Augmented(Dataset[Any]):
+    """Draws from every global generator."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [self.batches[index][0] + torch.rand(()) * random.random() + np.random.rand(), self.batches[index][1]]
+
+
+def _state(module: pl.LightningModule, trainer: pl.Trainer, data: "DataLoader[Any]") -> dict[str, Any]:
+    tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    gradients = {f"{name}.grad": None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+    return {
+        **tensors,
+        **gradients,
+        "objects": [id(p) for p in module.parameters()],
+        "attributes": {name: value for name, value in vars(module).items() if not name.startswith("_")},
+        "hooks": [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()],
+        "training": [part.training for part in module.modules()],
+        "trainer": {name: id(value) for name, value in vars(trainer).items()},
+        "loops": deepcopy(trainer.fit_loop.state_dict()),
+        "attached": module._trainer,
+        "scale": trainer.precision_plugin.state_dict(),
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": str(np.random.get_state()),
+        "order": data.generator.get_state(),
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+class ReadsNumbers(Net):
+    """Its schedule is too long, and is seen though the step is not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() < 10 else loss * 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)]
+
+
+def test_what_cannot_be_looked_at_is_said_and_the_rest_is_checked() -> None:
+    report = preflight(quiet_trainer(max_epochs=3), ReadsNumbers(), loader(regression_batches(2)))
+    assert [finding.name for finding in report.findings] == ["scheduler_length"]
+    [(what, reason)] = report.not_checked
+    assert what == "training step"
+    assert "reads numbers of tensors" in reason
+    assert f"not checked: {reason}"[:60] in str(report)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.ones(3, 8))
+
+
+class WithData(Net):
+    def train_dataloader(self) -> Any:
+        self.asked = True
+        return DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), batch_size=2)
+
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.batches = regression_batches(3)
+
+    def train_dataloader(self) -> Any:
+        return loader(self.batches)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        regression_batches(1)[0],
+        tuple(regression_batches(1)[0]),
+        iter(regression_batches(2)),
+        DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), batch_size=2, shuffle=True),
+        Data(),
+        None,
+    ],
+    ids=["a batch", "a tuple", "an iterator", "a loader", "a data module", "the module's own"],
+)
+def test_data_in_any_form(data: Any) -> None:
+    module = WithData()
+    assert preflight(quiet_trainer(), module, data) == NOTHING
+    assert not hasattr(module, "asked")
+    assert not hasattr(data, "batches")
+
+
+def test_data_without_an_end_and_without_a_batch() -> None:
+    endless = preflight(quiet_trainer(max_steps=5), Net(), DataLoader(Stream(), batch_size=None))
+    assert [what for what, _ in endless.not_checked] == ["training step"]  # no targets in it
+    empty = preflight(quiet_trainer(), Net(), loader([]))
+    assert empty.not_checked == (("data", "There is no batch in the data."),)
+    none = preflight(quiet_trainer(), Net())
+    assert "Pass a data module, a loader or a batch" in none.not_checked[0][1]
+
+
+class LooksAround(Net):
+    """Asks its Trainer and its data module for what most projects ask for, and makes tensors on its own device."""
+
+    def setup(self, stage: str) -> None:
+        self.train_batches = len(self.trainer.datamodule.batches)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            self.head = torch.nn.Linear(1, 1)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] / 2, batch[1]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("epoch", self.current_epoch)
+        self.logger.experiment.add_scalar("x", self.global_step)
+        noise = torch.rand(1, device=self.device) / self.trainer.world_size
+        return torch.nn.functional.mse_loss(self.head(self.net(batch[0])) + noise, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), fused=True)
+        steps = self.train_batches * self.trainer.max_epochs
+        assert steps == self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_that_asks_its_trainer(device: str) -> None:
+    module = LooksAround().to(device)
+    assert preflight(quiet_trainer(max_epochs=2), module, Data()) == NOTHING
+    assert not hasattr(module, "head")
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"preflight\(module=...\) takes a lightning.pytorch.LightningModule, got"):
+        preflight(quiet_trainer(), torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`device` 'H101' is not known"):
+        preflight(quiet_trainer(), Net(), device="H101")
+
+
+def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
+    torch.save({"weights": 1}, tmp_path / "weights.ckpt")
+    for path, reason in ((tmp_path, "a folder of shards"), (tmp_path / "weights.ckpt", "has no 'state_dict'")):
+        report = preflight(quiet_trainer(), Net(), regression_batches(1)[0], ckpt_path=path)
+        [(what, said)] = report.not_checked
+        assert what == "checkpoint"
+        assert reason in said
+
+
+def test_the_report_as_text_and_as_json() -> None:
+    report = PreflightReport(
+        (
+            PreflightFinding("error", "memory", "It does not fit. " * 10, "Use less."),
+            PreflightFinding("advice", "tensor_cores", "It is 7.", "Make it 8."),
+        ),
+        (("budget", "no labels"),),
+    )
+    text = str(report)
+    assert text.startswith("Preflight: 1 error, 0 warnings, 1 advice\n  error    memory")
+    assert max(map(len, text.splitlines())) <= 110
+    assert "-> Use less." in text
+    assert "not checked: no labels" in text
+    read = json.loads(report.to_json())
+    assert read == report.to_dict()
+    assert read["findings"][1] == {
+        "severity": "advice",
+        "name": "tensor_cores",
+        "what": "It is 7.",
+        "cure": "Make it 8.",
+    }
+    assert [len(report.at_least(severity)) for severity in ("error", "warning", "advice")] == [1, 1, 2]
