@@ -20,12 +20,13 @@ ARGS ?=
 
 # a later step reads what an earlier one wrote, and two of them would fight for the cores
 .NOTPARALLEL:
-.PHONY: help install demo test test-full lint format notebooks docs drawings bench-gpu evidence clean
+.PHONY: help install demo test test-full soak lint format notebooks docs drawings bench-gpu evidence clean
 
 help:
 	@echo "make demo        train the demo; options in ARGS, for instance ARGS='--precision 16-mixed'"
 	@echo "make test        lint, types, tests, doctests (at most 6 minutes on 2 cores)"
 	@echo "make test-full   the same, and the slow tests and the notebooks"
+	@echo "make soak        20,000 steps of interrupted runs, 200 fits in one process (hours)"
 	@echo "make lint        ruff and mypy only;  make format rewrites the files"
 	@echo "make notebooks   run the notebooks, keeping nothing"
 	@echo "make docs        the documentation, into build/docs; make drawings draws its figures anew"
@@ -59,6 +60,9 @@ test: lint
 test-full: lint
 	$(RUN) -m pytest $(WORKERS)
 	$(MAKE) notebooks
+
+soak: $(INSTALLED)
+	$(RUN) -m pytest tests/soak --soak-steps 20000 --soak-fits 200
 
 notebooks: $(INSTALLED)
 	$(RUN) -m pytest --nbmake --nbmake-timeout=90 notebooks

@@ -19,7 +19,7 @@ from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.saved_state import NUMBER, checked_state, listed_of, or_none
+from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.noise_scale.estimate import NoiseScale, NoiseScaleAverage
 from lightning_mp.diagnostics.noise_scale.measurement import (
@@ -351,7 +351,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Remembers it."""
-        kinds = {_OPEN_WINDOW: or_none(listed_of(NUMBER, NUM_NUMBERS))}
+        # not finite in a window that is going to be skipped
+        kinds = {_OPEN_WINDOW: or_none(listed_of(ANY_NUMBER, NUM_NUMBERS))}
         saved = {_OPEN_WINDOW: checkpoint.get(_OPEN_WINDOW)}
         self._carried = checked_state(saved, kinds, "GradientNoiseScale")[_OPEN_WINDOW]
 

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
-from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.arguments import folder_or_none, whole_number
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
@@ -89,7 +89,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         if not isinstance(replay, bool):
             raise ValueError(f"OverflowPostMortem(replay={replay!r}): it must be True or False.")
         self.replay = replay
-        self.dirpath = Path(dirpath) if dirpath is not None else None
+        self.dirpath = folder_or_none(dirpath, "dirpath", "OverflowPostMortem")
         self.max_replays = whole_number(
             max_replays,
             "max_replays",

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
-from lightning_mp.core.arguments import positive_number
+from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
@@ -59,12 +59,12 @@ class StopAtBoundary(SettingsRepr, Callback):
         dirpath: str | Path | None = None,
         filename: str = "stopped-step-{step}",
     ) -> None:
-        names = [signals] if isinstance(signals, str) else list(signals)
+        names = names_in(signals, "signals", "StopAtBoundary", "['SIGTERM', 'SIGINT']")
         unknown = [name for name in names if name not in signal.Signals.__members__]
         if unknown:
             raise ValueError(
-                f"StopAtBoundary(signals={names!r}): {', '.join(map(repr, unknown))} is no signal here; give names such"
-                " as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
+                f"StopAtBoundary(signals={list(names)!r}): {', '.join(map(repr, unknown))} is no signal here; give"
+                " names such as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
             )
         if max_seconds is not None:
             positive_number(max_seconds, "max_seconds", "StopAtBoundary", unit="seconds", hint="None sets no limit.")
@@ -75,9 +75,9 @@ class StopAtBoundary(SettingsRepr, Callback):
                 f"StopAtBoundary(filename={filename!r}): it must be a name in which only {{step}} is filled in, such as"
                 " 'stopped-step-{step}' or 'last'."
             ) from None
-        self.signals = tuple(names)
+        self.signals = names
         self.max_seconds = max_seconds
-        self.dirpath = Path(dirpath) if dirpath is not None else None
+        self.dirpath = folder_or_none(dirpath, "dirpath", "StopAtBoundary")
         self.filename = filename
         self.stopped_by: str | None = None
         self.path: Path | None = None

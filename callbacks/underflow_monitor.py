@@ -25,7 +25,7 @@ from lightning_mp.callbacks._gradient_exponents import (
 )
 from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.arguments import names_in, positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.saved_state import checked_state
@@ -129,7 +129,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         watch: str | Sequence[str] = ("gradients",),
     ) -> None:
         self.format = narrow_format(format).name
-        self.watch = (watch,) if isinstance(watch, str) else tuple(watch)
+        self.watch = names_in(watch, "watch", "UnderflowMonitor", "['gradients', 'activations']")
         _check(every_n_steps, scale, self.watch)
         self.every_n_steps = every_n_steps
         self.scale = scale

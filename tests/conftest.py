@@ -32,6 +32,24 @@ FOLDER_NUMBERS = itertools.count()
 RANKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make soak` gives these; without them the tests in tests/soak are short."""
+    parser.addoption("--soak-steps", type=int, default=0, help="optimizer steps of tests/soak/test_soak.py, at least")
+    parser.addoption("--soak-fits", type=int, default=0, help="fits in one process of tests/soak/test_many_fits.py")
+
+
+@pytest.fixture
+def soak_steps(request: pytest.FixtureRequest) -> int:
+    """At least so many steps; 0 for a few runs."""
+    return request.config.getoption("--soak-steps")
+
+
+@pytest.fixture
+def soak_fits(request: pytest.FixtureRequest) -> int:
+    """So many fits; 0 for a few."""
+    return request.config.getoption("--soak-fits")
+
+
 #: For tests of the full set that name no time-out of their own; the others have that of pyproject.toml.
 FULL_TIMEOUT_SECONDS = 400
 

@@ -1,11 +1,13 @@
-"""Numbers that a caller gives, checked: what was got, what is allowed, and what to do, in one wording for all."""
+"""Numbers, names and paths from a caller, checked: what was got, what is allowed, and what to do, in one wording."""
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
+from pathlib import Path
 
 from lightning_mp.core.quantities import parse_quantity
 
-__all__ = ["positive_number", "whole_number", "whole_tokens"]
+__all__ = ["folder_or_none", "names_in", "positive_number", "whole_number", "whole_tokens"]
 
 
 def whole_number(
@@ -80,6 +82,35 @@ def whole_tokens(value: object, argument: str, owner: str) -> int:
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     return whole_number(number, argument, owner, unit="tokens")
+
+
+def names_in(value: object, argument: str, owner: str, example: str) -> tuple[str, ...]:
+    """The names; one alone may be given without a list.
+
+    Raises:
+        ValueError: if it is neither a string nor an iterable of strings.
+
+    Example:
+        >>> names_in("SIGTERM", "signals", "StopAtBoundary", "['SIGTERM']")
+        ('SIGTERM',)
+    """
+    names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise _refusal(value, argument, owner, f"a name or a list of names, such as {example}", "")
+    return tuple(names)
+
+
+def folder_or_none(value: object, argument: str, owner: str) -> Path | None:
+    """The path of a folder.
+
+    Raises:
+        ValueError: if it is no path.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str | Path):
+        raise _refusal(value, argument, owner, "the path of a folder (a string or a pathlib.Path), or None", "")
+    return Path(value)
 
 
 def _refusal(value: object, argument: str, owner: str, allowed: str, hint: str) -> ValueError:

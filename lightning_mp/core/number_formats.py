@@ -159,7 +159,7 @@ def number_format(key: FormatLike) -> NumberFormat:
         for row in FORMATS.values():
             if row.torch_dtype is key:
                 return row
-    elif key in FORMATS:
+    elif isinstance(key, str) and key in FORMATS:
         return FORMATS[key]
     dtypes = ", ".join(str(row.torch_dtype) for row in FORMATS.values() if row.torch_dtype is not None)
     raise ValueError(f"Unknown number format {key!r}. Use one of {', '.join(FORMATS)}, or one of the dtypes {dtypes}.")

@@ -17,6 +17,7 @@ from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.loops.optimization import automatic
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -100,6 +101,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch._C, "DisableTorchFunctionSubclass", "calls torch for a subclass of Tensor, while modes go on"),
     (torch.Tensor, "_make_wrapper_subclass", "a tensor of which this rank has a part only"),
     (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
+    (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
+    (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
     (torch.nn.Module, "_compiled_call_impl", "tells that a module was compiled in place"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),

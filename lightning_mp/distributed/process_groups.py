@@ -1,8 +1,8 @@
 """Meshes and groups of ranks that are made once in a process, whatever number of runs use them.
 
-torch makes new groups in every call of ``init_device_mesh`` and ``new_group`` and keeps them until the process ends:
-for each one that means threads, sockets, and buffers on a GPU. A model stays sharded over its groups after the run, so
-they cannot be destroyed at its end either.
+torch makes new groups in every call of ``init_device_mesh`` and ``new_group``, and keeps them until the process ends:
+each has threads and sockets, and on a GPU buffers. A model stays sharded over its groups after a run, so they cannot be
+destroyed at its end.
 """
 
 from collections.abc import Callable, Hashable, Sequence

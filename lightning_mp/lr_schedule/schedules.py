@@ -249,7 +249,7 @@ COOLDOWN_SHAPES = tuple(_SHAPES)
 
 
 def _check_shape(schedule: object, shape: str) -> None:
-    if shape not in _SHAPES:
+    if not isinstance(shape, str) or shape not in _SHAPES:
         raise ValueError(
             f"{type(schedule).__name__}(shape={shape!r}) is unknown; it must be one of {get_args(CooldownShape)}."
         )

@@ -79,6 +79,11 @@ def parse_rules(rules: PolicyRules) -> tuple[Rule, ...]:
         ValueError: if there is none, or one cannot be read.
         TypeError: if they are no mapping and no pairs.
     """
+    if not isinstance(rules, Iterable):
+        raise TypeError(
+            f"A policy is a mapping of patterns to dtypes, or pairs of them, and got {rules!r}. Write it as in"
+            " {'head': 'fp32'}."
+        )
     pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
     if not pairs:
         raise ValueError("PrecisionPolicy got no rule. Give at least one, as in PrecisionPolicy([('head', 'fp32')]).")

@@ -71,7 +71,7 @@ class AutocastPrecision(FullWeightsPrecision):
         eval_precision: Literal["32-true", "16-mixed", "bf16-mixed"] | None = None,
         cache_weights: bool = True,
     ) -> None:
-        if precision not in _DTYPES:
+        if precision not in tuple(_DTYPES):
             true = precision in ("bf16-true", "16-true")
             raise ValueError(
                 f"AutocastPrecision(precision={precision!r}) is unknown; it must be one of {tuple(_DTYPES)}."

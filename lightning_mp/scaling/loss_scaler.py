@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
+from numbers import Real
 from typing import Any, Literal, Self
 
 import torch
@@ -42,6 +43,8 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 def _check_rule(rule: ScaleRule, init_scale: float, on_floor: str) -> None:
     wrong = what_is_wrong_with(rule)
+    if wrong is None and not isinstance(init_scale, Real):
+        wrong = "init_scale", init_scale, "a number"
     if wrong is None and not (
         rule.min_scale <= init_scale <= rule.max_scale and _SMALLEST_SCALE <= init_scale <= _LARGEST_SCALE
     ):
@@ -88,7 +91,13 @@ def _resolve_device_type(device: str | torch.device | None) -> str:
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator.type if accelerator is not None else "cpu"
-    device_type = torch.device(device).type
+    try:
+        device_type = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"LossScaler(device={device!r}): it must be a device type such as 'cuda' or 'cpu', or None for the device"
+            " that is available."
+        ) from None
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"LossScaler(device={str(device)!r}): CUDA is not available on this machine."

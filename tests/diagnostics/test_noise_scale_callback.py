@@ -12,7 +12,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, TokenModel, loader, quiet_trainer, regression_batches, token_batches
+from small_models import (
+    Regression,
+    ResumableLoader,
+    TokenModel,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    token_batches,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -378,6 +386,29 @@ def test_a_resumed_run_ends_with_the_same_averages(name: str, tmp_path: Any) -> 
     assert first.average.windows == 3
     assert resumed.average.state_dict() == straight.average.state_dict()
     assert straight.average.windows == 6
+
+
+def test_a_window_that_has_overflowed_is_resumed_and_left_out(tmp_path: Any) -> None:
+    """A checkpoint inside of it says that its gradients are not finite, which is no reason to refuse it."""
+
+    class SavesAndFails(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "inside.ckpt")
+                raise InterruptedError
+
+    def train(*others: Callback, overflows: Any = (), ckpt_path: Any = None) -> Recording:
+        callback = Recording()
+        scheduler = AccumulationScheduler({0: 4}, save_partial_gradients=True)
+        trainer = quiet_trainer(callbacks=[callback, scheduler, *others], plugins=PLUGINS["fp16"]())
+        trainer.fit(Regression(overflows=overflows), ResumableLoader(regression_batches(12)), ckpt_path=ckpt_path)
+        return callback
+
+    with pytest.raises(InterruptedError):
+        train(SavesAndFails(), overflows=(0,))
+    resumed = train(ckpt_path=tmp_path / "inside.ckpt")
+    assert resumed.average.windows == 2
+    assert resumed.average.state_dict() == train(overflows=(0,)).average.state_dict()
 
 
 def test_hooks_are_taken_away_and_gradients_are_not_touched() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import textwrap
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from memory_logger import MemoryLogger
 from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch import nn
@@ -36,6 +38,8 @@ MADE_BY_FSDP1 = {"_handle", "_params", "_shapes", "_param_infos", "_shared_param
 MADE_BY_SHARDING = {
     "_mp_policy",
     "_data_parallel_size",
+    "_tensor_parallel_size",
+    "_device_mesh",
     "_all_gather_comm",
     "_fsdp_param_group",
     "_init_mp_dtypes",
@@ -325,6 +329,21 @@ def test_lightnings_loops_ask_for_the_window_by_two_modulos_and_divide_the_loss_
         # whether a loop that is restarted had finished its epoch
         ("training_epoch_loop.py", "trainer.num_training_batches / trainer.accumulate_grad_batches"),
     }
+
+
+def test_model_parallel_strategy_sets_itself_up_as_the_seam_does():
+    """`set_up_environment_on` does the same with another mesh: a statement that Lightning adds must be added there."""
+    source = textwrap.dedent(inspect.getsource(ModelParallelStrategy.setup_environment))
+    assert [ast.unparse(statement) for statement in ast.parse(source).body[0].body] == [
+        "super().setup_environment()",
+        "self._setup_distributed()",
+        "if self._data_parallel_size == 'auto':\n    self._data_parallel_size = self.num_nodes",
+        "if self._tensor_parallel_size == 'auto':\n    self._tensor_parallel_size = self.num_processes",
+        "self._device_mesh = _setup_device_mesh(self._data_parallel_size, self._tensor_parallel_size, self.world_size,"
+        " self.root_device)",
+        "assert self.lightning_module is not None",
+        "self.lightning_module._device_mesh = self._device_mesh",
+    ]
 
 
 def test_lightnings_loops_take_the_value_anew_for_every_batch():

@@ -27,7 +27,7 @@ def check_arguments(precision: str, storage: str, scaler: object) -> None:
         ValueError: if ``precision`` or ``storage`` is unknown.
         MisconfigurationException: if arguments contradict each other.
     """
-    if precision not in DTYPES:
+    if precision not in tuple(DTYPES):
         raise ValueError(
             f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(DTYPES)}."
             " For fp32 weights cast at each use take AutocastPrecision('bf16-mixed') or ('16-mixed')."
