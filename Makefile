@@ -69,6 +69,7 @@ notebooks: $(INSTALLED)
 
 # DOCS_INVENTORIES=required fails where links to the documentation of torch and Lightning cannot be made
 docs: $(INSTALLED)
+	rm -rf docs/api
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -b html docs build/docs
 	@echo "open build/docs/index.html"
 
