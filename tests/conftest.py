@@ -25,7 +25,7 @@ repeated_work.read_entry_points_once()
 
 # Nothing is timed in the tests, so no deadline; the same examples on every machine.
 hypothesis.settings.register_profile("lightning_mp", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("lightning_mp")
+hypothesis.settings.register_profile("lightning_mp quick", max_examples=25, deadline=None, derandomize=True)
 
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 FOLDER_NUMBERS = itertools.count()
@@ -34,6 +34,11 @@ RANKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 #: For tests of the full set that name no time-out of their own; the others have that of pyproject.toml.
 FULL_TIMEOUT_SECONDS = 400
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    quick = config.option.markexpr == "not full"
+    hypothesis.settings.load_profile("lightning_mp quick" if quick else "lightning_mp")
 
 
 @pytest.hookimpl(tryfirst=True)
