@@ -5,9 +5,8 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Set before anything imports torch, and inherited by the processes that tests start. The models are
 # tiny and several processes share two cores, so one thread each is the fastest choice.
@@ -19,13 +18,14 @@ os.environ["COLUMNS"] = "200"
 
 import hypothesis
 import pytest
+import quick_set
 import repeated_work
 
 repeated_work.read_entry_points_once()
 
 # Nothing is timed in the tests, so no deadline; the same examples on every machine.
 hypothesis.settings.register_profile("lightning_mp", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("lightning_mp")
+hypothesis.settings.register_profile("lightning_mp quick", max_examples=25, deadline=None, derandomize=True)
 
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 FOLDER_NUMBERS = itertools.count()
@@ -52,6 +52,11 @@ def soak_fits(request: pytest.FixtureRequest) -> int:
 
 #: For tests of the full set that name no time-out of their own; the others have that of pyproject.toml.
 FULL_TIMEOUT_SECONDS = 400
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    quick = config.option.markexpr == "not full"
+    hypothesis.settings.load_profile("lightning_mp quick" if quick else "lightning_mp")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -96,37 +101,13 @@ def pytest_collection_finish() -> None:
 
 
 def _most_of_a_grid_is_full(items: list[pytest.Item]) -> None:
-    """Of a test with several `parametrize`, the quick set runs as few cases as have every value of each of them.
-
-    Where that takes too long, a test marked `quick_cases` says how many of these cases are enough.
-    """
-    grids: dict[tuple[Path, str], list[pytest.Function]] = {}
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("full"):
-            grids.setdefault((item.path, item.originalname), []).append(item)
-    for grid in grids.values():
-        values = {item: _values(item) for item in grid}
-        missing = set().union(*values.values())
-        quick = []
-        while missing:
-            quick.append(max(values, key=lambda item: len(values[item] & missing)))
-            missing -= values.pop(quick[-1])
-        marker = grid[0].get_closest_marker("quick_cases")
-        for item in [*values, *(quick[marker.args[0] :] if marker else [])]:
-            item.add_marker("full")
-
-
-def _values(item: pytest.Function) -> set[tuple[Any, ...]]:
-    """Each `parametrize` with its value in this case; what one of them gives together is one value."""
-    parameters = item.callspec.params
-    together = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
-    alone = [(name,) for name in parameters if not any(name in names for names in together)]
-    return {(names, *(id(parameters[name]) for name in names)) for names in [*together, *alone]}
-
-
-def _names(argument_names: str | Sequence[str]) -> tuple[str, ...]:
-    text = argument_names if isinstance(argument_names, str) else ",".join(argument_names)
-    return tuple(name.strip() for name in text.split(","))
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        for case in quick_set.slow_cases(cases):
+            case.add_marker("full")
 
 
 #: What a release of torch says when it is asked for what it lacks.

@@ -3,7 +3,7 @@
 import gc
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,12 +232,10 @@ def plugin_of(name: str) -> Precision | None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _only_new_objects() -> Iterator[None]:
+def _only_new_objects() -> None:
     """Hides what lives already from the garbage collector, which makes it fast, too."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,31 @@
+"""What `make test` leaves to `make test-full`: most cases of a grid, and never a value of a parameter."""
+
+import itertools
+
+import pytest
+from quick_set import covering_cases, slow_cases
+
+STRATEGIES, PRECISIONS, SIZES = ["ddp", "fsdp"], ["fp16", "bf16", "fp32"], [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("axes", [[SIZES], [STRATEGIES, PRECISIONS], [STRATEGIES, PRECISIONS, SIZES]], ids=len)
+def test_as_many_cases_as_the_longest_parameter_has_values(axes):
+    grid = {case: set(enumerate(case)) for case in itertools.product(*axes)}
+    cases = covering_cases(grid)
+    assert len(cases) == max(len(axis) for axis in axes)
+    assert [{*column} for column in zip(*cases, strict=True)] == [{*axis} for axis in axes]
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_what_one_parametrize_gives_together_is_never_left_out(request, first, second):
+    assert request.node.get_closest_marker("full") is None
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("x", [1, 2, 3])
+@pytest.mark.parametrize("y", [1, 2, 3])
+def test_a_marked_test_says_how_many_cases_are_enough(request, x, y):
+    cases = [item for item in request.session.items if item.nodeid.split("[")[0] == request.node.nodeid.split("[")[0]]
+    if len(cases) == 9:  # the full set
+        assert len(slow_cases(cases)) == 9 - 2
+    assert x == y or request.node.get_closest_marker("full")
