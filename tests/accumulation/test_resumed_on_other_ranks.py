@@ -6,6 +6,7 @@ gradient, noise scale, learning rate by tokens}.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,9 +233,26 @@ def among(noise: list[tuple[float, ...]], squares: list[float]) -> list[tuple[fl
     return [numbers for numbers in noise if any(numbers[1] == pytest.approx(square, rel=1e-3) for square in squares)]
 
 
-def check(names: Sequence[str], strategy: str, saved_on: int, resumed_on: int, folder: Path) -> None:
-    paths: dict[str, Path | None] = {name: folder / f"{number}.ckpt" for number, name in enumerate(names)}
-    first = on_ranks(saved_on, strategy, paths, saves=True)
+class FirstLegs(NamedTuple):
+    paths: dict[str, Path | None]
+    found: list[list[Any]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FirstLegs]:
+    """First legs and their checkpoints, by recipes, strategy and ranks; each is made once, whatever goes on from it."""
+
+    @cache
+    def first_legs(names: tuple[str, ...], strategy: str, ranks: int) -> FirstLegs:
+        folder = tmp_path_factory.mktemp("saved")
+        paths: dict[str, Path | None] = {name: folder / f"{number}.ckpt" for number, name in enumerate(names)}
+        return FirstLegs(paths, on_ranks(ranks, strategy, paths, saves=True))
+
+    return first_legs
+
+
+def check(names: Sequence[str], strategy: str, saved_on: int, resumed_on: int, saved: Callable[..., FirstLegs]) -> None:
+    paths, first = saved(tuple(names), strategy, saved_on)
     second = on_ranks(resumed_on, strategy, paths, resumes=True)
     if strategy == "ddp":  # where noise is measured
         for ranks in (saved_on, resumed_on):
@@ -279,8 +297,10 @@ QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1), (
 @pytest.mark.quick_cases(4)
 @pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
 @pytest.mark.parametrize(("name", "saved_on", "resumed_on"), [*QUICK, *((name, 1, 1) for name in RECIPES)])
-def test_a_resumed_run_ends_as_one_that_did_not_stop(name: str, saved_on: int, resumed_on: int, tmp_path: Path) -> None:
-    check([name], "ddp", saved_on, resumed_on, tmp_path)
+def test_a_resumed_run_ends_as_one_that_did_not_stop(
+    name: str, saved_on: int, resumed_on: int, saved: Callable[..., FirstLegs]
+) -> None:
+    check([name], "ddp", saved_on, resumed_on, saved)
 
 
 @pytest.mark.full
@@ -293,10 +313,10 @@ def test_a_resumed_run_ends_as_one_that_did_not_stop(name: str, saved_on: int, r
     ],
 )
 def test_on_any_ranks_a_resumed_run_ends_as_one_that_did_not_stop(
-    strategy: str, saved_on: int, resumed_on: int, tmp_path: Path
+    strategy: str, saved_on: int, resumed_on: int, saved: Callable[..., FirstLegs]
 ) -> None:
     names = [name for name in RECIPES if strategy == "ddp" or "partial" not in name]
-    check(names, strategy, saved_on, resumed_on, tmp_path)
+    check(names, strategy, saved_on, resumed_on, saved)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from gloo import RankError
-from killed_runs import Result, Run, kill_after, kill_at_file_event, uninterrupted
+from killed_runs import Result, Run, all_to_the_end, kill_after, kill_at_file_event, uninterrupted
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp import StopAtBoundary
@@ -52,12 +52,14 @@ RANDOM_KILLS = {
 }
 
 
-def goes_on(run: Run, straight: Result) -> None:
-    """From where the killed run was, at most one optimizer step earlier, to the same end."""
-    done = run.log.last_step
-    assert done - 1 <= run.saved_steps() <= done
-    assert run.to_the_end().equals(straight)
-    assert not [path for path in run.folder.iterdir() if path.name.startswith(".")], "leftovers are cleared away"
+def go_on(runs: Sequence[Run], straight: Result) -> None:
+    """From where each killed run was, at most one optimizer step earlier, to the same end."""
+    for run in runs:
+        done = run.log.last_step
+        assert done - 1 <= run.saved_steps() <= done
+    for run, result in zip(runs, all_to_the_end(runs), strict=True):
+        assert result.equals(straight), run.folder
+        assert not [path for path in run.folder.iterdir() if path.name.startswith(".")], "leftovers are cleared away"
 
 
 @pytest.mark.parametrize(
@@ -91,15 +93,15 @@ def test_a_kill_while_a_checkpoint_is_written(
     tmp_path: Path,
 ) -> None:
     """Promise 6. Right before a chosen file operation of the fourth step: create, write, mark, rename, remove."""
-    kills = 0
+    killed = []
     for number in numbers:
         run = Run(kind, tmp_path / str(number), only_last=only_last)
         if not run.killed(victim, partial(kill_at_file_event, run, 4, number)):
             break
-        kills += 1
-        goes_on(run, uninterrupted(kind))
+        killed.append(run)
     more = isinstance(numbers, range)  # than there are operations
-    assert kills >= (1 if more else len(numbers)), "each operation was one to be killed at"
+    assert len(killed) >= (1 if more else len(numbers)), "each operation was one to be killed at"
+    go_on(killed, uninterrupted(kind))
 
 
 class KillsItself(Callback):
@@ -121,7 +123,7 @@ def test_a_kill_in_the_middle_of_a_window(kind: str, uninterrupted: Callable[[st
     """Promise 6. The window is done again as a whole; its first micro-batches are not counted twice."""
     run = Run(kind, tmp_path / "checkpoints", callbacks=lambda: [AtomicCheckpoints(), KillsItself()])
     assert run.killed(1, lambda: None)
-    goes_on(Run(kind, run.folder), uninterrupted(kind))
+    go_on([Run(kind, run.folder)], uninterrupted(kind))
 
 
 @pytest.mark.full
@@ -132,15 +134,14 @@ def test_kills_at_random_moments(kind: str, kills: int, uninterrupted: Callable[
     started = time.monotonic()
     straight = uninterrupted(kind)
     length = time.monotonic() - started
-    died = 0
+    died, runs = 0, []
     for attempt in range(kills):
         run = Run(kind, tmp_path / str(attempt), only_last=moments.random() < 0.5)
         victim = moments.randrange(run.num_ranks)
         died += run.killed(victim, partial(kill_after, moments.uniform(0.02, length)))
-        done = run.log.last_step
-        assert done - 1 <= run.saved_steps() <= done
-        assert run.to_the_end().equals(straight)
+        runs.append(run)
     assert died >= kills // 2, "the others were done before"
+    go_on(runs, straight)
 
 
 @pytest.mark.full
@@ -168,7 +169,7 @@ def test_a_kill_when_all_steps_so_far_were_skipped(kind: str, tmp_path: Path) ->
     for each in (straight, run):
         each.folder.parent.mkdir()
     assert run.killed(0, partial(kill_at_file_event, run, 2, 2))
-    goes_on(run, straight.to_the_end())
+    go_on([run], straight.to_the_end())
 
 
 class IsAskedToEnd(Callback):
@@ -180,9 +181,7 @@ class IsAskedToEnd(Callback):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "kind", ["fsdp2", *[pytest.param(kind, marks=pytest.mark.full) for kind in ("fsdp2, one file", "fsdp2, 2-D")]]
-)
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2, one file", "fsdp2, hybrid", "fsdp2, 2-D"])
 def test_sigterm_saves_and_nothing_is_done_twice(
     kind: str, uninterrupted: Callable[[str], Result], tmp_path: Path
 ) -> None:
@@ -191,4 +190,4 @@ def test_sigterm_saves_and_nothing_is_done_twice(
     run = Run(kind, tmp_path / "checkpoints")
     assert (run.folder / f"stopped-step-{stopped.steps}.ckpt").exists()
     assert 3 <= stopped.steps == run.saved_steps() == run.log.last_step < uninterrupted(kind).steps
-    goes_on(run, uninterrupted(kind))
+    go_on([run], uninterrupted(kind))

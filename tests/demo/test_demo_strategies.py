@@ -3,7 +3,8 @@
 import contextlib
 import io
 import json
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,19 @@ def _single(precision: str, text: str, out: str, rank: int) -> tuple[int, str]:
     return _demo(*_options(precision), "--batch-size", str(SEQUENCES), "--text", text, "--out", out)
 
 
+@pytest.fixture(scope="module")
+def single(text: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int, str, Any]]:
+    """Exit code, error text and history of the run on one process, made once for each precision."""
+
+    @cache
+    def result(precision: str) -> tuple[int, str, Any]:
+        out = tmp_path_factory.mktemp("single")
+        [(code, said)] = run_ranks(partial(_single, precision, text, str(out)), 1, PATIENCE_SECONDS)
+        return code, said, None if code else _history(out)
+
+    return result
+
+
 def _options(precision: str) -> tuple[str, ...]:
     return (*SMALL, "--precision", precision.partition(",")[0], *PRECISIONS[precision])
 
@@ -122,14 +136,12 @@ def _history(out: str | Path) -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_strategy_ends_where_one_process_does_or_says_why_not(precision, text, tmp_path):
-    [(code, said)] = run_ranks(partial(_single, precision, text, f"{tmp_path}/single"), 1, PATIENCE_SECONDS)
+def test_every_strategy_ends_where_one_process_does_or_says_why_not(precision, text, single, tmp_path):
+    code, said, reference = single(precision)
     if precision == "tf32":
         assert (code, NO_TF32 in said) == (2, True)
-        reference = None
     else:
         assert code == 0, said
-        reference = _history(tmp_path / "single")
     rows = run_ranks(partial(_row, precision, text, str(tmp_path)), 2, PATIENCE_SECONDS)
     for strategy, (code, said) in rows[0].items():
         refusal = _refusal(precision, strategy)
@@ -188,9 +200,8 @@ def _second_half(out: str, wanted: int, rank: int) -> dict[str, tuple[int, str]]
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true, remainder"])
-def test_a_run_goes_on_on_other_devices_and_strategies(precision, text, tmp_path):
-    run_ranks(partial(_single, precision, text, f"{tmp_path}/single"), 1, PATIENCE_SECONDS)
-    reference = _history(tmp_path / "single")
+def test_a_run_goes_on_on_other_devices_and_strategies(precision, text, single, tmp_path):
+    _, _, reference = single(precision)
     for devices in (1, 2):
         run_ranks(partial(_first_half, precision, text, str(tmp_path), devices), devices, PATIENCE_SECONDS)
     for devices in (1, 2):
@@ -221,12 +232,12 @@ def _copies(settings: dict[str, Any]) -> int:
     ],
     ids=["shards x tensor parallel", "stages x copies"],
 )
-def test_two_dimensions(layout, text, tmp_path):
-    [(code, said)] = run_ranks(partial(_single, "32-true", text, f"{tmp_path}/single"), 1, PATIENCE_SECONDS)
+def test_two_dimensions(layout, text, single, tmp_path):
+    code, said, reference = single("32-true")
     assert code == 0, said
     arguments = (*_options("32-true"), *layout, "--text", text, "--out", f"{tmp_path}/two")
     assert run_ranks(lambda rank: _demo(*arguments)[0], 4, PATIENCE_SECONDS) == [0] * 4
-    losses, expected = (_history(tmp_path / run)["steps"]["train_loss"][:-1] for run in ("two", "single"))
+    losses, expected = (run["steps"]["train_loss"][:-1] for run in (_history(tmp_path / "two"), reference))
     assert losses == pytest.approx(expected, abs=1e-4)
 
 

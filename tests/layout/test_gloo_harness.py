@@ -266,7 +266,6 @@ MAY_FORK = {
     "rank_server.py",
     "test_demo_launchers.py",
     "test_gloo_harness.py",
-    "test_pipeline_launchers.py",
     "test_strategy_launchers.py",
 }
 

@@ -114,10 +114,11 @@ def wheel(request, tmp_path_factory) -> Path:
 def test_wheel_holds_every_module_and_data_file(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    expected = modules_of_the_checkout() | data_files_of_the_checkout() | {"lightning_mp/py.typed"}
-    assert {f"{package.replace('.', '/')}/__init__.py" for package in PACKAGES} <= expected
-    inside = {name for name in names if ".dist-info/" not in name}
-    assert inside == expected
+        expected = modules_of_the_checkout() | data_files_of_the_checkout() | {"lightning_mp/py.typed"}
+        assert {f"{package.replace('.', '/')}/__init__.py" for package in PACKAGES} <= expected
+        inside = {name for name in names if ".dist-info/" not in name}
+        assert inside == expected
+        assert [name for name in inside if archive.read(name) != (ROOT / name).read_bytes()] == []
 
 
 def test_wheel_names_its_licence_and_its_command(wheel):
@@ -131,8 +132,9 @@ def test_wheel_names_its_licence_and_its_command(wheel):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("wheel", [keep_links], indirect=True, scope="module", ids=["keep_links"])
 def test_wheel_imports_where_there_is_no_checkout(wheel, tmp_path):
-    """Installed alone in an empty folder, started in another empty one.
+    """Installed alone in an empty folder, started in another empty one. The other wheels hold the same, byte for byte.
 
     `-I -S` keeps the checkout's editable install out: without it a module missing in the wheel
     would be found there.

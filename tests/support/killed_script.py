@@ -45,7 +45,7 @@ def main() -> None:
         print(os.getpid(), file=file)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    watchdog = RankWatchdog(timeout_seconds=4 if fault == "hang" else 60)
+    watchdog = RankWatchdog(timeout_seconds=8 if fault == "hang" else 60)
     on_trial = [Fault(fault, faulty_rank), AtomicCheckpoints(), StopAtBoundary(), watchdog]
     result = Run(kind, folder / "checkpoints", callbacks=lambda: on_trial).train(rank)
     torch.save(result, folder / f"result-{rank}.pt")
