@@ -143,7 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _plans(
-    size: DecoderSize, machine: Machine, arguments: argparse.Namespace, step: dict[str, int]
+    size: DecoderSize, machine: Machine, arguments: argparse.Namespace, step: dict[str, Any]
 ) -> tuple[list[ParallelPlan], list[str]]:
     """Of every usual layout, and why some are left out."""
     plans, left_out = [], []

@@ -2,8 +2,9 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -190,27 +191,19 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
 
 
 def _factory(module: ModuleOrFactory) -> Callable[[], pl.LightningModule]:
-    if isinstance(module, nn.Module):
-        _check_module(module)
-        return lambda: copy.deepcopy(module)
-    if not callable(module):
-        _check_module(module)
-
-    def make() -> pl.LightningModule:
-        made = module()
-        _check_module(made)
-        return made
-
-    return make
+    if isinstance(module, nn.Module) or not callable(module):
+        return partial(copy.deepcopy, _checked(module))
+    return lambda: _checked(module())
 
 
-def _check_module(made: Any) -> None:
+def _checked(made: Any) -> pl.LightningModule:
     # torch.compile puts a module around it
     if not isinstance(getattr(made, "_orig_mod", made), pl.LightningModule):
         raise ValueError(
             "`module` must be a lightning.pytorch.LightningModule or a function that makes one, got"
             f" {type(made).__module__}.{type(made).__qualname__}."
         )
+    return cast("pl.LightningModule", made)
 
 
 def _settings(experiment: Experiment, steps: int | None, monitor: str | None, first: Trial) -> dict[str, Any]:

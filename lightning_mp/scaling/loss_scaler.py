@@ -41,7 +41,7 @@ _ON_FLOOR = ("raise", "warn", "ignore")
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-def _check_rule(rule: ScaleRule, init_scale: float, on_floor: str) -> None:
+def _check_rule(rule: ScaleRule, init_scale: Any, on_floor: str) -> None:
     wrong = what_is_wrong_with(rule)
     if wrong is None and not isinstance(init_scale, Real):
         wrong = "init_scale", init_scale, "a number"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from memory_models import VOCABULARY, WIDTH, Decoder
 
+from lightning_mp import estimate_memory
 from lightning_mp.planning import (
     DecoderConfig,
     MemoryLayout,
     ParallelLayout,
     choose_layouts,
     decoder_memory,
-    estimate_memory,
     find_machine,
     inference_aware_optimum,
     known_chips,

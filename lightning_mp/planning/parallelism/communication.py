@@ -99,17 +99,15 @@ def communication_per_step(
     syncs = 1 if gradient_sync == "window" else micro_batches
     if layout.shards > 1:
         gathers = micro_batches * (2 if reshard_after_forward else 1)
-        counts = {"gathers": gathers, "micro_batches": micro_batches, "syncs": syncs}
-        found += _sharded(size, layout, low, wide, experts, **counts)
+        found += _sharded(size, layout, low, wide, experts, gathers=gathers, micro_batches=micro_batches, syncs=syncs)
     elif layout.copies > 1:
         gradient_bytes = 2 if reduced_gradients else wide
         found += _among_copies(size, layout, experts, gradient_bytes, wide, zero_stage, micro_batches)
     if experts is not None:
-        layers = size.layers // layout.stages
         found.append(
             token_transfers(
                 experts,
-                layers=layers * micro_batches,
+                layers=size.layers // layout.stages * micro_batches,
                 width=size.width,
                 tokens=tokens_per_micro_batch,
                 itemsize=low,
@@ -125,11 +123,7 @@ def communication_per_step(
             payload, count = size.block_norm_weights // 2 * wide, syncs * 2 * size.layers // layout.stages
             found.append(Transfer("gradients of norms", "all_reduce", payload, layout.tensor, count))
     if layout.stages > 1:
-        payload = tokens_per_micro_batch * size.width * wide
-        # The two directions of a boundary; a stage in the middle sends along one of each.
-        per_rank = 2 * micro_batches if layout.stages > 2 else micro_batches
-        far = layout.tensor * layout.data_ranks
-        found.append(Transfer("activations between stages", "send", payload, 2, per_rank, far, awaited=True))
+        found.append(_between_stages(layout, tokens_per_micro_batch * size.width * wide, micro_batches))
     return [transfer for transfer in found if transfer.payload_bytes and transfer.count]
 
 
@@ -248,6 +242,13 @@ def _activations(
         Transfer(name, collective, payload, layout.tensor, count, awaited=True)
         for name, collective, payload, count in (*(in_parts if sequence else whole), *outside)
     ]
+
+
+def _between_stages(layout: ParallelLayout, payload_bytes: int, micro_batches: int) -> Transfer:
+    """The two directions of a boundary; a stage in the middle sends along one of each."""
+    per_rank = 2 * micro_batches if layout.stages > 2 else micro_batches
+    far = layout.tensor * layout.data_ranks
+    return Transfer("activations between stages", "send", payload_bytes, 2, per_rank, far, awaited=True)
 
 
 def _check(

@@ -136,13 +136,7 @@ def plan_parallelism(
     """
     machine = find_machine(machine) if isinstance(machine, str) else machine
     of_a_micro_batch = context_tokens * sequences_per_gpu * layout.tensor
-    micro_batches, rest = divmod(tokens_per_step, of_a_micro_batch * layout.data_ranks)
-    if rest or not micro_batches:
-        raise ValueError(
-            f"`tokens_per_step` ({tokens_per_step}) is no multiple of {of_a_micro_batch} tokens in a micro-batch on"
-            f" {layout.data_ranks} data ranks ({layout.name}). Use a multiple of {of_a_micro_batch * layout.data_ranks}"
-            ", shorter micro-batches, or fewer data ranks."
-        )
+    micro_batches = _micro_batches(tokens_per_step, of_a_micro_batch, layout)
     transfers = communication_per_step(
         size,
         layout,
@@ -159,8 +153,6 @@ def plan_parallelism(
     )
     peak = peak_flops(machine.chip, matmul_format(precision) or "bf16")
     inside, between = _bytes(transfers, machine)
-    awaited = _seconds([part for part in transfers if part.awaited and part.collective != "send"], machine)
-    sends = [replace(part, count=2 * (layout.stages - 1)) for part in transfers if part.collective == "send"]
     return ParallelPlan(
         layout=layout,
         micro_batches=micro_batches,
@@ -169,8 +161,8 @@ def plan_parallelism(
         between_bytes=between,
         inside_seconds=inside / machine.inside_bytes_per_second,
         between_seconds=between / machine.between_bytes_per_second,
-        awaited_seconds=awaited,
-        fill_and_drain_seconds=_seconds(sends, machine),
+        awaited_seconds=_seconds(_awaited(transfers), machine),
+        fill_and_drain_seconds=_seconds(_fill_and_drain(transfers, layout.stages), machine),
         compute_seconds=flops * (4 / 3 if recomputed else 1) * tokens_per_step / (layout.gpus * peak),
         bubble=bubble_fraction(layout.stages, micro_batches),
     )
@@ -198,6 +190,25 @@ def usual_layouts(gpus: int, gpus_per_node: int, *, layers: int) -> list[Paralle
             if nodes % stages == 0:
                 found.append(ParallelLayout(copies=nodes // stages, tensor=near, stages=stages))
     return list(dict.fromkeys(found))
+
+
+def _micro_batches(tokens_per_step: int, of_a_micro_batch: int, layout: ParallelLayout) -> int:
+    micro_batches, rest = divmod(tokens_per_step, of_a_micro_batch * layout.data_ranks)
+    if rest or not micro_batches:
+        raise ValueError(
+            f"`tokens_per_step` ({tokens_per_step}) is no multiple of {of_a_micro_batch} tokens in a micro-batch on"
+            f" {layout.data_ranks} data ranks ({layout.name}). Use a multiple of {of_a_micro_batch * layout.data_ranks}"
+            ", shorter micro-batches, or fewer data ranks."
+        )
+    return micro_batches
+
+
+def _awaited(transfers: Sequence[Transfer]) -> list[Transfer]:
+    return [part for part in transfers if part.awaited and part.collective != "send"]
+
+
+def _fill_and_drain(transfers: Sequence[Transfer], stages: int) -> list[Transfer]:
+    return [replace(part, count=2 * (stages - 1)) for part in transfers if part.collective == "send"]
 
 
 def _bytes(transfers: Sequence[Transfer], machine: Machine) -> tuple[float, float]:
