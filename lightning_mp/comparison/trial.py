@@ -5,11 +5,9 @@ import hashlib
 import logging
 import math
 import random
-import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,8 +21,8 @@ from torch import Tensor
 from lightning_mp.comparison.precisions import PluginFactory
 from lightning_mp.comparison.training_data import TrainingData, items_in
 from lightning_mp.core.instance_method import InstancePatch
-from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 
 __all__ = ["Experiment", "Trial", "run_trial"]
 
@@ -118,7 +116,8 @@ def run_trial(
     own_callbacks = options.pop("callbacks", None) or []
     own_callbacks = [own_callbacks] if isinstance(own_callbacks, Callback) else list(own_callbacks)
     set_seed(seed)  # a seed of its own for what comes after the weights
-    with TemporaryDirectory() as folder, _quiet(), _interrupts_kept():
+    with TemporaryDirectory() as folder, quiet_lightning(logging.ERROR), interrupts_kept():
+        warnings.filterwarnings("ignore", category=PossibleUserWarning)  # advice on long runs
         trainer = pl.Trainer(
             **{**_QUIET_OPTIONS, **options},
             plugins=[experiment.precisions[precision]()],
@@ -260,32 +259,3 @@ _QUIET_OPTIONS = {
     "check_val_every_n_epoch": None,
     "val_check_interval": 10**9,
 }
-
-
-@contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Ctrl-C stays KeyboardInterrupt: Lightning ends the process instead, and ignores the signal afterwards."""
-    previous = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit:
-        raise KeyboardInterrupt from None
-    finally:
-        if signal.getsignal(signal.SIGINT) is not previous:
-            signal.signal(signal.SIGINT, previous)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps off the terminal what Lightning says of every run, and advice on long ones."""
-    logger = lightning_logger()
-    level = logger.level
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=PossibleUserWarning)
-        # Lightning 2.6 with torch 2.11 or newer
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-        logger.setLevel(max(level, logging.ERROR))
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
