@@ -7,7 +7,7 @@ Between two readings, with F the operations of the model per token, R those run 
     HFU               = (F + R) input tokens / (P seconds)
     goodput           = tokens that taught something / input tokens
 
-Presented are all tokens that went through the model, padding included: the devices multiply padding, too. What taught
+Input tokens are all tokens that went through the model, padding included: the devices multiply padding, too. What taught
 something is neither padding nor part of an optimizer step that was skipped. Goodput times MFU is the share of the peak
 that was of use.
 """
