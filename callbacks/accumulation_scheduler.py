@@ -191,8 +191,8 @@ class AccumulationScheduler(SettingsRepr, Callback):
         if self.windows.units != {"epoch"}:
             counted = " and ".join(sorted(self.windows.units))
             raise ValueError(
-                f"AccumulationScheduler.get_accumulate_grad_batches({epoch}): this schedule counts {counted}s, so an"
-                " epoch has no one number. Read trainer.accumulate_grad_batches in the middle of a window."
+                f"AccumulationScheduler.get_accumulate_grad_batches({epoch}): this schedule counts {counted}s, so the"
+                " number can change within an epoch. Read trainer.accumulate_grad_batches in the middle of a window."
             )
         return self.windows.micro_batches(Progress(epoch=epoch))
 
@@ -232,8 +232,9 @@ class AccumulationScheduler(SettingsRepr, Callback):
             return int(self.estimated_steps(trainer))
         except (ValueError, MisconfigurationException) as error:
             rank_zero_warn(
-                "trainer.estimated_stepping_batches is asked for, and knows nothing of this AccumulationScheduler: its"
-                f" number is too large, and AccumulationScheduler.estimated_steps(trainer) says why. {error}"
+                "trainer.estimated_stepping_batches was read, and does not know about this AccumulationScheduler: the"
+                f" number it gives is too large, and AccumulationScheduler.estimated_steps(trainer) could not replace"
+                f" it. {error}"
             )
             return None
 
@@ -308,5 +309,5 @@ def _refuse_partial_gradients(trainer: "pl.Trainer") -> None:
     if reason:
         raise MisconfigurationException(
             f"AccumulationScheduler(save_partial_gradients=True) cannot be used here: {reason} Leave it out:"
-            " checkpoints then wait for the end of a window."
+            " checkpoints are then written at the end of a window."
         )

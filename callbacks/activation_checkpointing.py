@@ -64,7 +64,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     Args:
         modules: what to checkpoint: a module class, its name, a glob over names, or a list of these. A string is a
-            glob; where it fits no name it is the name of a class. Of modules inside of each other the outer one is
+            glob; where it matches no name it is the name of a class. Of modules inside of each other the outer one is
             checkpointed. The LightningModule itself, containers without a forward and metrics cannot be.
         every: of all modules found, in the order of the model, checkpoint the first of each ``every``. (The last ones
             gain least: their activations are needed first.)
@@ -74,8 +74,8 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         report: what was counted in the first micro-batch on this rank; None before, or if it was not counted.
 
     Raises:
-        ValueError: if ``modules`` or ``every`` cannot be read; at the start of a fit, if a pattern fits nothing (with
-            the names that exist), or nothing but what lies inside of modules that another pattern fits.
+        ValueError: if ``modules`` or ``every`` cannot be read; at the start of a fit, if a pattern matches nothing
+            (with the names that exist), or nothing but what lies inside of modules that another pattern fits.
         MisconfigurationException: at the start of a fit, if something else checkpoints already.
 
     Example:
@@ -113,7 +113,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         """Finds the modules and wraps their forwards; all of them exist by now.
 
         Raises:
-            ValueError: if a pattern fits nothing.
+            ValueError: if a pattern matches nothing.
             MisconfigurationException: if something else checkpoints already.
         """
         with full_model(pl_module):  # a stage of a pipeline may have none of them
@@ -203,8 +203,9 @@ def _refuse_other_checkpoints(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name.endswith("_checkpoint_wrapped_module"):
             raise MisconfigurationException(
-                f"ActivationCheckpointing found a checkpoint around {name!r} already. Leave"
-                " FSDPStrategy(activation_checkpointing_policy=...), or what else wraps it, out, or this callback."
+                f"ActivationCheckpointing: activations are already checkpointed by a wrapper around {name!r}. Leave"
+                " out FSDPStrategy(activation_checkpointing_policy=...), or whatever else wraps it, or remove this"
+                " callback."
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise MisconfigurationException(

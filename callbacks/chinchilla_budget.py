@@ -212,8 +212,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if self.on_waste == "extend" and StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
                 "ChinchillaBudget(on_waste='extend') must know which optimizer steps were skipped, and"
-                f" {type(trainer.precision_plugin).__name__} does not tell. Use a precision plugin of lightning_mp, or"
-                " add OverflowMonitor() to the callbacks."
+                f" {type(trainer.precision_plugin).__name__} does not report them. Use a precision plugin of"
+                " lightning_mp, or add OverflowMonitor() to the callbacks."
             )
         self._clock, self._num_devices, self._first_batch = time.monotonic(), trainer.world_size, True
         is_late = self.device_hours is not None and self.device_seconds >= 3600 * self.device_hours
@@ -328,7 +328,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if by_tokens and self.landing == "exact" and self.tokens_spent != self.budget_tokens:
             rank_zero_warn(
                 f"The run ended on {self.tokens_spent:,} tokens instead of {self.budget_tokens:,}: its last"
-                " micro-batches had less than two tokens per rank, or one was several times longer than all before it."
+                " micro-batches had fewer than two tokens per rank, or one was several times longer than all before it."
             )
         if self.save and trainer.checkpoint_callbacks:
             trainer.save_checkpoint(report_folder(trainer) / f"budget_reached-step-{trainer.global_step}.ckpt")

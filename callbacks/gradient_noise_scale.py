@@ -114,12 +114,12 @@ class GradientNoiseScale(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
-                "GradientNoiseScale needs automatic optimization; with automatic_optimization=False nobody knows which"
-                " micro-batches make a step. Remove the callback or turn automatic optimization on."
+                "GradientNoiseScale needs automatic optimization; with automatic_optimization=False it is not known"
+                " which micro-batches make a step. Remove the callback or turn automatic optimization on."
             )
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
-                "GradientNoiseScale cannot be used with DeepSpeed, which keeps gradients to itself. Use DDP or"
+                "GradientNoiseScale cannot be used with DeepSpeed, which does not expose its gradients. Use DDP or"
                 " ModelParallelStrategy."
             )
 
@@ -145,9 +145,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         """Says what was found."""
         self._settle()
         if self.average.windows:
-            rank_zero_info(
-                f"GradientNoiseScale: {self.estimate or 'nothing certain yet: the noise hides the gradient.'}"
-            )
+            rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Takes every hook away."""
@@ -217,8 +215,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
             seen = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
             if not seen:
                 self._tell(
-                    "sharded gradients are reduced at the end of a window only, so the first micro-batch shows none."
-                    " Use AccumulationScheduler(..., sync='micro_batch')."
+                    "sharded gradients are reduced at the end of a window only, so there is no gradient of the first"
+                    " micro-batch alone. Use AccumulationScheduler(..., sync='micro_batch')."
                 )
                 return
             square: Tensor | None = square_share(seen, gradient_replication(trainer))
@@ -240,13 +238,15 @@ class GradientNoiseScale(SettingsRepr, Callback):
         """Whether this window can have a small gradient; tells once why not."""
         reason = ""
         if isinstance(trainer.strategy, FSDPStrategy):
-            reason = "FSDP1 does not show gradients of single micro-batches. Use ModelParallelStrategy (FSDP2) or DDP."
+            reason = (
+                "FSDP1 does not expose gradients of single micro-batches. Use ModelParallelStrategy (FSDP2) or DDP."
+            )
         elif int(trainer.accumulate_grad_batches) == 1 and (self._sharded or trainer.world_size == 1):
             where = "are sharded" if self._sharded else "come from one process"
             reason = (
                 f"a step is one micro-batch and its gradients {where}, so there are no two batch sizes to compare. Use"
                 " two or more micro-batches per step: AccumulationScheduler({0: 2}) or"
-                " Trainer(accumulate_grad_batches=2), with smaller batches. Windows of more are counted as they come."
+                " Trainer(accumulate_grad_batches=2), with smaller batches. Longer windows are used as they come."
             )
         if reason:
             self._tell(reason)
@@ -255,7 +255,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def _tell(self, reason: str) -> None:
         if not self._told:
             self._told = True
-            rank_zero_warn(f"GradientNoiseScale estimates nothing for now: {reason}")
+            rank_zero_warn(f"GradientNoiseScale has no estimate for now: {reason}")
 
     # -- the end of a window -------------------------------------------------------------------------------------------
 

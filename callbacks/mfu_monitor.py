@@ -283,7 +283,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def _tell(self, trainer: "pl.Trainer", work: Work, again: float | None, device: str) -> None:
         if work.model_flops_per_token is None:
             rank_zero_warn(
-                "MFUMonitor logs no MFU: no operation of the first micro-batch was one that it can count. Give"
+                "MFUMonitor logs no MFU: it can count no operation of the first micro-batch. Give"
                 " flops_per_token= as a number."
             )
             return
@@ -296,8 +296,8 @@ class MFUMonitor(SettingsRepr, Callback):
         )
         if self.flop_count is not None and self.flop_count.unknown:
             rank_zero_warn(
-                f"MFUMonitor knows no FLOPs of {', '.join(self.flop_count.unknown)}: they count as 0. Give them by"
-                " torch.utils.flop_counter.register_flop_formula, or flops_per_token= as a number."
+                f"MFUMonitor has no FLOP formula for {', '.join(self.flop_count.unknown)}: they count as 0. Register"
+                " one with torch.utils.flop_counter.register_flop_formula, or flops_per_token= as a number."
             )
         if work.peak_flops_per_second is None:
             say = rank_zero_info if trainer.strategy.root_device.type == "cpu" else rank_zero_warn
@@ -392,6 +392,6 @@ def _is_compiled(module: pl.LightningModule) -> bool:
 
 def _of_tokens(convention: object) -> str:
     return (
-        f"MFUMonitor(flops_per_token={convention!r}): the convention is one of tokens, and samples are counted. Use"
-        " 'exact', or a number of FLOPs per sample."
+        f"MFUMonitor(flops_per_token={convention!r}): this convention counts per token, and samples are counted here."
+        " Use 'exact', or a number of FLOPs per sample."
     )

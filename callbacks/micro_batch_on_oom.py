@@ -302,8 +302,8 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
         )
     if isinstance(trainer.strategy, DDPStrategy) and getattr(trainer.strategy.model, "static_graph", False):
         raise MisconfigurationException(
-            "MicroBatchOnOOM cannot be used with DDPStrategy(static_graph=True), which counts backwards and expects as"
-            " many in every step. Leave static_graph out, or remove the callback."
+            "MicroBatchOnOOM cannot be used with DDPStrategy(static_graph=True), which expects the same number of"
+            " backward passes in every step. Leave static_graph out, or remove the callback."
         )
     hooked = [name for name, p in pl_module.named_parameters() if private_api.has_gradient_hooks(p)]
     if hooked:
@@ -327,6 +327,6 @@ def _warn_of_mixing_layers(pl_module: "pl.LightningModule") -> None:
     if mixing:
         rank_zero_warn(
             f"MicroBatchOnOOM: {len(mixing)} layers ({listed(mixing)})"
-            " normalise over the samples of a batch. If a micro-batch has to be split they see its microbatches, and"
-            " the gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
+            " normalise over the samples of a batch. If a micro-batch is split, they normalise over each part of it,"
+            " and the gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
         )

@@ -158,8 +158,8 @@ class OverflowMonitor(SettingsRepr, Callback):
                 " learning rate, clip gradients, and look for bad batches and log or division of 0."
             )
         return (
-            f" The loss scale is {self.loss_scale:g}. If it only had to come down, start it there"
-            " (LossScaler(init_scale=...)); else look at the last losses and learning rates."
+            f" The loss scale is {self.loss_scale:g}. If it only had to come down, start there"
+            " (LossScaler(init_scale=...)); otherwise look at the last losses and learning rates."
             " OverflowPostMortem(replay=True) tells whether the scale or the model is at fault."
         )
 

@@ -123,7 +123,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         """
         if StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
-                f"OverflowPostMortem hears of skipped steps from our precision plugins. With"
+                f"OverflowPostMortem is told about skipped steps by the precision plugins of lightning_mp. With"
                 f" {type(trainer.precision_plugin).__name__} add lightning_mp.OverflowMonitor() to the callbacks."
             )
         if self.replay and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
@@ -396,5 +396,5 @@ def _refuse_what_cannot_be_replayed(trainer: "pl.Trainer", pl_module: "pl.Lightn
     if reason:
         raise MisconfigurationException(
             f"OverflowPostMortem(replay=True) cannot run a training step again with {reason}. Leave replay out: the"
-            " parameters are named all the same."
+            " parameters are named without it."
         )

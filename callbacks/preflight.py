@@ -28,7 +28,7 @@ class Preflight(SettingsRepr, Callback):
     it (``report.not_checked``); before the fit, ``preflight(trainer, module, data)`` sees more.
 
     Args:
-        raise_on: end the run if a finding is this grave or graver. Graver than "advice" warns otherwise, advice is
+        raise_on: end the run if a finding is at least this severe. Other errors and warnings are logged as warnings, advice is
             logged.
 
     Attributes:

@@ -63,8 +63,8 @@ class StopAtBoundary(SettingsRepr, Callback):
         unknown = [name for name in names if name not in signal.Signals.__members__]
         if unknown:
             raise ValueError(
-                f"StopAtBoundary(signals={list(names)!r}): {', '.join(map(repr, unknown))} is no signal here; give"
-                " names such as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
+                f"StopAtBoundary(signals={list(names)!r}): {', '.join(map(repr, unknown))} is not a signal on this"
+                " platform; give names such as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
             )
         if max_seconds is not None:
             positive_number(max_seconds, "max_seconds", "StopAtBoundary", unit="seconds", hint="None sets no limit.")

@@ -145,7 +145,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         if (tokens is None) == (fraction is None):
             raise ValueError(
                 "TokenLearningRate.cooldown_now needs one of tokens and fraction, for instance fraction=0.2; only"
-                f" WarmupStableDecay brings a fraction of its own, and this schedule is {self.schedule!r}."
+                f" WarmupStableDecay has a fraction of its own, and this schedule is {self.schedule!r}."
             )
         if tokens is not None:
             self._request.amount = whole_tokens(tokens, "tokens", "TokenLearningRate.cooldown_now")
@@ -209,7 +209,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         if horizon is None:
             raise MisconfigurationException(
                 "TokenLearningRate does not know how long the run is. Give tokens=, or add a ChinchillaBudget of"
-                " tokens, tokens per parameter or flops; device_hours alone are no number of tokens."
+                " tokens, tokens per parameter or flops; device_hours alone do not determine a number of tokens."
             )
         self._first_batch, self._warned = True, bool(getattr(trainer, "fast_dev_run", False))
         if trainer.global_step and not counter.windows:
@@ -219,7 +219,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeDispatcher.of(trainer) is None:
             rank_zero_warn(
-                f"TokenLearningRate: {type(trainer.precision_plugin).__name__} does not tell which steps it skips, so"
+                f"TokenLearningRate: {type(trainer.precision_plugin).__name__} does not report which steps it skips, so"
                 " their tokens count as trained on. Use a precision plugin of lightning_mp, or add OverflowMonitor()."
             )
         if not counter.windows:

@@ -203,8 +203,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
-                "UnderflowMonitor cannot be used with DeepSpeed, which keeps gradients to itself. Use strategy='ddp' or"
-                " 'fsdp', or remove the callback."
+                "UnderflowMonitor cannot be used with DeepSpeed, which does not expose its gradients. Use"
+                " strategy='ddp' or 'fsdp', or remove the callback."
             )
         if stage == "fit":
             CallbackMetrics.attach(trainer).add(lambda: self._logged)

@@ -380,7 +380,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         if len(states) != len(self.optimizers):
             raise ValueError(
                 f"The checkpoint holds the state of {len(states)} optimizers, and configure_optimizers made"
-                f" {len(self.optimizers)}. Use the model that it was written by, or load its weights only."
+                f" {len(self.optimizers)}. Use the model that it was written with, or load its weights only."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(self._parts[optimizer].own(state))

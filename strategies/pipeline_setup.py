@@ -42,7 +42,7 @@ def refuse_arguments_about_ddp(arguments: Mapping[str, Any]) -> None:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise ValueError(
-            f"PipelineParallelStrategy({unknown[0]}=...) is not known; what is about DDP would do nothing here, as the"
+            f"PipelineParallelStrategy({unknown[0]}=...) is not known; options of DDP have no effect here, because the"
             f" strategy averages gradients itself. Besides its own arguments it takes {', '.join(sorted(known))}."
         )
 

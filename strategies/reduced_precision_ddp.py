@@ -41,8 +41,8 @@ class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             if kwargs.get(name) is not None:
                 raise MisconfigurationException(
-                    f"ReducedPrecisionDDPStrategy({dtype!r}, {name}={kwargs[name]!r}): it has a communication hook"
-                    f" already. Leave {name} out, or use DDPStrategy."
+                    f"ReducedPrecisionDDPStrategy({dtype!r}, {name}={kwargs[name]!r}): it already has a communication"
+                    f" hook. Leave {name} out, or use DDPStrategy."
                 )
         super().__init__(**kwargs, ddp_comm_hook=self._hook)
         self.dtype: ReducedDtype = dtype

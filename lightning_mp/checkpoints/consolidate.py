@@ -49,7 +49,7 @@ def consolidate_checkpoint(folder: str | os.PathLike[str], file: str | os.PathLi
         raise ValueError(f"consolidate_checkpoint({str(source)!r}, ...): {what}.")
     if marker_path(source).exists() and not is_complete(source):
         raise ValueError(
-            f"consolidate_checkpoint({str(source)!r}, ...): files are missing or too short by what"
+            f"consolidate_checkpoint({str(source)!r}, ...): files are missing or shorter than"
             f" {marker_path(source).name} says of them. Use another checkpoint; latest_checkpoint finds the last"
             " complete one."
         )

@@ -53,7 +53,7 @@ def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
             complete.append(path)
         elif not hidden:
             rank_zero_warn(
-                f"latest_checkpoint passes over {path}: "
+                f"latest_checkpoint skips {path}: "
                 + (
                     f"it has no valid {marker_path(path).name}, so it may be half of a checkpoint. Use"
                     " AtomicCheckpoints in the run that writes it, or give this path as ckpt_path."

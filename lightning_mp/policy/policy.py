@@ -177,6 +177,6 @@ def _check_against_model(
 def _never_wins(number: int, rule: Rule, rules: tuple[Rule, ...], taken: set[int]) -> str:
     earlier = ", ".join(f"{other + 1} ({rules[other]})" for other in sorted(taken))
     return (
-        f"Rule {number + 1} of the policy, {rule}, can never win: everything it is about is taken by rule {earlier}."
+        f"Rule {number + 1} of the policy, {rule}, can never win: everything it matches is taken by rule {earlier}."
         " The first rule wins: move this one up, or leave it out."
     )

@@ -151,7 +151,7 @@ class AutocastPrecision(FullWeightsPrecision):
         if isinstance(self._trainer.strategy, FSDPStrategy):
             raise MisconfigurationException(
                 f"AutocastPrecision({self.precision!r}, eval_precision={self.eval_precision!r}) with FSDPStrategy: it"
-                f" gathers parameters in {self.dtype} for evaluation, too. Leave eval_precision out, or use"
+                f" gathers parameters in {self.dtype} for evaluation as well. Leave eval_precision out, or use"
                 " ModelParallelStrategy."
             )
         if self.eval_precision in _DTYPES:

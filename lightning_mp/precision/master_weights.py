@@ -377,9 +377,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
         if not self.fp32_checkpoints and not self._told_of_rounding:
             self._told_of_rounding = True
             rank_zero_info(
-                f"Checkpoints hold {self.dtype} weights, and the fp32 masters in the optimizers' states. This package's"
-                " plugins resume from the masters; Lightning's own precisions would go on from the rounded weights."
-                " For those give fp32_checkpoints=True."
+                f"Checkpoints hold {self.dtype} weights, and the fp32 masters in the optimizer states. The plugins of"
+                " this package resume from the masters; Lightning's own precisions would continue from the rounded"
+                " weights. To resume with those, give fp32_checkpoints=True."
             )
 
 

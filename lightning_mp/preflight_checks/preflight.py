@@ -21,7 +21,7 @@ def preflight(
 ) -> PreflightReport:
     """Looks for what is wrong with a Trainer, a module and its data before the first step.
 
-    One training step of a copy of the module is made on tensors that have a shape and no numbers: nothing is computed,
+    One training step of a copy of the module is made on fake tensors, which have a shape and no data: nothing is computed,
     and memory and time hardly depend on the size of the model. Module, Trainer, random generators and gradients are
     afterwards what they were. What cannot be looked at is in ``not_checked``, with the reason: a step that reads
     numbers (``.item()``, ``if loss > 1``), weights that are sharded already.
@@ -38,7 +38,7 @@ def preflight(
         device: what the run is for, where that is another machine: a chip by name, such as "H100", or "cpu".
 
     Returns:
-        The findings, the gravest first. ``print(report)`` shows them as a table.
+        The findings, the most severe first. ``print(report)`` shows them as a table.
 
     Raises:
         TypeError: if trainer or module is none of ``lightning.pytorch``.

@@ -50,7 +50,7 @@ def _check_rule(rule: ScaleRule, init_scale: Any, on_floor: str) -> None:
     ):
         allowed = (
             f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}, and from 2^-126 to 2^126: it is a"
-            " float32 number, and its inverse is one, too"
+            " float32 number, and so is its inverse"
         )
         wrong = "init_scale", init_scale, allowed
     if wrong is None and on_floor not in _ON_FLOOR:
@@ -81,7 +81,7 @@ def _check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) ->
         )
     if math.isnan(scale):
         raise ValueError(
-            "The checkpoint's loss scale is nan: its weights and moments may hold nan, too. Load an earlier"
+            "The checkpoint's loss scale is nan: its weights and moments may contain nan as well. Load an earlier"
             " checkpoint, or take the scaler's state out of this one."
         )
 
@@ -306,7 +306,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         message = (
             f"The loss scale is at its floor {self._min_scale:g} and the last {overflows} steps in a row still"
             " overflowed: the gradients are not finite at any scale. Look for the cause in the model or the data"
-            " (OverflowPostMortem names the parameters), or train in bf16. LossScaler(on_floor='warn') goes on."
+            " (OverflowPostMortem names the parameters), or train in bf16. LossScaler(on_floor='warn') continues"
+            " instead."
         )
         if self._on_floor == "raise":
             raise LossScaleFloorError(message)
@@ -343,7 +344,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         if missing:
             raise ValueError(
                 f"The checkpoint's loss scaler lacks {', '.join(missing)}; it has {', '.join(state_dict)}. It must be"
-                " what the state_dict of a LossScaler or of a torch.amp.GradScaler holds."
+                " the state_dict() of a LossScaler or a torch.amp.GradScaler."
             )
         rule = ScaleRule(
             **{field.name: state_dict.get(field.name, getattr(self.rule, field.name)) for field in fields(ScaleRule)}
