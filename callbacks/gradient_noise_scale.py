@@ -43,7 +43,7 @@ _OPEN_WINDOW = "lightning_mp_noise_window"
 
 
 class GradientNoiseScale(SettingsRepr, Callback):
-    r"""Estimates while training how large a batch would be worth its price: the gradient noise scale.
+    r"""Estimates during training how large a batch pays off: the gradient noise scale.
 
     :math:`B_{simple} = \operatorname{tr}(\Sigma) / |G|^2` (McCandlish et al. 2018, "An Empirical Model of Large-Batch
     Training", eq. 2.9) follows from the norms of two gradients of different batch size. The large one is that of the
@@ -59,12 +59,11 @@ class GradientNoiseScale(SettingsRepr, Callback):
     mean over tokens, and a batch still counts by its samples. ``mp/noise_scale`` is in samples, and
     ``mp/noise_scale_tokens`` is that times the mean target tokens of a sample.
 
-    It is a monitor and changes nothing. What it recommends rests on a model of training, and the batch sizes that
-    measurements find best can differ by a factor of two and more, above all early in a run (Merrill et al. 2025,
-    "Critical Batch Size Revisited").
+    It only monitors. What it recommends rests on a model of training; the best batch sizes in measurements can differ
+    by a factor of two and more, above all early in a run (Merrill et al. 2025, "Critical Batch Size Revisited").
 
     Per step: one pass over the gradients during the first backward and one reduction of ten numbers; with Lightning's
-    own precision plugins one more pass before the step. The device is never waited for: numbers are read one step late.
+    own precision plugins one more pass before the step. Nothing waits for the device: numbers are read one step late.
 
     Args:
         average_steps: time constant of the averages, in optimizer steps. One step's estimate is mostly noise.
@@ -104,7 +103,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     @property
     def estimate(self) -> NoiseScale | None:
-        """What is known so far, with its uncertainty; None while nothing is."""
+        """The estimate so far, with its uncertainty; None before there is one."""
         return self.average.estimate()
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
@@ -187,7 +186,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._window = NoiseWindow(trainer.global_step)
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """Books the micro-batch; in the first one of a window its gradients will be looked at."""
+        """Records the micro-batch; in the first one of a window its gradients will be read."""
         window = self._window
         if window is None or not self._samples:
             return
@@ -260,7 +259,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     # -- the end of a window -------------------------------------------------------------------------------------------
 
     def needs_gradients(self, step_index: int) -> bool:
-        """Our precision plugins tell the norm of the step themselves."""
+        """The precision plugins of this package report the norm of the step themselves."""
         return False
 
     def on_before_optimizer_step(
@@ -335,7 +334,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Saves what an open window has shown, where its gradient is saved, too."""
+        """Saves what an open window has measured, if its gradient is saved as well."""
         controller, window = AccumulationController.of(trainer), self._window
         if (
             controller is None
@@ -357,7 +356,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._carried = checked_state(saved, kinds, "GradientNoiseScale")[_OPEN_WINDOW]
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Goes on inside a window that was saved open."""
+        """Continues inside a window that was saved open."""
         carried, self._carried = self._carried, None
         if carried is not None:
             self._window = NoiseWindow.resumed(

@@ -117,8 +117,8 @@ class DecoderConfig:
         missing = [_NAMES[name][0] for name in ("layers", "width", "vocabulary") if not found[name]]
         if missing:
             raise ValueError(
-                f"The configuration does not contain {', '.join(missing)}. Pass the config.json of a decoder, or layers,"
-                " width and vocabulary."
+                f"The configuration does not contain {', '.join(missing)}. Pass the config.json of a decoder, or"
+                " layers, width and vocabulary."
             )
         kind = str(told.get("model_type", ""))
         learned = kind in _WITH_BIASES
