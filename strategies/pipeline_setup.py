@@ -108,7 +108,7 @@ def split_into_stages(
     """Gives all weights the values of rank 0 and keeps those of one stage.
 
     Raises:
-        ValueError: if the layers cannot be split so.
+        ValueError: if the layers cannot be split like that.
         MisconfigurationException: if the module does not say what is needed, or something on the meta device has no
             ``reset_parameters``.
     """

@@ -27,9 +27,8 @@ class PipelineLayer(SettingsRepr):
     """A layer of a pipeline that is more than one module: a function, and the modules that it uses.
 
     Args:
-        function: called with what the layer before has returned, and with the microbatch of the batch, which every
-            stage has at hand; so masks and positions need not be sent from stage to stage. It returns a tensor or a
-            tuple of tensors.
+        function: called with the output of the previous layer and with the microbatch, which every stage has; so masks
+            and positions need not be sent from stage to stage. It returns a tensor or a tuple of tensors.
         modules: those whose parameters and buffers it uses.
 
     Example:

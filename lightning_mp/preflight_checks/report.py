@@ -10,8 +10,8 @@ __all__ = ["FindingName", "PreflightFinding", "PreflightReport", "Severity"]
 Severity = Literal["error", "warning", "advice"]
 """How severe a finding is.
 
-"error": the run fails, or trains something else than it says. "warning": most likely not meant so. "advice": right, and
-slower than it need be.
+"error": the run fails, or trains something other than it says. "warning": most likely not intended. "advice": correct,
+but slower than necessary.
 """
 
 FindingName = Literal[

@@ -32,11 +32,11 @@ class OverflowReport:
         step_index: attempts before it, skipped ones included.
         loss_scale: the scale at that step.
         parameters: parameters with a non-finite gradient on any rank, last layer first.
-        ranks: ranks that hold such a gradient. Under DDP the reduction spreads it to all of them.
+        ranks: ranks with such a gradient. Under DDP the reduction spreads it to all of them.
         findings: what the replay found, one for each rank that went wrong by itself; empty without replay.
-        buffers: buffers that hold nan or +inf now, on any rank: what the forward of a skipped step wrote into running
-            statistics stays there.
-        note: what could not be found out, and why; "" if nothing is missing.
+        buffers: buffers that contain nan or +inf now, on any rank: what the forward of a skipped step wrote into
+            running statistics stays there.
+        note: what could not be determined, and why; "" if nothing is missing.
         growth: the weight that has grown most since the start of the run, if that says that training has diverged.
     """
 
@@ -55,7 +55,7 @@ class OverflowReport:
 
     @property
     def kind(self) -> str:
-        """What two reports of the same trouble have in common, in a few words."""
+        """The problem in a few words; the same for two reports of the same problem."""
         if not self.findings:
             return f"with non-finite gradients in {self.parameters[0]}" if self.parameters else "without a known place"
         finding = self.findings[0]
