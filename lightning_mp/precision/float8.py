@@ -33,7 +33,7 @@ __all__ = ["Float8Precision"]
 
 
 class Float8Precision(FullWeightsPrecision):
-    """fp32 weights and gradients; linear layers multiply in fp8, the rest runs under bf16 autocast, without a loss scale.
+    """fp32 weights and gradients; linear layers multiply in fp8, the rest runs under bf16 autocast; no loss scale.
 
     ::
 
