@@ -50,8 +50,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     Each report names the parameters whose gradients were not finite. The precision plugins of this package know them
     from the norms that they compute anyway; with Lightning's own plugins, which need an
     :class:`~lightning_mp.OverflowMonitor` beside this callback, the gradients are read once. Until a step is skipped it
-    costs one pass over the weights, at the start of the run: if weights are 100 times as large later, training has
-    diverged.
+    costs one pass over the weights, at the start of the run: weights 100 times as large later mean divergence.
 
     With ``replay=True`` the micro-batches of the skipped window are run again, with the same random numbers and hooks
     on all modules, and the report says which micro-batch on which rank went wrong, in which module and tensor, in the

@@ -85,8 +85,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     compile in place: ``block.compile()``, ``self.model.compile()``.
 
     A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is sharded; units are
-    initialised one after the other, by their modules' ``reset_parameters``, with the same weights on any number of
-    ranks.
+    initialised in turn, by their modules' ``reset_parameters``, with the same weights on any number of ranks.
 
     The model stays sharded after the run; to call it by hand, use the autocast of the run.
 
