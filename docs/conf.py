@@ -95,7 +95,7 @@ def setup(app: Sphinx) -> None:
 
 
 def _link_notebooks(_app: Sphinx, _page: str, source: list[str]) -> None:
-    """Links to notebooks stand as GitHub needs them; for Sphinx they are pages, which it does not find behind a link."""
+    """Links to notebooks are written for GitHub; Sphinx does not find its pages behind the link docs/notebooks."""
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(notebooks/\w+)\.ipynb\)", r"{doc}`\1 </\2>`", source[0])
 
 
