@@ -65,7 +65,7 @@ soak: $(INSTALLED)
 	$(RUN) -m pytest tests/soak --soak-steps 20000 --soak-fits 200
 
 notebooks: $(INSTALLED)
-	$(RUN) -m pytest --nbmake --nbmake-timeout=90 notebooks
+	$(RUN) -m pytest $(WORKERS) --nbmake --nbmake-timeout=90 notebooks
 
 # DOCS_INVENTORIES=required fails where links to the documentation of torch and Lightning cannot be made
 docs: $(INSTALLED)

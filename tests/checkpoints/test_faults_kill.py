@@ -66,7 +66,7 @@ def go_on(runs: Sequence[Run], straight: Result) -> None:
     ("kind", "only_last", "victim", "numbers"),
     [
         ("single", False, 0, (4, 6, 10)),
-        ("ddp", False, 0, (4,)),
+        pytest.param("ddp", False, 0, (4,), marks=pytest.mark.full),
         pytest.param("model parallel", False, 1, (2,), marks=pytest.mark.full),
         ("fsdp2", True, 0, (16,)),
         *[

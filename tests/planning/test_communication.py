@@ -147,7 +147,7 @@ def test_gradients_in_16_bit_are_half():
     assert hooked == {("all_reduce", 2, 2 * SIZE.parameters): 1}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("layout", "strategy", "run", "formula"),
     [
