@@ -22,7 +22,7 @@ class TrainingData:
     Args:
         source: a ``LightningDataModule``, a loader, a function without arguments that makes one of these, or a batch: a
             tensor, list, tuple or mapping.
-        validation: a loader; of a data module its own is taken.
+        validation: a loader; a data module's own is used.
 
     Raises:
         ValueError: it is none of these, can be read only once, or is several loaders in a list or mapping.
