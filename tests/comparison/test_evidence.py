@@ -36,6 +36,7 @@ def test_two_runs_of_the_evidence_agree_to_the_bit(evidence, tmp_path, capsys):
     assert "A quick run" in page
     assert "2 paired seeds of 4 steps" in page
     assert "| bf16-masters | " in page
+    assert "Not run yet: `make evidence ARGS='--parts vision'`." in page
     assert json.loads((tmp_path / "quality_text.json").read_text())["sizes"]["seeds"] == 2
     assert (tmp_path / "quality_text.png").is_file()
 
