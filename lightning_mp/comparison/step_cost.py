@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_mp.comparison.training_data import TrainingData
 from lightning_mp.comparison.trial import Experiment, Trial, run_trial
@@ -156,7 +157,8 @@ class _MemoryWatcher(Callback):
         self._observation = observation
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._live.add("weights", pl_module.parameters())
+        weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
+        self._live.add("weights", weights)
         self._live.add("buffers", pl_module.buffers(), unless=("weights",))
         self._observation.enter_context(private_api.observe_dispatch(self._live.after_operation))
 
@@ -190,7 +192,8 @@ class _GradientTaker(Callback):
         if self.gradient:
             return
         found = {
-            name: weight.grad.detach().to("cpu", torch.float64, copy=True)  # clipping works in place
+            # sparse ones have no isfinite(); copied, since clipping works in place
+            name: weight.grad.detach().to_dense().to("cpu", torch.float64, copy=True)
             for name, weight in pl_module.named_parameters()
             if weight.grad is not None
         }
