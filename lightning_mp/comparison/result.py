@@ -89,7 +89,9 @@ class PrecisionComparison:
         saved = 1 - cost.peak_bytes / baseline.peak_bytes
         found = self.quality.get(name)
         if found is not None and found.difference is not None and found.difference.verdict == "worse":
-            return f"{name} does not pay here: its loss is worse ({found.difference})."
+            difference = found.difference
+            much = str(difference) if difference.diverged else f"higher by {difference.mean:.3g}"
+            return f"{name} does not pay here: its loss is {much}."
         memory = f"saves {saved:.0%} of the peak memory" if saved > _MEMORY_THAT_COUNTS else "saves no memory"
         fastest, slowest = cost.time_ratio_range
         if fastest < 1 <= slowest:
