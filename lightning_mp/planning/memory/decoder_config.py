@@ -106,7 +106,9 @@ class DecoderConfig:
             try:
                 content = json.loads(Path(config).read_text(encoding="utf-8"))
             except (json.JSONDecodeError, UnicodeDecodeError):
-                raise ValueError(f"{config} is no JSON file. Pass the config.json of a Hugging Face model.") from None
+                raise ValueError(
+                    f"{config} is not a JSON file. Pass the config.json of a Hugging Face model."
+                ) from None
             return cls.from_hugging_face(content if isinstance(content, dict) else {})
         told: Mapping[str, Any] = config.get("text_config", config)
         found = {
@@ -115,8 +117,8 @@ class DecoderConfig:
         missing = [_NAMES[name][0] for name in ("layers", "width", "vocabulary") if not found[name]]
         if missing:
             raise ValueError(
-                f"The configuration does not tell {', '.join(missing)}. Pass the config.json of a decoder, or layers,"
-                " width and vocabulary."
+                f"The configuration does not contain {', '.join(missing)}. Pass the config.json of a decoder, or"
+                " layers, width and vocabulary."
             )
         kind = str(told.get("model_type", ""))
         learned = kind in _WITH_BIASES
