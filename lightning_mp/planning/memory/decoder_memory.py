@@ -166,6 +166,13 @@ def largest_micro_batch(
 ) -> int:
     """The most sequences of one data rank that fit with the allocator at its worst; 0 if not even one does.
 
+    Args:
+        config: the model.
+        layout: how it is divided over GPUs.
+        memory_bytes: of one GPU.
+        context_tokens: length of a sequence.
+        precision: as in :func:`decoder_memory`.
+
     Example:
         >>> config = DecoderConfig(layers=12, width=768, vocabulary=50257, gated=False, tied_head=True)
         >>> largest_micro_batch(config, MemoryLayout(), 80 * 2**30, context_tokens=1024, precision="bf16-mixed")

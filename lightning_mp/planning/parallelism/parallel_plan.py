@@ -174,6 +174,11 @@ def usual_layouts(gpus: int, gpus_per_node: int, *, layers: int) -> list[Paralle
     DDP, FSDP over all, FSDP inside the nodes with copies between them, tensor parallel inside the nodes with FSDP
     between them, and pipelines of 8 stages, alone and with tensor parallelism.
 
+    Args:
+        gpus: in all.
+        gpus_per_node: in each node.
+        layers: of the model; 8 stages must divide them.
+
     Example:
         >>> [layout.name for layout in usual_layouts(64, 8, layers=32)]
         ['DDP 64', 'FSDP 64', 'HSDP 8 x 8', 'FSDP 8 x TP 8', 'DDP 8 x PP 8', 'TP 8 x PP 8']
