@@ -67,7 +67,7 @@ class MFUMonitor(SettingsRepr, Callback):
     ranks repeat on plain tensors counts on each of them.
 
     Like every token counter of the pack this makes the gradient of an accumulation window the exact mean over its
-    tokens. Skipped steps are known with our precision plugins, or with ``OverflowMonitor``.
+    tokens. Skipped steps are known with the precision plugins of this package, or with ``OverflowMonitor``.
 
     Args:
         flops_per_token: "exact" counts; a name of :data:`~lightning_mp.flops.conventions.CONVENTIONS` ("6N", "palm",

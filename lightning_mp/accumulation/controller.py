@@ -255,7 +255,7 @@ class AccumulationController(Callback):
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Books the tokens of a skipped step. Without our plugins and without OverflowMonitor nobody tells of one."""
+        """Records the tokens of a skipped step, which only plugins of this package and OverflowMonitor report."""
         if outcome.skipped:
             self.counter.skip_last_window()
 
