@@ -220,7 +220,7 @@ class Throughput:
         return asdict(self.totals)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from saved totals; the window starts anew.
+        """Continues from saved totals; the window starts over.
 
         Raises:
             ValueError: if the state is not one of :meth:`state_dict`.

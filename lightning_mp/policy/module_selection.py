@@ -1,4 +1,4 @@
-"""Which modules of a model somebody means: by class, by the name of one, or by a glob over names."""
+"""Which modules of a model are meant: by class, by the name of one, or by a glob over names."""
 
 import importlib
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Logits of which each rank holds the columns of some tokens: whole for whoever looks, in parts for the loss."""
+"""Logits of which each rank holds the columns of some tokens: whole for any other reader, in parts for the loss."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Memory per GPU of a decoder that is told by its shape, by part, for layouts of any number of GPUs.
+"""Memory per GPU of a decoder given by its shape, by part, for layouts of any number of GPUs.
 
 Formulas, for questions that are asked before there is a module; with a module
 :func:`~lightning_mp.planning.memory.estimate.estimate_memory` measures. Layouts are those of
