@@ -104,7 +104,7 @@ def test_the_table_of_a_fit(capsys, csv):
     assert "Outliers       1\n" in printed.out
     assert "Forecast test  the 2 runs of most compute, left out and predicted: largest error" in printed.out
     assert "Best model for 6.4e21 FLOPs, " in printed.out
-    assert "The picture is in fit.svg." in printed.out
+    assert "Saved the plot to fit.svg." in printed.out
     assert Path("fit.svg").read_text().startswith("<?xml")
 
 

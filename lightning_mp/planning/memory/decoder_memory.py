@@ -140,7 +140,7 @@ def decoder_memory(
     row = find_precision(precision)
     ranks = layout.layout
     if config.layers % ranks.stages:
-        raise ValueError(f"`layers` ({config.layers}) cannot be shared out evenly to {ranks.stages} stages.")
+        raise ValueError(f"`layers` ({config.layers}) cannot be divided evenly over {ranks.stages} stages.")
     dense, experts = _weights_of_rank(config, layout)
 
     def per_rank(divided_over: int) -> float:

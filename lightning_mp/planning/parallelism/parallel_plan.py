@@ -43,7 +43,7 @@ class ParallelPlan:
     """One layout of one training step."""
 
     layout: ParallelLayout
-    """How the GPUs are shared out."""
+    """How the GPUs are divided."""
     micro_batches: int
     """Per data rank and optimizer step."""
     transfers: tuple[Transfer, ...]
@@ -111,7 +111,7 @@ def plan_parallelism(
 
     Args:
         size: the model.
-        layout: how the GPUs are shared out.
+        layout: how the GPUs are divided.
         machine: a name from :func:`~lightning_mp.planning.parallelism.interconnects.known_machines`, or one's own.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
