@@ -48,7 +48,7 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--device", metavar="NAME", help="cpu, mps or a chip such as t4; default: what torch finds here"
+        "--device", metavar="NAME", help="cpu, mps or a chip such as t4; default: the one here"
     )
     parser.add_argument("--gpus", metavar="N", help="devices (default 1)")
     parser.add_argument(
