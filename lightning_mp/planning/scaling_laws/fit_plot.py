@@ -32,7 +32,8 @@ def draw_fit(fit: ScalingLawFit, path: str | Path, flops: float | None = None) -
 
     Args:
         fit: A fit.
-        path: The image file, such as "fit.png". flops: Where the frontier ends; ten times the largest run when None.
+        path: The image file, such as "fit.png".
+        flops: Where the frontier ends; ten times the largest run when None.
     """
     build_figure(fit, flops).savefig(path, dpi=150)
 
