@@ -61,7 +61,7 @@ def select_modules(
         every: of all that were found, take the first of each ``every``.
 
     Raises:
-        ValueError: if a pattern matches nothing, or nothing but what lies inside of modules that others fit.
+        ValueError: if a pattern matches nothing, or only modules inside those that others match.
 
     Example:
         >>> from torch import nn

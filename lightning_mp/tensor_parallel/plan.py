@@ -57,7 +57,7 @@ def read_plan(plan: Plan | None) -> Plan:
 
 
 def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
-    """The style of each layer that is split, by its name, in the order of the model. The first rule that fits wins.
+    """The style of each layer that is split, by its name, in the order of the model. The first rule that matches wins.
 
     A rule with "auto" or "auto_sequence" on the right gives layers what these plans give them, so that
     ``{"*.lm_head": "column_gather", "*": "auto"}`` is the automatic plan with another head. "whole" leaves a layer
