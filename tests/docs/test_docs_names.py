@@ -171,7 +171,7 @@ def test_every_setting_is_described() -> None:
     used = set(re.findall(r"(\w+)=", hand_written(PAGES)))
     missing = {}
     for name, value in PUBLIC.items():
-        if not callable(value) or name.startswith("_") or inspect.isclass(value) and issubclass(value, Exception):
+        if not callable(value) or name.startswith("_") or (inspect.isclass(value) and issubclass(value, Exception)):
             continue
         described = {*used, *re.findall(r"^ *\**(\w+): ", inspect.getdoc(value) or "", re.MULTILINE)}
         if is_dataclass(value):
