@@ -5,7 +5,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -171,13 +171,11 @@ def test_every_setting_is_described() -> None:
     used = set(re.findall(r"(\w+)=", hand_written(PAGES)))
     missing = {}
     for name, value in PUBLIC.items():
-        if not callable(value) or name.startswith("_") or (inspect.isclass(value) and issubclass(value, Exception)):
-            continue
+        if not callable(value) or (inspect.isclass(value) and name not in lightning_mp.__all__):
+            continue  # a class one level down is what a function returns
         described = {*used, *re.findall(r"^ *\**(\w+): ", inspect.getdoc(value) or "", re.MULTILINE)}
-        if is_dataclass(value):
-            described |= {*re.findall(r'^    (\w+): .+\n    """', inspect.getsource(value), re.MULTILINE)}
         missing[name] = sorted(set(inspect.signature(value).parameters) - {"args", "kwargs"} - described)
-    assert len(missing) > 80
+    assert len(missing) > 40
     assert {name: settings for name, settings in missing.items() if settings} == {}
 
 
