@@ -47,7 +47,7 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, mps or a chip such as t4; default what torch finds here")
+    parser.add_argument("--device", metavar="NAME", help="cpu, mps or a chip such as t4; default: the one here")
     parser.add_argument("--gpus", metavar="N", help="devices (default 1)")
     parser.add_argument(
         "--memory-bytes", metavar="B", help="of one device, such as 40GB; default the larger size of the chip"

@@ -16,8 +16,7 @@ __all__ = ["add_memory_command"]
 
 _DESCRIPTION = """\
 What one training step keeps in memory, by part. With --module the step of your own module is measured on fake
-tensors: nothing is computed and no memory is used. With a shape or a config.json formulas answer, for one
-GPU."""
+tensors: nothing is computed and no memory is used. With a shape or a config.json, formulas estimate it for one GPU."""
 
 _EXAMPLES = """\
 examples:
@@ -81,7 +80,7 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
         own = {"--optimizer": arguments.optimizer, "--ranks": arguments.ranks, "--plot": arguments.plot}
         extra = [option for option, value in own.items() if value is not None]
         if extra:
-            raise ValueError(f"{extra[0]} belongs to --module. Leave it out; for layouts ask lightning-mp plan")
+            raise ValueError(f"{extra[0]} belongs to --module. Leave it out; for layouts see lightning-mp plan")
         return decoder_memory(
             config,
             sequences=count_of(arguments.sequences, "sequences"),
@@ -134,7 +133,7 @@ def _print(answer: MemoryEstimate | DecoderMemory, arguments: argparse.Namespace
     if isinstance(answer, MemoryEstimate):
         print(answer)
         if arguments.plot is not None:
-            print(f"\nThe picture is in {arguments.plot}.")
+            print(f"\nSaved the plot to {arguments.plot}.")
         return
     config = config_of(arguments)
     assert config is not None

@@ -36,10 +36,10 @@ def add_shape(group: "argparse._ArgumentGroup") -> None:
 
 
 def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:
-    """The decoder that the options tell; None where they tell nothing.
+    """The decoder that the options describe; None without such options.
 
     Raises:
-        ValueError: they tell a part, or both a file and numbers.
+        ValueError: they describe a part of it, or both a file and numbers are given.
     """
     shape = {name: getattr(arguments, name) for name in SHAPE_OPTIONS if getattr(arguments, name) is not None}
     if arguments.config is not None:

@@ -113,7 +113,7 @@ def first_batch(experiment: Experiment, monitor: str | None) -> tuple[Any, Trial
     """The first batch before any plugin has changed its formats, and the run of one step that it comes from.
 
     Args:
-        experiment: the baseline makes one step, so that what is wrong with module or data is said at once.
+        experiment: the baseline makes one step, so that an error in module or data shows at once.
         monitor: a validation metric that has to be there.
     """
     taker = _BatchTaker()
@@ -150,7 +150,7 @@ def peak_bytes(experiment: Experiment, precision: str) -> int:
 
 
 class _MemoryWatcher(Callback):
-    """Begins to observe when the module is made, and tells of tensors that no operation has made."""
+    """Begins to observe when the module is made, and reports tensors that no operation has made."""
 
     def __init__(self, live: LiveStorages, observation: ExitStack) -> None:
         self._live = live

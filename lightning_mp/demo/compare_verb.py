@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     print(found)
     if arguments.plot is not None:
-        print(f"\nThe picture is in {arguments.plot}.")
+        print(f"\nSaved the plot to {arguments.plot}.")
     print_warnings(said)
     return 0
 

@@ -73,7 +73,7 @@ def choose_layouts(
     precision: object = "bf16-mixed",
     checkpointed: Sequence[bool] = (False, True),
 ) -> list[LayoutChoice]:
-    """Every usual layout, those that fit first, of these the fastest, and of the others those that lack least.
+    """Every usual layout, those that fit first, fastest first, then the others, closest to fitting first.
 
     Args:
         config: the model.
@@ -89,7 +89,7 @@ def choose_layouts(
         ValueError: a precision is unknown.
 
     Example:
-        405 billion parameters do not fit on 8 GPUs of 80 GB, however they are shared:
+        405 billion parameters do not fit on 8 GPUs of 80 GB, however they are divided:
 
         >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
         >>> {choice.verdict for choice in choose_layouts(config, 8, memory_bytes=80e9)}
@@ -129,7 +129,7 @@ class ChipChoice:
 def choose_chips(
     config: DecoderConfig, gpus: int = 1, *, context_tokens: int = 4096, precision: object = "bf16-mixed"
 ) -> list[ChipChoice]:
-    """On which chips a model can be trained, with so many of them.
+    """On which chips a model can be trained, with that many of them.
 
     Args:
         config: the model.

@@ -109,7 +109,7 @@ def test_the_table_of_a_fit(capsys, csv):
 @pytest.mark.full
 def test_the_picture_of_a_fit(capsys, csv):
     printed = output(capsys, "fit", csv, "--samples", "100", "--plot", "fit.svg")
-    assert "The picture is in fit.svg." in printed.out
+    assert "Saved the plot to fit.svg." in printed.out
     assert Path("fit.svg").read_text().startswith("<?xml")
 
 
@@ -141,7 +141,10 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
         ("plan --flops 0", "--flops must be a positive finite number, got '0'"),
         ("plan --flops nan", "--flops must be a positive finite number, got 'nan'"),
         ("plan --params -5", "--params must be a positive finite number, got '-5'"),
-        ("plan --tokens 20billions", "--tokens cannot be read, got '20billions'. Write digits, with K, M, B or T"),
+        (
+            "plan --tokens 20billions",
+            "--tokens cannot be read, got '20billions'. Write digits, optionally with K, M, B or T",
+        ),
         ("plan --flops 21", "21 FLOPs come to 0.23 parameters"),
         ("plan --flops 1e21 --law gopher", "argument --law: invalid choice: 'gopher' (choose from"),
         ("plan --device-hours 10", "--device-hours needs --device and --mfu, got no --device"),

@@ -118,7 +118,7 @@ def test_memory_measures_a_module_and_draws_it(capsys, monkeypatch):
     assert found["end_of_forward"]["masters"] == 4 * (64 * 64 + 64 + 64 * 8 + 8)
     printed = output(capsys, f"{words} --plot step.svg").out
     assert "masters" in printed
-    assert "The picture is in step.svg." in printed
+    assert "Saved the plot to step.svg." in printed
     assert Path("step.svg").exists()
 
 

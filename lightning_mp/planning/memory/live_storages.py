@@ -27,7 +27,7 @@ Part = Literal[
     "communication buffers",
 ]
 """What memory is for. ``weight casts`` are copies of weights in the format of matrix products; ``activations`` are
-saved for backward; ``temporaries`` are all other results of operations, for as long as somebody holds them. The last
+saved for backward; ``temporaries`` are all other results of operations, for as long as they are referenced. The last
 two come with several ranks: weights that FSDP2 has gathered, and the buckets of DDP or the reductions of FSDP2."""
 
 PARTS: tuple[Part, ...] = (
@@ -65,7 +65,7 @@ class MemorySample:
 
 
 class LiveStorages:
-    """Follows storages from the operation that makes them until nobody holds them any more.
+    """Follows storages from the operation that makes them until they are no longer referenced.
 
     Each storage counts once, with all of its bytes, however many tensors view it. A sparse tensor has none: its indices
     and values are results of operations too, and count as such.
