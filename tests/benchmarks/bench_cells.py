@@ -109,7 +109,8 @@ class TrainingRunner:
 
     def warm_up(self) -> None:
         torch.manual_seed(0)
-        self.model: nn.Module = LossModel(self.workload.config)
+        with self.workload.device:  # a CPU takes many seconds to draw a billion weights
+            self.model: nn.Module = LossModel(self.workload.config).cpu()
         if self.compiled:
             self.model.compile(backend=self.workload.compile_backend)
         self.steps = self.workload.min_steps
@@ -270,7 +271,10 @@ class Row:
 
 def make_group(workload: Workload, precision: str, compiled: bool, model: str = "") -> Group:
     """All recipes of one precision, or the other plugins beside autocast; `model` is named if not the report's."""
-    rows = _other_plugins() if precision == OTHER_PLUGINS else _one_precision(precision)
+    flops = training_flops_per_token(workload.config)[1]
+    rows = _other_plugins() if precision == OTHER_PLUGINS else _one_precision(precision, flops)
+    if model and precision != OTHER_PLUGINS:
+        rows = rows[:3]  # ours, stock and plain: the larger a model, the longer its cells take
     cells = [
         Cell(
             row.recipe,
@@ -282,7 +286,6 @@ def make_group(workload: Workload, precision: str, compiled: bool, model: str = 
         )
         for row in rows
     ]
-    flops = training_flops_per_token(workload.config)[1]
     return Group(precision, compiled, cells, torch.compiler.reset if compiled else lambda: None, model, flops)
 
 
@@ -293,7 +296,7 @@ def training_flops_per_token(config: GPTConfig) -> tuple[int, int]:
     return parameters, flops_per_token(parameters, **context, convention="palm")
 
 
-def _one_precision(precision: str) -> list[Row]:
+def _one_precision(precision: str, flops: int) -> list[Row]:
     stock_clips_fused = precision not in AUTOCAST_DTYPES  # Lightning 2.6 refuses both together under autocast
     stock = Row(
         "stock", precision, train_lightning(stock_plugin, fused=stock_clips_fused, clip=CLIP), stock_clips_fused
@@ -305,7 +308,9 @@ def _one_precision(precision: str) -> list[Row]:
     if precision not in AUTOCAST_DTYPES:
         return [stock, plain]
     monitored = train_lightning(our_plugin, fused=True, clip=CLIP, callbacks=lambda: [OverflowMonitor()])
-    everything = train_lightning(our_plugin, fused=True, clip=CLIP, callbacks=lambda: list(all_callbacks().values()))
+    # FLOPs as a number, because those of compiled code cannot be counted.
+    every = partial(all_callbacks, flops_per_token=flops)
+    everything = train_lightning(our_plugin, fused=True, clip=CLIP, callbacks=lambda: list(every().values()))
     unclipped = train_lightning(stock_plugin, fused=True, clip=None)
     return [
         Row("ours", precision, train_lightning(our_plugin, fused=True, clip=CLIP)),

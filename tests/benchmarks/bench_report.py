@@ -8,10 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench_checks import Check
 from bench_epilogue import EpilogueReport
-from bench_schedule import Cell, Group, ratio
+from bench_schedule import NOT_REACHED, Cell, Group, ratio
 
 GIB = 2**30
+EPILOGUE_TITLE = "The gradient epilogue alone"
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,22 @@ class Header:
 
 
 def as_record(
-    header: Header, groups: Sequence[Group], status: str, epilogue: EpilogueReport | str | None = None
+    header: Header,
+    groups: Sequence[Group],
+    status: str,
+    epilogue: EpilogueReport | str | None = None,
+    checks: Sequence[Check] = (),
 ) -> dict[str, Any]:
     """Everything, ready for JSON; the epilogue's part may be the error that it ended with."""
     return {
-        "schema": 2,
+        "schema": 3,
         "status": status,
         **asdict(header),
         "epilogue": epilogue.as_record() if isinstance(epilogue, EpilogueReport) else {"error": epilogue},
+        "checks": [check.as_record() for check in checks],
         "groups": [
             {
+                "title": group.title,
                 "precision": group.precision,
                 "compiled": group.compiled,
                 "cells": [_cell_record(cell, group, header) for cell in group.cells],
@@ -73,7 +81,7 @@ def _cell_record(cell: Cell, group: Group, header: Header) -> dict[str, Any]:
     }
     peak = header.peak_flops_per_second.get(cell.precision)
     if rates and peak is not None:
-        record["mfu"] = median(rates) * header.flops_per_token / peak
+        record["mfu"] = median(rates) * (group.flops_per_token or header.flops_per_token) / peak
     for baseline in group.cells:
         found = ratio(cell, baseline) if baseline.recipe in ("stock", "plain") and baseline is not cell else None
         if found is not None:
@@ -107,18 +115,19 @@ def as_markdown(record: dict[str, Any]) -> str:
         "clipping as well.",
     ]
     for group in record["groups"]:
-        lines += ["", f"## {group['precision']}, {'compiled' if group['compiled'] else 'eager'}", ""]
+        lines += ["", f"## {group['title']}", ""]
         lines += [
             "| recipe | precision | optimizer | clip | tokens/s | MFU | memory | times stock | times plain | note |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [_row(cell, record["settings"]["repeats"]) for cell in group["cells"]]
     lines += _epilogue_lines(record["epilogue"])
+    lines += [line for check in record["checks"] for line in check_lines(check)]
     return "\n".join(lines) + "\n"
 
 
 def _epilogue_lines(epilogue: dict[str, Any]) -> list[str]:
-    heading = ["", "## The gradient epilogue alone", ""]
+    heading = ["", f"## {EPILOGUE_TITLE}", ""]
     if "error" in epilogue:
         return [*heading, epilogue["error"] or "Not measured: the run ended first."]
     lines = [
@@ -134,6 +143,19 @@ def _epilogue_lines(epilogue: dict[str, Any]) -> list[str]:
     for row in epilogue["rows"]:
         ratio_text = f"{row['times_floor']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
         lines.append(f"| {row['name']} | {row['passes']} | {median(row['seconds']) * 1e3:.4g} | {ratio_text} |")
+    return lines
+
+
+def check_lines(check: dict[str, Any]) -> list[str]:
+    """One table of `bench_checks`, from its record."""
+    lines = ["", f"## {check['title']}", "", check["explanation"], ""]
+    if check["rows"]:
+        table = [check["heading"], ["---"] * len(check["heading"]), *check["rows"]]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table]
+    if check["error"]:
+        lines += ["", check["error"]] if check["rows"] else [check["error"]]
+    elif not check["rows"]:
+        lines.append(NOT_REACHED)
     return lines
 
 

@@ -1,6 +1,7 @@
 """The GPU benchmark: its order, its arithmetic, what it keeps, and one toy run of the whole."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+from bench_checks import Check  # noqa: E402
 from bench_report import Header, as_markdown, as_record, write_report  # noqa: E402
 from bench_schedule import NOT_REACHED, Budget, Cell, Group, Measurement, ratio, run_groups  # noqa: E402
 
@@ -223,7 +226,7 @@ def test_toy_run_measures_every_cell(toy_run: tuple[subprocess.CompletedProcess[
     mixed = ["ours", "stock", "plain", "ours, OverflowMonitor", "ours, all callbacks", "stock, no clipping"]
     others = ["ours", "plain", *(f"ours, MasterWeightsPrecision {kind}" for kind in ("fp32", "remainder", "fp16"))]
     others += ["stock", "ours, Float8Precision rowwise", "ours, Float8Precision tensorwise"]
-    assert recipes == [mixed, others, ["ours, TF32Precision", "stock", "plain"], mixed]
+    assert recipes == [mixed, others, ["ours, TF32Precision", "stock", "plain"], mixed, mixed[:3]]
     for cell in cells:
         assert len(cell["tokens_per_second"]) == 2
         assert 0 < cell["min"] <= cell["median"] == median(cell["tokens_per_second"]) <= cell["max"]
@@ -245,8 +248,35 @@ def test_toy_run_says_that_its_figures_mean_nothing(
         "## master weights and fp8, eager",
         "## tf32, eager",
         "## bf16-mixed, compiled",
+        "## two layers, bf16-mixed, eager",
         "## The gradient epilogue alone",
+        "## Waits for the device",
+        "## Memory beside its estimate",
+        "## A real out-of-memory",
+        "## Loss after equal time",
     ]
+
+
+@pytest.mark.full
+def test_toy_run_makes_every_check(toy_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """What a CPU cannot tell is left open; what it can is right."""
+    (json_path,) = toy_run[1].glob("*.json")
+    waits, memory, out_of_memory, timed = json.loads(json_path.read_text())["checks"]
+    assert [check["error"] for check in (waits, memory, out_of_memory, timed)] == [None] * 4
+    ways = [("stock", "warn"), ("ours, all callbacks", "warn"), ("ours, all callbacks", "error")]
+    assert [tuple(row[:3]) for row in waits["rows"]] == [(p, *way) for p in ("bf16-mixed", "16-mixed") for way in ways]
+    assert {tuple(row[3:]) for row in waits["rows"]} == {("5", "not measured")}
+    assert len(memory["rows"]) == 4
+    assert all([row[2], row[3], row[5]] == ["not measured"] * 3 for row in memory["rows"])
+    whole, without, split = out_of_memory["rows"]
+    assert without[4].startswith("OutOfMemoryError: CUDA out of memory.")
+    assert split[3] == "1"
+    assert float(split[4]) == pytest.approx(float(whole[4]), rel=1e-3)  # bf16, and a mean of two means
+    assert len(timed["rows"]) == 7
+    for _, steps, seconds, loss in timed["rows"]:
+        assert int(steps) > 1
+        assert float(seconds) > 0
+        assert 0 < float(loss) < math.log(64)  # below that of equal odds
 
 
 @pytest.mark.full
@@ -275,7 +305,6 @@ def test_an_epilogue_that_cannot_be_measured_leaves_its_error() -> None:
 def test_the_passes_that_the_epilogue_table_states_are_made() -> None:
     """Counted at the dispatcher; every call finds the same gradients."""
     import bench_epilogue
-    import torch
     from gradient_counter import GradientBytes
 
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(40, 30), (7,), (50, 60)]]
@@ -305,7 +334,9 @@ def test_without_torchao_the_fp8_row_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.full
 def test_sigterm_keeps_what_was_measured(tmp_path: Path) -> None:
-    with subprocess.Popen(command(tmp_path, "--repeats", "10000"), stdout=subprocess.PIPE, text=True) as process:
+    """Of the tables that `--only` names, and of no others."""
+    arguments = command(tmp_path, "--repeats", "10000", "--only", "16-MIXED", "nothing")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert any("repeat 3 of 10000" in line for line in process.stdout)
@@ -319,7 +350,10 @@ def test_sigterm_keeps_what_was_measured(tmp_path: Path) -> None:
     (json_path,) = tmp_path.glob("*.json")
     record = json.loads(json_path.read_text())
     assert record["status"] == "cut short by SIGTERM"
-    assert all(len(cell["tokens_per_second"]) >= 3 for cell in record["groups"][0]["cells"])
+    (group,) = record["groups"]
+    assert group["title"] == "16-mixed, eager"
+    assert all(len(cell["tokens_per_second"]) >= 3 for cell in group["cells"])
+    assert (record["checks"], record["epilogue"]) == ([], {"error": "Left out by --only."})
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -334,12 +368,27 @@ def test_without_a_gpu_the_full_run_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_run_of_a_day_overwrites_nothing(tmp_path: Path) -> None:
+def test_flops_of_a_larger_model_are_its_own() -> None:
+    """MFU of the 1.3B model: its FLOPs per token are 6 N plus attention over 2,048 tokens, not those of the header."""
     import bench_gpu
 
-    names = []
-    for _ in range(3):
-        stem = bench_gpu.free_stem(tmp_path, "bench_gpu_2026-01-02")
-        stem.with_name(stem.name + ".json").touch()
-        names.append(stem.name)
-    assert names == ["bench_gpu_2026-01-02", "bench_gpu_2026-01-02-2", "bench_gpu_2026-01-02-3"]
+    workload = bench_gpu.make_workload(False, 16)
+    (large,) = bench_gpu.make_groups(workload, [("1.3B at 2,048 tokens", "bf16-mixed", False)])
+    parameters = 24 * 12 * 2048**2 + 50_304 * 2048
+    assert 1.30e9 < parameters < 1.32e9
+    assert large.flops_per_token == 6 * parameters + 12 * 24 * 2048 * 2048
+    large.cells[0].measurements = [Measurement(100.0, None)]
+    record = as_record(make_header(peak_flops_per_second={"bf16-mixed": 1e12}), [large], "complete")
+    assert record["groups"][0]["cells"][0]["mfu"] == pytest.approx(100 * large.flops_per_token / 1e12)
+
+
+def test_a_run_without_gaps_is_complete() -> None:
+    import bench_gpu
+
+    check = Check("title", "", ("a",), lambda check, budget: None)
+    group = Group("16-mixed", False, [cell_with([1.0, 2.0])])
+    assert not bench_gpu.has_gaps([check, group], "Left out by --only.", repeats=2)
+    assert bench_gpu.has_gaps([check, group], None, repeats=2)
+    assert bench_gpu.has_gaps([check, group], "left out", repeats=3)
+    check.error = NOT_REACHED
+    assert bench_gpu.has_gaps([check, group], "left out", repeats=2)

@@ -16,17 +16,18 @@ from lightning_mp.lr_schedule.schedules import WarmupCosine
 __all__ = ["all_callbacks"]
 
 
-def all_callbacks(window: int = 1) -> dict[str, Callback]:
+def all_callbacks(window: int = 1, flops_per_token: float | str = "exact") -> dict[str, Callback]:
     """New ones, by class name.
 
     Args:
         window: micro-batches per optimizer step.
+        flops_per_token: as in `MFUMonitor`, which cannot count those of compiled code.
     """
     callbacks: list[Callback] = [
         OverflowMonitor(),
         OverflowPostMortem(),
         UnderflowMonitor(),
-        MFUMonitor(),
+        MFUMonitor(flops_per_token=flops_per_token),
         AccumulationScheduler({0: window}),
         ChinchillaBudget(tokens="1B"),
         TokenLearningRate(WarmupCosine()),
