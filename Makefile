@@ -79,7 +79,9 @@ drawings: $(INSTALLED)
 bench-gpu: $(if $(filter $(RUN),$(PYTHON_BENCH)),$(INSTALLED))
 	PYTHONPATH="$(CURDIR)" $(PYTHON_BENCH) tests/benchmarks/bench_gpu.py --out docs/results $(ARGS)
 
+# the pictures of one part are scikit-learn's; without a network the others run nevertheless
 evidence: $(INSTALLED)
+	@$(RUN) -c "import sklearn" 2>/dev/null || $(RUN) -m pip install --quiet --constraint constraints.txt scikit-learn || true
 	$(RUN) scripts/evidence.py $(ARGS)
 
 clean:

@@ -15,7 +15,7 @@ __all__ = ["join_window_controller", "refuse_other_trainers", "refuse_rivals", "
 
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
-    """Refuses everything but a ``lightning.pytorch`` Trainer.
+    """Refuses any Trainer that is not from ``lightning.pytorch``.
 
     Raises:
         MisconfigurationException: says which import to use.
@@ -29,7 +29,7 @@ def refuse_other_trainers(callback: object, trainer: object) -> None:
 
 
 def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    """Refuses what decides about accumulation windows besides the accumulation controller.
+    """Refuses anything other than the accumulation controller that controls accumulation windows.
 
     Raises:
         MisconfigurationException: says what, and what to use instead.
@@ -66,10 +66,10 @@ def join_window_controller(
     count: CountFunction | None,
     weight_by: WeightBy = "auto",
 ) -> AccumulationController:
-    """The Trainer's accumulation controller, told what micro-batches weigh.
+    """Returns the Trainer's accumulation controller, configured with the weights of micro-batches.
 
     Raises:
-        MisconfigurationException: if somebody else decides about windows, or counts in another way.
+        MisconfigurationException: if something else controls windows, or counts differently.
     """
     refuse_rivals(callback, trainer, pl_module)
     controller = AccumulationController.attach(trainer)
@@ -78,6 +78,6 @@ def join_window_controller(
 
 
 def report_folder(trainer: "pl.Trainer") -> Path:
-    """Where callbacks leave files: beside the checkpoints, or in ``default_root_dir`` where none are written."""
+    """Where callbacks write files: beside the checkpoints, or in ``default_root_dir`` where none are written."""
     dirpath = getattr(trainer.checkpoint_callback, "dirpath", None)
     return Path(dirpath if dirpath is not None else trainer.default_root_dir)

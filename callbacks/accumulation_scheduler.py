@@ -83,14 +83,14 @@ def _read(text: str) -> int | None:
 class AccumulationScheduler(SettingsRepr, Callback):
     """Micro-batches per optimizer step, by schedule or for a target batch; always the exact mean.
 
-    A drop-in for Lightning's ``GradientAccumulationScheduler``, with its names, too. A change takes effect where the
-    next window opens. The last window of an epoch is as short as it has to be and is still an exact mean. The schedule
-    holds after a resume in the middle of an epoch and in a second ``fit``.
+    A drop-in for Lightning's ``GradientAccumulationScheduler`` that accepts its names. A change takes effect when the
+    next window opens. The last window of an epoch may be shorter and is still an exact mean. The schedule also applies
+    after a resume in the middle of an epoch and in a second ``fit``.
 
     Give one of ``schedule``, ``target_samples`` and ``target_tokens``. Thresholds in samples and tokens are compared
-    with the counts over all ranks up to the window before the last one, whose count may still be on its way.
+    with the counts over all ranks up to the window before the last one, whose count may still be on the device.
 
-    What else holds while it is there: the run ends at the end of a window, whoever sets ``trainer.should_stop``;
+    With this callback, the run also ends only at the end of a window, whatever sets ``trainer.should_stop``;
     ``ModelCheckpoint`` writes at the ends of windows; the ``frequency`` of a learning-rate scheduler counts optimizer
     steps; sharded gradients are reduced as ``sync`` says.
 
@@ -104,9 +104,9 @@ class AccumulationScheduler(SettingsRepr, Callback):
         target_tokens: the same in tokens, padding included.
         ramp: between the targets: "stepped" or "linear".
         weight_by: what a micro-batch weighs in the mean of its window: "token" for its target tokens, "sample"
-            for its batch size, "batch" for all alike. "auto" takes tokens if batches have token labels, else samples.
-            The loss must be a mean over these items; or, if the batch is a mapping with ``"num_items_in_batch"``, a sum
-            divided by that, as Hugging Face models make it.
+            for its batch size, "batch" for equal weights. "auto" takes tokens if batches have token labels, else
+            samples. The loss must be a mean over these items; or, if the batch is a mapping with
+            ``"num_items_in_batch"``, a sum divided by that, as Hugging Face models make it.
         count: a function from a batch to its number of tokens on this rank (int, or scalar tensor), where they are not
             the labels other than -100.
         sync: under FSDP and FSDP2, "window" reduces gradients once per window and keeps them unsharded until then;
@@ -114,8 +114,8 @@ class AccumulationScheduler(SettingsRepr, Callback):
         save_partial_gradients: let checkpoints be written inside a window, with its gradient so far. On one process a
             resumed run is the same to the bit, on several, or on another number, up to rounding. Not with sharded
             strategies or pipelines.
-        carry_over: let a window that is not full at the end of an epoch go on in the next one, instead of closing
-            it there. The last epoch of ``max_epochs`` still closes it.
+        carry_over: let a window that is not full at the end of an epoch continue in the next one, instead of closing
+            there. The last epoch of ``max_epochs`` still closes it.
 
     Raises:
         ValueError: if an argument is not valid.
@@ -175,15 +175,15 @@ class AccumulationScheduler(SettingsRepr, Callback):
 
     @property
     def scheduling(self) -> dict[int, int] | None:
-        """Lightning's name for ``schedule``, which always says there how windows begin; None for a target batch."""
+        """``schedule`` under Lightning's name, with an entry for the start; None for a target batch."""
         return None if self.schedule is None else {0: 1} | self.schedule
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether a window may have several micro-batches, as Lightning's scheduler tells it."""
+        """Whether a window may have several micro-batches; the method of Lightning's scheduler."""
         return self.schedule is None or any(number > 1 for number in self.schedule.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Micro-batches per optimizer step in an epoch, as Lightning's scheduler tells it.
+        """Micro-batches per optimizer step in an epoch; the method of Lightning's scheduler.
 
         Raises:
             ValueError: if the schedule does not count epochs.
@@ -191,8 +191,8 @@ class AccumulationScheduler(SettingsRepr, Callback):
         if self.windows.units != {"epoch"}:
             counted = " and ".join(sorted(self.windows.units))
             raise ValueError(
-                f"AccumulationScheduler.get_accumulate_grad_batches({epoch}): this schedule counts {counted}s, so an"
-                " epoch has no one number. Read trainer.accumulate_grad_batches in the middle of a window."
+                f"AccumulationScheduler.get_accumulate_grad_batches({epoch}): this schedule counts {counted}s, so the"
+                " number can change within an epoch. Read trainer.accumulate_grad_batches in the middle of a window."
             )
         return self.windows.micro_batches(Progress(epoch=epoch))
 
@@ -232,13 +232,14 @@ class AccumulationScheduler(SettingsRepr, Callback):
             return int(self.estimated_steps(trainer))
         except (ValueError, MisconfigurationException) as error:
             rank_zero_warn(
-                "trainer.estimated_stepping_batches is asked for, and knows nothing of this AccumulationScheduler: its"
-                f" number is too large, and AccumulationScheduler.estimated_steps(trainer) says why. {error}"
+                "trainer.estimated_stepping_batches was read, and does not know about this AccumulationScheduler: the"
+                f" number it gives is too large, and AccumulationScheduler.estimated_steps(trainer) could not replace"
+                f" it. {error}"
             )
             return None
 
     def estimated_steps(self, trainer: "pl.Trainer") -> int | float:
-        """Optimizer steps of the whole run, for ``configure_optimizers``; as attempted, skipped ones included.
+        """Optimizer steps of the whole run, skipped ones included, for use in ``configure_optimizers``.
 
         ``trainer.estimated_stepping_batches`` gives the same number from ``configure_optimizers`` on; where it is not
         known, it warns.
@@ -249,7 +250,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
 
         Raises:
             ValueError: if the schedule counts tokens.
-            MisconfigurationException: if samples are needed and the data loader does not tell its batch size.
+            MisconfigurationException: if samples are needed and the data loader has no ``batch_size``.
         """
         trainer.fit_loop.setup_data()
         max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
@@ -308,5 +309,5 @@ def _refuse_partial_gradients(trainer: "pl.Trainer") -> None:
     if reason:
         raise MisconfigurationException(
             f"AccumulationScheduler(save_partial_gradients=True) cannot be used here: {reason} Leave it out:"
-            " checkpoints then wait for the end of a window."
+            " checkpoints are then written at the end of a window."
         )

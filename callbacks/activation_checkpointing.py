@@ -24,7 +24,7 @@ __all__ = ["ActivationCheckpointing"]
 
 
 class ActivationCheckpointing(SettingsRepr, Callback):
-    r"""Modules that keep their inputs only and run again in backward: less memory for about a third more FLOPs.
+    r"""Recomputes modules in backward instead of storing their activations: less memory for about a third more FLOPs.
 
     .. code-block:: python
 
@@ -33,15 +33,15 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         Trainer(callbacks=[ActivationCheckpointing("model.blocks.*")])       # a glob over names of modules
         Trainer(callbacks=[ActivationCheckpointing(Block, every=2)])         # blocks 0, 2, 4, ...
 
-    Under any strategy and precision, and inside of torch.compile. Weights, gradients and names in the state dict are
+    Works under any strategy and precision, and inside torch.compile. Weights, gradients and names in the state dict are
     those of a run without it, to the last bit, dropout included: checkpoints are non-reentrant
     (``torch.utils.checkpoint``), the second run has the random state and the autocast of the first, and running
-    statistics of norms learn once. Forwards without gradients, as in validation, are left alone. What Python code in a
-    forward does besides (counting calls, forward hooks of inner modules) happens twice.
+    statistics of norms are updated once. Forwards without gradients, as in validation, are left alone. Other side
+    effects of a forward (counting calls, forward hooks of inner modules) happen twice.
 
-    The modules are looked for when all of them exist, also those built in ``setup`` or ``configure_model`` or exchanged
-    by a plugin; and their own forwards are wrapped, so whether a strategy has wrapped them before does not matter. At
-    the end of the fit everything is taken off again.
+    Modules are searched once all of them exist, including those built in ``setup`` or ``configure_model`` or replaced
+    by a plugin. Their own forwards are wrapped, so it does not matter whether a strategy has wrapped them. At the end
+    of the fit everything is removed.
 
     In the first micro-batch saved bytes and FLOPs are counted, not timed, and printed once; a compiled model is not
     counted, because it would have to run uncompiled for it.
@@ -64,18 +64,18 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     Args:
         modules: what to checkpoint: a module class, its name, a glob over names, or a list of these. A string is a
-            glob; where it fits no name it is the name of a class. Of modules inside of each other the outer one is
+            glob; where it matches no name it is the name of a class. Of modules inside of each other the outer one is
             checkpointed. The LightningModule itself, containers without a forward and metrics cannot be.
-        every: of all modules found, in the order of the model, checkpoint the first of each ``every``. (The last ones
-            gain least: their activations are needed first.)
+        every: checkpoint the first of each ``every`` modules found, in the order of the model. (The last ones gain
+            least: their activations are needed first.)
 
     Attributes:
         module_names: what is checkpointed.
         report: what was counted in the first micro-batch on this rank; None before, or if it was not counted.
 
     Raises:
-        ValueError: if ``modules`` or ``every`` cannot be read; at the start of a fit, if a pattern fits nothing (with
-            the names that exist), or nothing but what lies inside of modules that another pattern fits.
+        ValueError: if ``modules`` or ``every`` cannot be read; at the start of a fit, if a pattern matches nothing
+            (with the names that exist), or only modules inside those that another pattern matches.
         MisconfigurationException: at the start of a fit, if something else checkpoints already.
 
     Example:
@@ -113,7 +113,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         """Finds the modules and wraps their forwards; all of them exist by now.
 
         Raises:
-            ValueError: if a pattern fits nothing.
+            ValueError: if a pattern matches nothing.
             MisconfigurationException: if something else checkpoints already.
         """
         with full_model(pl_module):  # a stage of a pipeline may have none of them
@@ -130,7 +130,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         )
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Takes everything off, before the precision plugin takes off what it had wrapped earlier."""
+        """Removes the wrappers, before the precision plugin removes those that it added earlier."""
         self._detach()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -183,7 +183,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A micro-batch without a loss tells nothing; the next one is counted."""
+        """A micro-batch without a loss cannot be counted; the next one is."""
         self._stop_counting()
 
     def _stop_counting(self) -> None:
@@ -203,8 +203,9 @@ def _refuse_other_checkpoints(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name.endswith("_checkpoint_wrapped_module"):
             raise MisconfigurationException(
-                f"ActivationCheckpointing found a checkpoint around {name!r} already. Leave"
-                " FSDPStrategy(activation_checkpointing_policy=...), or what else wraps it, out, or this callback."
+                f"ActivationCheckpointing: activations are already checkpointed by a wrapper around {name!r}. Leave"
+                " out FSDPStrategy(activation_checkpointing_policy=...), or whatever else wraps it, or remove this"
+                " callback."
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise MisconfigurationException(

@@ -36,18 +36,18 @@ __all__ = ["AtomicCheckpoints"]
 
 
 class AtomicCheckpoints(SettingsRepr, Callback):
-    """Makes each checkpoint of ``fit`` appear in one step: ``kill -9`` at any moment leaves the last one usable.
+    """Writes each checkpoint of ``fit`` atomically: after ``kill -9`` at any moment the last one is usable.
 
-    For any strategy and any kind of checkpoint: a single file, or the directory that FSDP and ModelParallelStrategy
-    write with all ranks. It is written under a hidden name beside its place, synced to the disk, marked as complete if
-    it is a directory, and renamed by rank 0 when all ranks are done.
-    :func:`lightning_mp.checkpoints.latest_checkpoint` finds it again. All ranks must see the same folder. Paths with
-    a protocol, as ``s3://``, are left to Lightning.
+    Works with any strategy and any kind of checkpoint: a single file, or the directory that FSDP and
+    ModelParallelStrategy write with all ranks. It is written under a hidden name in the same folder, synced to disk,
+    marked as complete if it is a directory, and renamed by rank 0 when all ranks are done.
+    :func:`lightning_mp.checkpoints.latest_checkpoint` finds it again. All ranks must see the same folder. Paths with a
+    protocol, such as ``s3://``, are left to Lightning.
 
-    Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no state of the optimizer yet,
-    because all steps so far were skipped or it took no part in them, and writing before the first step makes Adam count
-    one. With this callback both are right. :class:`~lightning_mp.FSDP2Strategy` does all of this by itself, and the
-    callback does nothing there. FSDPStrategy cannot read a folder without any state of the optimizer; that is said.
+    Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no optimizer state yet, because
+    all steps so far were skipped or did not use it, and writing one before the first step makes Adam count a step too
+    many. This callback fixes both. :class:`~lightning_mp.FSDP2Strategy` does all of this by itself, and the callback
+    does nothing there. FSDPStrategy cannot read a folder without optimizer state; an error says so.
 
     ``strategy.save_checkpoint`` and ``remove_checkpoint``, and for the last two ``load_checkpoint`` and
     ``optimizer_state``, are wrapped for the time of ``fit``, ``validate`` or ``test``; a ``trainer.save_checkpoint``
@@ -55,7 +55,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
 
     Raises:
         MisconfigurationException: at set-up, if checkpoints are written in the background by ``AsyncCheckpointIO``; on
-            loading, if FSDPStrategy is to go on from a folder without any state of the optimizer.
+            loading, if FSDPStrategy is to resume from a folder without optimizer state.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -116,7 +116,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
         set_callbacks(trainer, [*others, self])
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Ends a rename that a killed run had begun, now that all ranks have read the checkpoint."""
+        """Finishes a rename that a killed run had begun, now that all ranks have read the checkpoint."""
         if trainer.is_global_zero and trainer.ckpt_path is not None and is_local(trainer.ckpt_path):
             settle_checkpoint(Path(trainer.ckpt_path))
 
@@ -167,10 +167,10 @@ def _refuse_without_state(strategy: FSDPStrategy) -> InstancePatch:
         path = Path(strategy.broadcast(checkpoint_path))
         if is_sharded_checkpoint(path) and not has_optimizer_state(path):
             raise MisconfigurationException(
-                f"The checkpoint {path} holds no state of the optimizer: all steps before it were skipped, or the"
-                " optimizer has none, as plain SGD. FSDPStrategy with state_dict_type='sharded' cannot go on from it."
-                " If the steps were skipped nothing is lost: start again without it, from a lower loss scale. Otherwise"
-                " use state_dict_type='full', or FSDP2Strategy."
+                f"The checkpoint {path} contains no optimizer state: all steps before it were skipped, or the"
+                " optimizer has none, like plain SGD. FSDPStrategy with state_dict_type='sharded' cannot resume from"
+                " it. If the steps were skipped, nothing is lost: start again without it, with a lower loss scale."
+                " Otherwise use state_dict_type='full', or FSDP2Strategy."
             )
         checkpoint: dict[str, Any] = loading.original(path, weights_only)
         return checkpoint

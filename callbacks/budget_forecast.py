@@ -29,11 +29,12 @@ _RECENT_POINTS = 200
 class BudgetForecast(SettingsRepr, Callback):
     """Forecasts the loss at the end of the budget, with a band, and the time until then.
 
-    Beside a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is
-    noted, one window late so that nothing waits for the device. Every ``every_n_steps`` the law of
+    Needs a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is
+    recorded, one window late so that nothing waits for the device. Every ``every_n_steps`` the law of
     :func:`lightning_mp.planning.scaling_laws.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU
-    core), printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not know a learning
-    rate that still falls: with a decay ahead a run ends somewhat below. The points are saved in the checkpoint.
+    core), printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not know about a
+    learning rate that is still to decay: such a run ends somewhat below the forecast. The points are saved in the
+    checkpoint.
 
     Args:
         metric: name under which the module logs its training loss, with ``on_step=True``.
@@ -88,7 +89,7 @@ class BudgetForecast(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the loss of a window, and forecasts now and then."""
+        """Records the loss of a window, and forecasts every ``every_n_steps``."""
         controller = AccumulationController.of(trainer)
         assert controller is not None
         if controller.is_open:

@@ -37,7 +37,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     Target tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, also
     on another number of ranks. The run always ends at the end of an accumulation window, after a last validation. Use
-    it with ``Trainer(max_epochs=-1)``. Of several targets the one that is reached first ends the run.
+    it with ``Trainer(max_epochs=-1)``. If there are several targets, the first to be reached ends the run.
 
     Args:
         tokens_per_parameter: 20, the ratio of Hoffmann et al. 2022, where nothing else is given.
@@ -60,7 +60,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     Raises:
         ValueError: if an argument is not valid.
-        MisconfigurationException: at set-up, if ``on_waste="extend"`` meets a stock precision plugin without
+        MisconfigurationException: at set-up, if ``on_waste="extend"`` is used with a stock precision plugin and without
             ``OverflowMonitor``; with the first batch, if it is larger than the budget or cannot be trimmed.
 
     References:
@@ -142,7 +142,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     @property
     def tokens_spent(self) -> int:
-        """Those of them that count: without skipped ones if they are made up for."""
+        """Those that count towards the budget: not those of skipped steps under ``on_waste="extend"``."""
         skipped = (
             self._controller.counter.skipped_tokens if self._controller is not None and self.on_waste == "extend" else 0
         )
@@ -150,7 +150,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     @property
     def fraction(self) -> float:
-        """Share of the budget that is spent; of several targets, of the one that is nearest to its end."""
+        """Share of the budget that is spent; of several targets, the largest share."""
         of_tokens = self.tokens_spent / self.budget_tokens if self.budget_tokens else 0.0
         of_time = self.device_seconds / (3600 * self.device_hours) if self.device_hours else 0.0
         return max(of_tokens, of_time)
@@ -212,8 +212,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if self.on_waste == "extend" and StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
                 "ChinchillaBudget(on_waste='extend') must know which optimizer steps were skipped, and"
-                f" {type(trainer.precision_plugin).__name__} does not tell. Use a precision plugin of lightning_mp, or"
-                " add OverflowMonitor() to the callbacks."
+                f" {type(trainer.precision_plugin).__name__} does not report them. Use a precision plugin of"
+                " lightning_mp, or add OverflowMonitor() to the callbacks."
             )
         self._clock, self._num_devices, self._first_batch = time.monotonic(), trainer.world_size, True
         is_late = self.device_hours is not None and self.device_seconds >= 3600 * self.device_hours
@@ -232,10 +232,10 @@ class ChinchillaBudget(SettingsRepr, Callback):
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Goes on from a checkpoint; without a budget in the run before, from 0.
+        """Continues from a checkpoint; from 0 if its run had no budget.
 
         Raises:
-            ValueError: if the time cannot be.
+            ValueError: if the saved time is not valid.
         """
         saved = {_DEVICE_SECONDS: checkpoint.get(_DEVICE_SECONDS, 0.0)}
         self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: AMOUNT}, "ChinchillaBudget")[_DEVICE_SECONDS]
@@ -301,7 +301,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Gives the account, saves, and says so if the run ended before its budget or beside it."""
+        """Logs the totals, saves, and says so if the run ended before its budget or not exactly on it."""
         assert self._controller is not None
         self._stop_clock()
         dispatcher = StepOutcomeDispatcher.of(trainer)
@@ -328,7 +328,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if by_tokens and self.landing == "exact" and self.tokens_spent != self.budget_tokens:
             rank_zero_warn(
                 f"The run ended on {self.tokens_spent:,} tokens instead of {self.budget_tokens:,}: its last"
-                " micro-batches had less than two tokens per rank, or one was several times longer than all before it."
+                " micro-batches had fewer than two tokens per rank, or one was several times longer than all before it."
             )
         if self.save and trainer.checkpoint_callbacks:
             trainer.save_checkpoint(report_folder(trainer) / f"budget_reached-step-{trainer.global_step}.ckpt")
@@ -345,7 +345,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         )
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Says so where Lightning had nothing to train."""
+        """Says so if Lightning had nothing to train."""
         if not self._has_told and not self.reached and (self.budget_tokens or self.device_hours):
             self._warn_of_the_rest("max_steps or max_epochs was reached before this fit, or there were no batches")
 

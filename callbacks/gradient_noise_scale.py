@@ -43,7 +43,7 @@ _OPEN_WINDOW = "lightning_mp_noise_window"
 
 
 class GradientNoiseScale(SettingsRepr, Callback):
-    r"""Estimates while training how large a batch would be worth its price: the gradient noise scale.
+    r"""Estimates during training how large a batch pays off: the gradient noise scale.
 
     :math:`B_{simple} = \operatorname{tr}(\Sigma) / |G|^2` (McCandlish et al. 2018, "An Empirical Model of Large-Batch
     Training", eq. 2.9) follows from the norms of two gradients of different batch size. The large one is that of the
@@ -59,12 +59,11 @@ class GradientNoiseScale(SettingsRepr, Callback):
     mean over tokens, and a batch still counts by its samples. ``mp/noise_scale`` is in samples, and
     ``mp/noise_scale_tokens`` is that times the mean target tokens of a sample.
 
-    It is a monitor and changes nothing. What it recommends rests on a model of training, and the batch sizes that
-    measurements find best can differ by a factor of two and more, above all early in a run (Merrill et al. 2025,
-    "Critical Batch Size Revisited").
+    It only monitors. What it recommends rests on a model of training; the best batch sizes in measurements can differ
+    by a factor of two and more, above all early in a run (Merrill et al. 2025, "Critical Batch Size Revisited").
 
     Per step: one pass over the gradients during the first backward and one reduction of ten numbers; with Lightning's
-    own precision plugins one more pass before the step. The device is never waited for: numbers are read one step late.
+    own precision plugins one more pass before the step. Nothing waits for the device: numbers are read one step late.
 
     Args:
         average_steps: time constant of the averages, in optimizer steps. One step's estimate is mostly noise.
@@ -104,7 +103,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     @property
     def estimate(self) -> NoiseScale | None:
-        """What is known so far, with its uncertainty; None while nothing is."""
+        """The estimate so far, with its uncertainty; None before there is one."""
         return self.average.estimate()
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
@@ -114,12 +113,12 @@ class GradientNoiseScale(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
-                "GradientNoiseScale needs automatic optimization; with automatic_optimization=False nobody knows which"
-                " micro-batches make a step. Remove the callback or turn automatic optimization on."
+                "GradientNoiseScale needs automatic optimization; with automatic_optimization=False it is not known"
+                " which micro-batches make a step. Remove the callback or turn automatic optimization on."
             )
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
-                "GradientNoiseScale cannot be used with DeepSpeed, which keeps gradients to itself. Use DDP or"
+                "GradientNoiseScale cannot be used with DeepSpeed, which does not expose its gradients. Use DDP or"
                 " ModelParallelStrategy."
             )
 
@@ -145,9 +144,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         """Says what was found."""
         self._settle()
         if self.average.windows:
-            rank_zero_info(
-                f"GradientNoiseScale: {self.estimate or 'nothing certain yet: the noise hides the gradient.'}"
-            )
+            rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Takes every hook away."""
@@ -189,7 +186,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._window = NoiseWindow(trainer.global_step)
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """Books the micro-batch; in the first one of a window its gradients will be looked at."""
+        """Records the micro-batch; in the first one of a window its gradients will be read."""
         window = self._window
         if window is None or not self._samples:
             return
@@ -217,8 +214,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
             seen = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
             if not seen:
                 self._tell(
-                    "sharded gradients are reduced at the end of a window only, so the first micro-batch shows none."
-                    " Use AccumulationScheduler(..., sync='micro_batch')."
+                    "sharded gradients are reduced at the end of a window only, so there is no gradient of the first"
+                    " micro-batch alone. Use AccumulationScheduler(..., sync='micro_batch')."
                 )
                 return
             square: Tensor | None = square_share(seen, gradient_replication(trainer))
@@ -240,13 +237,15 @@ class GradientNoiseScale(SettingsRepr, Callback):
         """Whether this window can have a small gradient; tells once why not."""
         reason = ""
         if isinstance(trainer.strategy, FSDPStrategy):
-            reason = "FSDP1 does not show gradients of single micro-batches. Use ModelParallelStrategy (FSDP2) or DDP."
+            reason = (
+                "FSDP1 does not expose gradients of single micro-batches. Use ModelParallelStrategy (FSDP2) or DDP."
+            )
         elif int(trainer.accumulate_grad_batches) == 1 and (self._sharded or trainer.world_size == 1):
             where = "are sharded" if self._sharded else "come from one process"
             reason = (
                 f"a step is one micro-batch and its gradients {where}, so there are no two batch sizes to compare. Use"
                 " two or more micro-batches per step: AccumulationScheduler({0: 2}) or"
-                " Trainer(accumulate_grad_batches=2), with smaller batches. Windows of more are counted as they come."
+                " Trainer(accumulate_grad_batches=2), with smaller batches. Longer windows are used as they come."
             )
         if reason:
             self._tell(reason)
@@ -255,12 +254,12 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def _tell(self, reason: str) -> None:
         if not self._told:
             self._told = True
-            rank_zero_warn(f"GradientNoiseScale estimates nothing for now: {reason}")
+            rank_zero_warn(f"GradientNoiseScale has no estimate for now: {reason}")
 
     # -- the end of a window -------------------------------------------------------------------------------------------
 
     def needs_gradients(self, step_index: int) -> bool:
-        """Our precision plugins tell the norm of the step themselves."""
+        """The precision plugins of this package report the norm of the step themselves."""
         return False
 
     def on_before_optimizer_step(
@@ -335,7 +334,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Saves what an open window has shown, where its gradient is saved, too."""
+        """Saves what an open window has measured, if its gradient is saved as well."""
         controller, window = AccumulationController.of(trainer), self._window
         if (
             controller is None
@@ -357,7 +356,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._carried = checked_state(saved, kinds, "GradientNoiseScale")[_OPEN_WINDOW]
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Goes on inside a window that was saved open."""
+        """Continues inside a window that was saved open."""
         carried, self._carried = self._carried, None
         if carried is not None:
             self._window = NoiseWindow.resumed(

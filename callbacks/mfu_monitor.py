@@ -43,28 +43,28 @@ class MFUMonitor(SettingsRepr, Callback):
     mp/tokens_per_second         tokens through the model, padding included
     mp/nonpad_tokens_per_second  without what ``batch["attention_mask"]`` hides
     mp/mfu                       operations that the model needs, over the dense peak of the devices
-    mp/hfu                       the same with what activation checkpoints and fused attention run again
+    mp/hfu                       the same with what activation checkpoints and fused attention recompute
     mp/goodput                   tokens that are neither padding nor in a skipped step, over all tokens
     ===========================  ========================================================================
 
     Where samples are counted (``unit``), ``mp/samples_per_second`` stands in place of the first two, and every figure
     is per sample.
 
-    MFU and HFU count all tokens, as the devices multiply padding, too; times goodput they are the share of the peak
-    that taught something. The same figures of the whole run are in :attr:`total` and printed at its end. The sums
-    behind them are in the checkpoint, so they survive a resume, also on other devices.
+    MFU and HFU count all tokens, because the devices multiply padding as well; times goodput they are the share of the
+    peak that went into training. The same figures of the whole run are in :attr:`total` and printed at its end. The
+    sums behind them are in the checkpoint, so they survive a resume, also on other devices.
 
     *Time.* Nothing waits for the device. Token counts of an optimizer step reach the host when the device has finished
-    its backward, one step late, and the clock is read then. So where the device is the slower one, a reading is exact;
-    where the host is, it is less than one optimizer step off, and errors do not add up. The first step of a fit warms
-    up and is left out. Validation is told apart (``totals.validation_seconds``): when it begins, the device is waited
-    for once. Reading data, and writing checkpoints, is part of the time.
+    its backward, one step late, and the clock is read then. If the device is slower than the host, a reading is exact;
+    otherwise it is less than one optimizer step off, and errors do not add up. The first step of a fit is warm-up and
+    is left out. Validation is timed separately (``totals.validation_seconds``): when it begins, the host waits for the
+    device once. Reading data and writing checkpoints is part of the time.
 
     *Operations.* In the first micro-batch of a fit every matrix product, convolution and attention is counted as it
-    runs, forward, backward and run again, on all ranks; see :mod:`lightning_mp.flops.flop_counter`. What its tokens
-    cost is taken for all; where lengths vary, attention's part of it is that of the first. The format in which most of
-    these products ran picks the peak, whatever the precision plugin. Work that several tensor-parallel ranks do alike
-    on plain tensors counts on each of them.
+    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.flops.flop_counter`. Its cost per
+    token is used for all; where lengths vary, the part of attention is that of the first micro-batch. The format in
+    which most of these products ran picks the peak, whatever the precision plugin. Work that several tensor-parallel
+    ranks repeat on plain tensors counts on each of them.
 
     Like every token counter of the pack this makes the gradient of an accumulation window the exact mean over its
     tokens. Skipped steps are known with our precision plugins, or with ``OverflowMonitor``.
@@ -74,20 +74,20 @@ class MFUMonitor(SettingsRepr, Callback):
             "megatron") uses its formula, with layers and width from a Hugging Face configuration; a number is taken as
             it is, forward and backward.
         peak_flops: dense peak of one device in FLOP/s, for devices that
-            :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and it is
-            said once.
+            :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and a message
+            says so once.
         window: optimizer steps that the logged rates look back over.
         count: a function from a batch to its number of tokens, or of samples, on this rank, where tokens are not the
             labels other than -100.
         unit: what ``count`` counts. "auto" takes samples if the count of the first batch is the size of its first
-            dimension, else tokens. "sample" counts samples without a ``count``: the way for images. "token" is for
-            batches whose first dimension is one of tokens.
+            dimension, else tokens. "sample" counts samples without a ``count``, as for images. "token" is for batches
+            whose first dimension is tokens.
 
     Raises:
         ValueError: if an argument is not valid.
-        MisconfigurationException: at the start of a fit, if "exact" meets compiled code, which cannot be counted; with
-            the first batch, if it holds no tokens, or if ``count`` gives a number that neither tokens nor samples of
-            the batch can be.
+        MisconfigurationException: at the start of a fit, if "exact" is used with compiled code, which cannot be
+            counted; with the first batch, if it has no tokens, or if ``count`` gives a number that is neither the
+            tokens nor the samples of the batch.
 
     References:
         Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311 (MFU, HFU)
@@ -179,7 +179,7 @@ class MFUMonitor(SettingsRepr, Callback):
             )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Goes on from the counter as it was loaded; the clock starts after the first optimizer step."""
+        """Continues from the counter as it was loaded; the clock starts after the first optimizer step."""
         assert self._controller is not None
         self._trainer = trainer
         self._is_on_cpu = trainer.strategy.root_device.type == "cpu"
@@ -283,7 +283,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def _tell(self, trainer: "pl.Trainer", work: Work, again: float | None, device: str) -> None:
         if work.model_flops_per_token is None:
             rank_zero_warn(
-                "MFUMonitor logs no MFU: no operation of the first micro-batch was one that it can count. Give"
+                "MFUMonitor logs no MFU: it can count no operation of the first micro-batch. Give"
                 " flops_per_token= as a number."
             )
             return
@@ -296,8 +296,8 @@ class MFUMonitor(SettingsRepr, Callback):
         )
         if self.flop_count is not None and self.flop_count.unknown:
             rank_zero_warn(
-                f"MFUMonitor knows no FLOPs of {', '.join(self.flop_count.unknown)}: they count as 0. Give them by"
-                " torch.utils.flop_counter.register_flop_formula, or flops_per_token= as a number."
+                f"MFUMonitor has no FLOP formula for {', '.join(self.flop_count.unknown)}: they count as 0. Register"
+                " one with torch.utils.flop_counter.register_flop_formula, or flops_per_token= as a number."
             )
         if work.peak_flops_per_second is None:
             say = rank_zero_info if trainer.strategy.root_device.type == "cpu" else rank_zero_warn
@@ -392,6 +392,6 @@ def _is_compiled(module: pl.LightningModule) -> bool:
 
 def _of_tokens(convention: object) -> str:
     return (
-        f"MFUMonitor(flops_per_token={convention!r}): the convention is one of tokens, and samples are counted. Use"
-        " 'exact', or a number of FLOPs per sample."
+        f"MFUMonitor(flops_per_token={convention!r}): this convention counts per token, and samples are counted here."
+        " Use 'exact', or a number of FLOPs per sample."
     )

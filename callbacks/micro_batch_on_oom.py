@@ -37,30 +37,30 @@ __all__ = ["MicroBatchOnOOM"]
 
 
 class MicroBatchOnOOM(SettingsRepr, Callback):
-    """Halves the micro-batch when memory runs out in forward or backward, and goes on with the same gradient.
+    """Halves the micro-batch when memory runs out in forward or backward, and continues with the same gradient.
 
-    The micro-batch is then run as microbatches, one forward and backward after the other, each weighed by its share of
-    the target tokens (of the samples, where there are no token labels), so that their sum is the gradient of the
-    whole, up to rounding. An attempt that failed leaves nothing behind: gradients that the window has gathered before,
-    buffers, plain attributes and metrics of the module, logged values and random numbers are as they were. The size
-    that fitted is kept for all following micro-batches, on all ranks, and in the checkpoint. It never grows again by
-    itself; set :attr:`size` to None to begin anew.
+    The micro-batch is then run as microbatches, one forward and backward after the other, each weighted by its share of
+    the target tokens (of the samples, where there are no token labels), so that their sum is the gradient of the whole,
+    up to rounding. A failed attempt has no side effects: gradients that the window has already accumulated, buffers,
+    plain attributes and metrics of the module, logged values and random numbers are as they were. The size that fitted
+    is kept for all following micro-batches, on all ranks, and in the checkpoint. It never grows by itself; set
+    :attr:`size` to None to start over.
 
     What is different from a run without it:
 
     - Forwards *and* backwards run inside ``training_step``; Lightning's backward only hands the gradients out. Hooks
       (``on_before_backward``, ``on_after_backward``), the loss scale, accumulation, budgets and the optimizer see one
       micro-batch, as always; a profiler shows backwards as part of the training step. It costs two passes over the
-      gradients per micro-batch, and inside an open window room for one more set of gradients towards the end of a
+      gradients per micro-batch, and inside an open window memory for one more set of gradients towards the end of a
       backward. A micro-batch that fits is bit-equal to stock.
     - Under DDP gradients are reduced once per window, as always, but after the last backward and not during it. Ranks
       need not agree on microbatches; the smallest size is shared by one 8-byte reduction per optimizer step.
     - Values given to ``self.log`` in the training step are logged once, as the mean over microbatches by their shares
       (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are joined, numbers
       averaged.
-    - A split micro-batch whose labels lie on a device waits for it once: a microbatch without any token is left out.
-    - Layers that mix samples (BatchNorm) see microbatches; you are warned. Dropout draws other masks for microbatches
-      than for the whole. ``torch.compile`` compiles again for a new size.
+    - A split micro-batch whose labels are on a device waits for it once: a microbatch without any token is left out.
+    - Layers that mix samples (BatchNorm) see microbatches; a warning says so. Dropout masks of microbatches differ from
+      those of the whole. ``torch.compile`` recompiles for a new size.
 
     Not covered are the optimizer's step itself, validation, and collectives inside the training step
     (``self.all_gather`` is refused).
@@ -161,7 +161,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         return {"size": self.size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the size that fitted."""
+        """Continues with the size that fitted."""
         size = checked_state(state_dict, {"size": or_none(POSITIVE_COUNT)}, "MicroBatchOnOOM")["size"]
         self.size = None if size is None else max(size, self.min_size)
 
@@ -302,8 +302,8 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
         )
     if isinstance(trainer.strategy, DDPStrategy) and getattr(trainer.strategy.model, "static_graph", False):
         raise MisconfigurationException(
-            "MicroBatchOnOOM cannot be used with DDPStrategy(static_graph=True), which counts backwards and expects as"
-            " many in every step. Leave static_graph out, or remove the callback."
+            "MicroBatchOnOOM cannot be used with DDPStrategy(static_graph=True), which expects the same number of"
+            " backward passes in every step. Leave static_graph out, or remove the callback."
         )
     hooked = [name for name, p in pl_module.named_parameters() if private_api.has_gradient_hooks(p)]
     if hooked:
@@ -327,6 +327,6 @@ def _warn_of_mixing_layers(pl_module: "pl.LightningModule") -> None:
     if mixing:
         rank_zero_warn(
             f"MicroBatchOnOOM: {len(mixing)} layers ({listed(mixing)})"
-            " normalise over the samples of a batch. If a micro-batch has to be split they see its microbatches, and"
-            " the gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
+            " normalise over the samples of a batch. If a micro-batch is split, they normalise over each part of it,"
+            " and the gradient is not that of the whole. GroupNorm and LayerNorm do not mix samples."
         )

@@ -30,39 +30,40 @@ _FEWEST_SKIPS = 10
 
 
 class OverflowMonitor(SettingsRepr, Callback):
-    """Logs what every optimizer step came to, without waiting for the device.
+    """Logs the outcome of every optimizer step, without waiting for the device.
 
     Logged once the first outcome is known: ``mp/loss_scale`` (in runs that have one) and ``mp/skipped_steps``, both
     also on the progress bar, the latter from the first skip on; ``mp/skip_streak`` (steps skipped in a row);
     ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping; with our
     plugins or ``guard``). Totals are saved in the checkpoint.
 
-    A run that skips and skips is ended, see ``stop_after_skips``. At the end of a fit a warning says so if more than 10
-    steps, and more than half of all, were skipped; or more than a tenth where these are more than the 48 that a falling
-    loss scale explains.
+    A run that only skips steps is ended, see ``stop_after_skips``. A warning at the end of a fit says so if more than
+    10 steps and more than half of all were skipped, or more than a tenth where that is more than the 48 skips that a
+    falling loss scale explains.
 
-    With our precision plugins, learning-rate schedulers and averaged weights hold on a skipped step anyway. With
-    Lightning's own plugins this callback brings that.
+    The precision plugins of this package keep learning-rate schedulers and averaged weights from advancing on a skipped
+    step. With Lightning's own plugins this callback does.
 
-    ``trainer.global_step`` counts attempts, as everywhere in Lightning, so that logs and checkpoints keep one clock.
+    ``trainer.global_step`` counts attempts, as everywhere in Lightning, so that logs and checkpoints share one step
+    count.
 
     Args:
         count_real_steps: ``Trainer(max_steps=n)`` ends the run after n steps that were made; without it after n
-            attempts. With a fused optimizer the device is waited for once, when the limit comes into reach.
-        stop_after_skips: end the run after this many skips in a row: a checkpoint is saved, the reason is warned about
-            and kept in ``stop_reason``. "auto" is 100, or twice the skips that a loss scale with a slower
+            attempts. With a fused optimizer the host waits for the device once, shortly before the limit.
+        stop_after_skips: end the run after this many skips in a row: a checkpoint is saved, and a warning gives the
+            reason, which is kept in ``stop_reason``. "auto" is 100, or twice the skips that a loss scale with a slower
             ``backoff_factor`` may need. In a healthy run a streak ends when the scale has fallen to where gradients
             fit: from 2**24 to 2**-24 are 48 skips, and ``hysteresis`` adds one less than its value. Without a loss
-            scale nothing changes between two skips but the batch, so 100 of them do not come from a few bad batches.
-            None never stops.
-        guard: on Lightning's own plugins without a loss scaler (``"bf16-mixed"``, ``"32-true"``, ``"bf16-true"``) skip
-            steps with non-finite gradients, too. It costs one pass over the gradients and, unless the optimizer is
-            fused, one wait for the device per step. Our plugins always do this, without the extra pass.
+            scale only the batch changes between two skips, so 100 of them do not come from a few bad batches. None
+            never stops.
+        guard: on Lightning's own plugins without a loss scaler (``"bf16-mixed"``, ``"32-true"``, ``"bf16-true"``) also
+            skip steps with non-finite gradients. This costs one pass over the gradients and, unless the optimizer is
+            fused, one wait for the device per step. The plugins of this package always do this, without the extra pass.
 
     Raises:
         ValueError: if ``stop_after_skips`` is not "auto", None or a positive whole number.
-        MisconfigurationException: at set-up, if ``count_real_steps`` meets a Trainer without ``max_steps``, or
-            ``guard`` something that makes its steps elsewhere (DeepSpeed, LBFGS).
+        MisconfigurationException: at set-up, if ``count_real_steps`` is used without ``max_steps``, or ``guard`` with
+            something that makes its own steps (DeepSpeed, LBFGS).
 
     Example:
         >>> from lightning_mp import OverflowMonitor
@@ -122,7 +123,7 @@ class OverflowMonitor(SettingsRepr, Callback):
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Watches the steps of a stock precision plugin; ours tell their outcomes themselves."""
+        """Watches the steps of a stock precision plugin; those of this package report outcomes themselves."""
         self._trainer = trainer
         self.stop_reason, self._stop_now = None, False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -135,11 +136,11 @@ class OverflowMonitor(SettingsRepr, Callback):
         self._pass_on_skips()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Notes where a checkpoint has left the totals."""
+        """Takes over the totals of a checkpoint."""
         self._before = self.attempted_steps, self.skipped_steps
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Settles the last outcome, so that the totals are final; warns if too much was skipped."""
+        """Reads the last outcome, so that the totals are final; warns if too many steps were skipped."""
         self._settle()
         attempts, skips = self.attempted_steps - self._before[0], self.skipped_steps - self._before[1]
         many = max(_FEWEST_SKIPS, attempts / 10, min(_SKIPS_OF_A_FALLING_SCALE, attempts / 2))
@@ -158,17 +159,17 @@ class OverflowMonitor(SettingsRepr, Callback):
                 " learning rate, clip gradients, and look for bad batches and log or division of 0."
             )
         return (
-            f" The loss scale is {self.loss_scale:g}. If it only had to come down, start it there"
-            " (LossScaler(init_scale=...)); else look at the last losses and learning rates."
+            f" The loss scale is {self.loss_scale:g}. If it only had to come down, start there"
+            " (LossScaler(init_scale=...)); otherwise look at the last losses and learning rates."
             " OverflowPostMortem(replay=True) tells whether the scale or the model is at fault."
         )
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Takes everything away that was put in."""
+        """Removes everything that the callback installed."""
         self._detach()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Takes everything away that was put in."""
+        """Removes everything that the callback installed."""
         self._detach()
 
     def _detach(self) -> None:
@@ -213,7 +214,7 @@ class OverflowMonitor(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends the run if it has to."""
+        """Ends the run after too many skipped steps."""
         if self._limit is not None and self._limit.is_reached():
             self._settle()
         if self._stop_now:

@@ -42,40 +42,40 @@ _STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
 
 
 class OverflowPostMortem(SettingsRepr, Callback):
-    """Says why a step was skipped, in a line in the log and in ``overflow_step_<step_index>.json``.
+    """Reports why a step was skipped, in the log and in ``overflow_step_<step_index>.json``.
 
-    The same verdict in the same module is told once, then counted; one line sums up after 10, 100, 1000, ... skipped
-    steps and at the end. The files and ``reports`` have every skipped step.
+    The same verdict in the same module is reported once, then counted; a summary follows after 10, 100, 1000, ...
+    skipped steps and at the end. The files and ``reports`` have every skipped step.
 
-    Each report names the parameters whose gradients were not finite. Our precision plugins know them from the norms
-    they take anyway; with Lightning's own plugins, which need an :class:`~lightning_mp.OverflowMonitor` beside this
-    callback, the gradients are read once. Before a skip it costs one pass over the weights, at the start of the run:
-    weights that are 100 times as large later say that training has diverged.
+    Each report names the parameters whose gradients were not finite. The precision plugins of this package know them
+    from the norms that they compute anyway; with Lightning's own plugins, which need an
+    :class:`~lightning_mp.OverflowMonitor` beside this callback, the gradients are read once. Until a step is skipped it
+    costs one pass over the weights, at the start of the run: weights 100 times as large later mean divergence.
 
     With ``replay=True`` the micro-batches of the skipped window are run again, with the same random numbers and hooks
     on all modules, and the report says which micro-batch on which rank went wrong, in which module and tensor, in the
-    forward, the loss or the backward, and whose fault it was: the loss scale (finite at a smaller one), the range of
-    16-bit numbers (finite in fp32 only), the model (not finite at scale 1), the data, the weights, or a run that has
-    diverged. It then goes on as if there had been no replay.
+    forward, the loss or the backward, and what caused it: the loss scale (finite at a smaller one), the range of 16-bit
+    numbers (finite in fp32 only), the model (not finite at scale 1), the data, the weights, or a run that has diverged.
+    The run then continues as if there had been no replay.
 
-    What ``replay=True`` costs on healthy steps: batches are held until the outcome of their step is known, with a fused
-    optimizer that of two windows; per micro-batch the random generators' states are copied, about 10 kB on the host.
+    What ``replay=True`` costs on healthy steps: batches are kept until the outcome of their step is known, with a fused
+    optimizer those of two windows; per micro-batch the random generators' states are copied, about 10 kB on the host.
     No wait for the device, no pass over gradients, no hook. On a skip: up to one forward and backward per micro-batch
     of the window, then up to seven of one micro-batch, and memory for a second set of gradients.
 
-    What a replay cannot take back: what ``training_step`` does outside of the module (files, loggers) and to weights.
-    What it cannot repeat: batches that ``training_step`` changed in place, random numbers from generators that objects
-    of other classes keep.
+    What a replay cannot undo: what ``training_step`` does outside the module (files, loggers) and to weights.
+    What it cannot repeat: batches that ``training_step`` changed in place, random numbers from generators in objects of
+    other classes.
 
     Args:
         replay: run the batch of a skipped step again.
         dirpath: folder for the JSON files; None puts them beside the checkpoints, or into ``trainer.default_root_dir``
             where none are written.
-        max_replays: so many skipped steps per fit are replayed; later ones are reported without.
+        max_replays: at most this many skipped steps per fit are replayed; later ones are reported without a replay.
 
     Raises:
         ValueError: if ``max_replays`` is not a positive whole number.
-        MisconfigurationException: at set-up, if nobody tells outcomes, or with ``replay=True`` if a training step
+        MisconfigurationException: at set-up, if nothing reports outcomes, or with ``replay=True`` if a training step
             cannot be run again (manual optimization, LBFGS, ``dataloader_iter``, DeepSpeed) or ranks may decide
             differently.
 
@@ -119,11 +119,11 @@ class OverflowPostMortem(SettingsRepr, Callback):
         """Starts anew.
 
         Raises:
-            MisconfigurationException: if nobody tells outcomes, or LBFGS runs a step several times.
+            MisconfigurationException: if nothing reports outcomes, or LBFGS runs a step several times.
         """
         if StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
-                f"OverflowPostMortem hears of skipped steps from our precision plugins. With"
+                f"OverflowPostMortem is told about skipped steps by the precision plugins of lightning_mp. With"
                 f" {type(trainer.precision_plugin).__name__} add lightning_mp.OverflowMonitor() to the callbacks."
             )
         if self.replay and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
@@ -144,11 +144,11 @@ class OverflowPostMortem(SettingsRepr, Callback):
             idle(self, OverflowPostMortem, *BATCH_HOOKS)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Makes up for a replay that could not be made when its outcome was told."""
+        """Makes a replay that could not be made when its outcome was reported."""
         self._make_up(trainer, pl_module)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Settles the last outcome while its batch can still be run again; sums up."""
+        """Reads the last outcome while its batch can still be run again; logs a summary."""
         dispatcher = StepOutcomeDispatcher.of(trainer)
         if dispatcher is not None:
             dispatcher.settle()
@@ -159,7 +159,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
             lightning_logger().warning(self._tally.summary())
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Lets the batches go; nothing is replayed any more."""
+        """Releases the batches; nothing is replayed any more."""
         self._end()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -206,7 +206,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Reports a skip; lets the batches of a step that was made go."""
+        """Reports a skip; releases the batches of a step that was made."""
         if outcome.skipped:
             parameters = _nonfinite_parameters(trainer, pl_module, outcome)
             if self.replay and not self._can_replay_now and not self._ended:
@@ -396,5 +396,5 @@ def _refuse_what_cannot_be_replayed(trainer: "pl.Trainer", pl_module: "pl.Lightn
     if reason:
         raise MisconfigurationException(
             f"OverflowPostMortem(replay=True) cannot run a training step again with {reason}. Leave replay out: the"
-            " parameters are named all the same."
+            " parameters are named without it."
         )

@@ -29,21 +29,21 @@ _MOST_IN_LOG = 12
 
 
 class PrecisionAudit(SettingsRepr, Callback):
-    """Watches one training batch and tells in which dtype every module and operation really ran.
+    """Watches one training batch and reports in which dtype every module and operation really ran.
 
     ::
 
         trainer = L.Trainer(precision="bf16-mixed", callbacks=[PrecisionAudit()])
 
-    After the backward of that batch everything is taken away, so that the rest of the run costs nothing more, and rank
-    0 logs a table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast
-    it ran under. What is not as it should be (:data:`~lightning_mp.diagnostics.audit.findings.FindingKind`) follows as
-    one ``UserWarning`` that names the modules and says what to do.
+    After the backward of that batch the hooks are removed, so the rest of the run costs nothing, and rank 0 logs a
+    table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast it ran
+    under. What is wrong (:data:`~lightning_mp.diagnostics.audit.findings.FindingKind`) follows as one ``UserWarning``
+    that names the modules and says what to do.
 
     The run computes the same numbers, to the last bit, with it and without. It works with any precision plugin. With
     manual optimization the whole training step is watched, without its optimizer steps. A batch without a backward
-    (a ``training_step`` that returned None) is passed over. In a pipeline all stages are watched, and the table has the
-    modules of all of them; the probe that finds out shapes is seen, too. What it can see of compiled code is said in
+    (a ``training_step`` that returned None) is ignored. In a pipeline all stages are watched, and the table has the
+    modules of all of them, including the run that finds out shapes. What it can see of compiled code is described in
     :class:`~lightning_mp.diagnostics.audit.watch.PrecisionWatch`, which also works without a Trainer.
 
     Args:
@@ -51,7 +51,7 @@ class PrecisionAudit(SettingsRepr, Callback):
 
     Attributes:
         records: what was seen, with ``to_dict()`` and ``to_json()``; None before.
-        findings: what is not as it should be; empty before, and if all is well.
+        findings: what is wrong; empty before, and if nothing is.
 
     Raises:
         ValueError: if ``batch`` is negative.

@@ -17,19 +17,19 @@ RaiseOn = Literal["error", "warning", "advice", "never"]
 
 
 class Preflight(SettingsRepr, Callback):
-    """Looks for what is wrong with the run when its first batch is there, and ends it if something is.
+    """Checks the set-up of the run with its first batch, and ends the run if something is wrong.
 
     ::
 
         trainer = L.Trainer(callbacks=[Preflight()], plugins=[AutocastPrecision("16-mixed")])
 
-    It runs :func:`~lightning_mp.preflight` once per fit; every rank ends with the same error, by the report of rank 0.
-    The run computes the same numbers with it and without. What a strategy has done to the module by then hides some of
-    it (``report.not_checked``); before the fit, ``preflight(trainer, module, data)`` sees more.
+    It runs :func:`~lightning_mp.preflight` once per fit; every rank ends with the same error, from the report of rank
+    0. The run computes the same numbers with it and without. By then a strategy may have changed the module, which
+    hides part of it (``report.not_checked``); called before the fit, ``preflight(trainer, module, data)`` sees more.
 
     Args:
-        raise_on: end the run if a finding is this grave or graver. Graver than "advice" warns otherwise, advice is
-            logged.
+        raise_on: end the run if a finding is at least this severe. Other errors and warnings are logged as warnings,
+            advice is logged.
 
     Attributes:
         report: what was found; None before the first batch.
@@ -62,7 +62,7 @@ class Preflight(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Looks, with the first batch; ends the run, warns, or says that nothing was found."""
+        """Checks with the first batch; ends the run, warns, or says that nothing was found."""
         if not self._is_due:
             return
         self._is_due = False

@@ -14,19 +14,19 @@ __all__ = ["RankWatchdog"]
 
 
 class RankWatchdog(SettingsRepr, Callback):
-    """Ends a run in which nobody goes on any more, with a message that names the rank that hangs.
+    """Ends a run that makes no progress, with a message that names the rank that hangs.
 
     A rank that hangs (in a data loader, on a lock, on a device) makes the others wait in a collective until the process
     group times out, half an hour by default, with a message about a socket; the hung process itself stays behind. Here
-    two threads in each rank note the hooks that training passes. When a rank has not come to another for
+    two threads in each rank record the hooks that training passes. When a rank has not reached the next one for
     ``timeout_seconds``, the ranks compare how far they are. The one that is behind is named, prints its stacks, and all
     processes end with exit code 75. One that cannot even do that (stopped, or holding Python's lock) is killed by
-    another rank on its machine; if that is rank 0, which holds the notes, twice the time-out passes. Nothing is saved
-    then: start again from ``latest_checkpoint``.
+    another rank on its machine; if that is rank 0, which stores the records, this takes twice the timeout. Nothing is
+    saved then: start again from ``latest_checkpoint``.
 
-    It watches ``fit`` from its start to its end. The time-out must be longer than the longest time between two hooks:
-    a micro-batch with its compilation, a checkpoint, a log entry over the network. The ranks must reach rank 0 on a
-    port that the system chooses. On a single process a hang in code that holds Python's lock is not seen.
+    It watches ``fit`` from its start to its end. The timeout must be longer than the longest time between two hooks: a
+    micro-batch with its compilation, a checkpoint, a log entry over the network. The ranks must reach rank 0 on a port
+    that the system chooses. On a single process a hang in code that holds Python's lock is not seen.
 
     Args:
         timeout_seconds: how long a rank may be silent.
@@ -67,12 +67,12 @@ class RankWatchdog(SettingsRepr, Callback):
         )
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Waits for the others, and ends the watch."""
+        """Waits for the other ranks, and stops watching."""
         trainer.strategy.barrier("RankWatchdog")
         self._stop()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Tells the others why this rank is no longer there."""
+        """Tells the other ranks why this one has left."""
         self._stop(f"{type(exception).__name__}: {str(exception).partition(chr(10))[0]}")
 
     def _stop(self, error: str = "") -> None:

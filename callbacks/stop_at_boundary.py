@@ -22,13 +22,13 @@ __all__ = ["StopAtBoundary"]
 
 
 class StopAtBoundary(SettingsRepr, Callback):
-    """Saves and ends the run at the next optimizer step after a signal, or after so much time.
+    """Saves and ends the run at the next optimizer step after a signal or a time limit.
 
-    Lightning leaves on SIGTERM wherever it is, also inside an accumulation window, and writes nothing. Here the first
+    On SIGTERM Lightning stops wherever it is, even inside an accumulation window, and writes nothing. Here the first
     signal is remembered, the window is finished, ``stopped-step-<step>.ckpt`` is written beside the other checkpoints,
     and ``fit`` returns. A second signal does what it would have done without this callback. All ranks stop at the same
-    step, also if one alone was told: they add up a flag after every step and read it one step later, so that nothing
-    waits for it.
+    step, even if only one received the signal: they sum a flag after every step and read it one step later, so that
+    nothing waits for it.
 
     It puts itself last among the Trainer's callbacks, since it saves the state of the others.
 
@@ -39,12 +39,12 @@ class StopAtBoundary(SettingsRepr, Callback):
         filename: its name without ``.ckpt``; ``{step}`` is the optimizer step.
 
     Attributes:
-        stopped_by: the signal's name, "time" or "another rank"; None while the run was not stopped. Ask for it after
-            ``fit`` to leave the script. A signal that comes too late for another step is told here, too.
-        path: the checkpoint that was written; None where the run came to its own end.
+        stopped_by: the signal's name, "time" or "another rank"; None while the run was not stopped. Read it after
+            ``fit`` to leave the script. A signal that comes too late for another step is recorded here as well.
+        path: the checkpoint that was written; None if the run was not stopped.
 
     Raises:
-        ValueError: if a signal is unknown, ``max_seconds`` is not positive, or ``filename`` is no such name.
+        ValueError: if a signal is unknown, ``max_seconds`` is not positive, or ``filename`` is not such a name.
 
     Example:
         >>> StopAtBoundary(signals=["SIGTERM", "SIGINT"]).stopped_by is None
@@ -63,8 +63,8 @@ class StopAtBoundary(SettingsRepr, Callback):
         unknown = [name for name in names if name not in signal.Signals.__members__]
         if unknown:
             raise ValueError(
-                f"StopAtBoundary(signals={list(names)!r}): {', '.join(map(repr, unknown))} is no signal here; give"
-                " names such as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
+                f"StopAtBoundary(signals={list(names)!r}): {', '.join(map(repr, unknown))} is not a signal on this"
+                " platform; give names such as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
             )
         if max_seconds is not None:
             positive_number(max_seconds, "max_seconds", "StopAtBoundary", unit="seconds", hint="None sets no limit.")
@@ -118,7 +118,7 @@ class StopAtBoundary(SettingsRepr, Callback):
             signal.raise_signal(number)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Tells all ranks of a signal that came too late to stop anything, so that the script does not go on."""
+        """Tells all ranks of a signal that came too late to stop a step, so that the script does not continue."""
         if self.stopped_by is not None:
             return
         asked = self._asked_by is not None
@@ -154,7 +154,7 @@ class StopAtBoundary(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves and stops at the end of a window if all ranks know that somebody asked for it."""
+        """Saves and stops at the end of a window once all ranks know of the request."""
         if trainer.global_step == self._step or trainer.should_stop:
             return
         timed_out = self.max_seconds is not None and time.monotonic() - self._started >= self.max_seconds

@@ -34,15 +34,15 @@ class TokenLearningRate(SettingsRepr, Callback):
     ``initial_lr`` is each parameter group's own rate in ``configure_optimizers``, so groups keep their ratios.
     ``tokens`` are the target tokens of all optimizer steps before this one, over all ranks, exactly: however many
     micro-batches a step has. Those of a skipped step do not count, so the next step uses the rate that the skipped one
-    had; with a stock precision plugin that takes ``OverflowMonitor``. ``horizon`` is the budget of
+    had; with a stock precision plugin this needs ``OverflowMonitor``. ``horizon`` is the budget of
     ``ChinchillaBudget``, or ``tokens``. Where skipped tokens are spent (``on_waste="report"``), the rest of the
-    schedule is made shorter by them, so that it ends with the run.
+    schedule is shortened accordingly, so that it ends with the run.
 
     It takes the place of a learning-rate scheduler; return none from ``configure_optimizers``. The rate is set just
     before the step, when the tokens of the last one have arrived, so that nothing waits: ``LearningRateMonitor``, which
-    looks at the beginning of a batch, shows the rate of the step before. Parameter groups that are added in the middle
-    join with the rate they have as ``initial_lr``. The gradient of a window becomes the exact mean over its tokens, as
-    with ``ChinchillaBudget``.
+    looks at the beginning of a batch, shows the rate of the step before. A parameter group added during the run uses
+    its rate at that time as ``initial_lr``. The gradient of a window becomes the exact mean over its tokens, as with
+    ``ChinchillaBudget``.
 
     Args:
         schedule: from the fraction of the horizon to a factor: :class:`WarmupStableDecay`, :class:`WarmupCosine`, or
@@ -99,7 +99,7 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     @property
     def is_cooling_down(self) -> bool:
-        """Whether a cooldown that was asked for by :meth:`cooldown_now` has begun."""
+        """Whether a cooldown requested by :meth:`cooldown_now` has begun."""
         return self._run.cooldown is not None
 
     @property
@@ -122,12 +122,12 @@ class TokenLearningRate(SettingsRepr, Callback):
     # -- cooldown ------------------------------------------------------------------------------------------------------
 
     def cooldown_now(self, tokens: float | str | None = None, *, fraction: float | None = None) -> None:
-        """Cools down from the present rate, and ends the run with it: for a run that will be preempted.
+        """Starts a cooldown from the present rate, at whose end the run ends: for a run that will be preempted.
 
         From the next optimizer step on the rate falls to the schedule's ``final`` (0 for a function), in the shape of
-        :class:`WarmupStableDecay`, or in a straight line from another schedule. Where it ends becomes the budget of the
-        run, that of ``ChinchillaBudget`` too, and still is after a resume; a budget that ends earlier stays. To cool
-        down from a checkpoint, call this before ``fit(ckpt_path=...)``.
+        :class:`WarmupStableDecay`, or in a straight line from another schedule. Its end becomes the budget of the run,
+        also that of ``ChinchillaBudget``, and remains so after a resume; a budget that ends earlier stays. To cool down
+        from a checkpoint, call this before ``fit(ckpt_path=...)``.
 
         It may be called at any time, on one rank or on all, also from a signal handler. Ranks learn of it together, one
         optimizer step later. The last call counts.
@@ -135,7 +135,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         Args:
             tokens: how long, a whole number or a string such as "1.5B".
             fraction: the same as a share of the whole run that now ends, cooldown included. If neither is given, the
-                schedule's own ``decay``: the run ends as if it had been planned so.
+                schedule's own ``decay``: the run ends as if it had been planned like that.
 
         Raises:
             ValueError: if both are given, or neither and the schedule has no ``decay``, or one is not valid.
@@ -145,7 +145,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         if (tokens is None) == (fraction is None):
             raise ValueError(
                 "TokenLearningRate.cooldown_now needs one of tokens and fraction, for instance fraction=0.2; only"
-                f" WarmupStableDecay brings a fraction of its own, and this schedule is {self.schedule!r}."
+                f" WarmupStableDecay has a fraction of its own, and this schedule is {self.schedule!r}."
             )
         if tokens is not None:
             self._request.amount = whole_tokens(tokens, "tokens", "TokenLearningRate.cooldown_now")
@@ -182,7 +182,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             self._controller = join_window_controller(self, trainer, pl_module, self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses who else sets the rate, and puts itself before the optimizer's steps."""
+        """Refuses anything else that sets the rate, and wraps the optimizer's steps."""
         self._is_in_batch = False
         schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
         if schedulers:
@@ -202,14 +202,14 @@ class TokenLearningRate(SettingsRepr, Callback):
             self._handles.append(handle)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Finds the horizon, goes on where a checkpoint was, and sets the first rate."""
+        """Finds the horizon, continues from a checkpoint, and sets the first rate."""
         assert self._controller is not None
         budget, counter = self._controller.budget, self._controller.counter
         horizon = self.tokens if self.tokens is not None else budget.tokens if budget is not None else None
         if horizon is None:
             raise MisconfigurationException(
                 "TokenLearningRate does not know how long the run is. Give tokens=, or add a ChinchillaBudget of"
-                " tokens, tokens per parameter or flops; device_hours alone are no number of tokens."
+                " tokens, tokens per parameter or flops; device_hours alone do not determine a number of tokens."
             )
         self._first_batch, self._warned = True, bool(getattr(trainer, "fast_dev_run", False))
         if trainer.global_step and not counter.windows:
@@ -219,7 +219,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeDispatcher.of(trainer) is None:
             rank_zero_warn(
-                f"TokenLearningRate: {type(trainer.precision_plugin).__name__} does not tell which steps it skips, so"
+                f"TokenLearningRate: {type(trainer.precision_plugin).__name__} does not report which steps it skips, so"
                 " their tokens count as trained on. Use a precision plugin of lightning_mp, or add OverflowMonitor()."
             )
         if not counter.windows:
@@ -353,7 +353,7 @@ class TokenLearningRate(SettingsRepr, Callback):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is, and a cooldown that was asked for; tokens are in the controller's counter."""
+        """The position in the schedule, and a requested cooldown; tokens are in the controller's counter."""
         return self._run.state_dict() | {
             "end_tokens": self._end_tokens,
             "cooldown_agreed": self._cooldown,
@@ -361,7 +361,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint; a cooldown that was asked for meanwhile stays."""
+        """Continues from a checkpoint; a cooldown that was requested meanwhile stays."""
         kinds = {"end_tokens": COUNT, "cooldown_agreed": AMOUNT, "cooldown_request": holding(COOLDOWN_KINDS)}
         state = checked_state(state_dict, kinds, "TokenLearningRate")
         self._run.load_state_dict(state)

@@ -64,20 +64,20 @@ class _Pending:
 
 
 class UnderflowMonitor(SettingsRepr, Callback):
-    """Tells how many gradient values a format loses at the present loss scale, and which scale would be better.
+    """Measures how many gradient values a format loses at the present loss scale, and suggests a better one.
 
     Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per
     parameter, and brought to the host in one transfer that is read one step later. On other steps nothing is done.
 
-    What is judged are gradients as the format would hold them: the true gradient of the step times the loss scale. In a
-    run with autocast only those that pass through 16 bit are judged: a parameter that is used without a cast, as a
+    It judges gradients as the format would store them: the true gradient of the step times the loss scale. In a run
+    with autocast only those that pass through 16 bit are judged: a parameter that is used without a cast, such as a
     positional embedding or the weight of a norm, has its gradient in fp32, where no scale makes it overflow. Headroom
     and suggested scale are those of the largest 16-bit gradient in that step's backwards, of activations too.
 
     - In a run without autocast nothing passes through 16 bit, and all gradients of parameters are judged.
     - In bf16 and fp32 runs, ``mp/underflow_fraction`` is the share of the non-zero values that would become zero in
       ``format``, at ``scale``. It answers: could this run use fp16, and at which scale?
-    - In fp16 runs, a value that became zero inside of backward is gone. It is among ``mp/zero_fraction``, with the true
+    - In fp16 runs, a value that became zero inside backward is gone. It is among ``mp/zero_fraction``, with the true
       zeros (unused embeddings, dead units), and what can be seen is ``mp/subnormal_fraction``: values that have lost
       digits already, the next to vanish. Watch it, and ``activation_gradients``.
 
@@ -88,20 +88,21 @@ class UnderflowMonitor(SettingsRepr, Callback):
     Logged at every batch once the first observation is read: ``mp/underflow_fraction``, ``mp/subnormal_fraction``,
     ``mp/zero_fraction``, ``mp/headroom_doublings`` (how often the scale may double before the largest gradient
     overflows), ``mp/suggested_scale`` (the largest power of two that would have suited the last 10 observations with
-    one doubling to spare). Other kinds have their name behind: ``mp/underflow_fraction/activations``. A
+    one doubling to spare). Other kinds have their name appended: ``mp/underflow_fraction/activations``. A
     ``TensorBoardLogger`` also gets the histogram of exponents, ``mp/exponents/gradients``. The latest observation and
     the history are saved in the checkpoint.
 
     In distributed runs sharded gradients are counted on all ranks, each value once. Activations are those of rank 0's
     batches, one part of the model's under tensor parallelism. What runs inside of a compiled module cannot be watched.
 
-    Lightning takes one monitor per Trainer; for other formats ask the histograms:
+    A Trainer takes one such monitor; for other formats, query the histograms:
     ``monitor.latest.whole().fraction_lost("fp8_e5m2")``.
 
-    On observed steps our precision plugins write true gradients before the optimizer, as for anybody who looks at them.
+    On observed steps the precision plugins of this package write true gradients before the optimizer, as for any hook
+    that reads them.
 
     Args:
-        format: the format that is judged, narrower than fp32: "fp16", "bf16", "fp8_e5m2", "fp8_e4m3fn".
+        format: the format to judge, narrower than fp32: "fp16", "bf16", "fp8_e5m2", "fp8_e4m3fn".
         every_n_steps: optimizer steps from one observation to the next; the first step is observed.
         scale: what true gradients are multiplied by; None takes the run's loss scale, or 1 where there is none.
         watch: any of "gradients" (of parameters), "activations" (outputs of leaf modules in the forward),
@@ -179,9 +180,9 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """Draws the latest observation with the format's range marked; needs matplotlib.
 
         Args:
-            path: the picture; its suffix says the file format.
+            path: the image file; its suffix sets the format.
             kind: one of those in ``watch``.
-            by_layer: one line per layer, and not all together.
+            by_layer: one line per layer instead of all together.
 
         Raises:
             ValueError: if the kind is not watched, or nothing was observed yet.
@@ -195,7 +196,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def needs_gradients(self, step_index: int) -> bool:
-        """Whether true gradients have to be there before this step."""
+        """Whether true gradients are needed before this step."""
         return "gradients" in self.watch and step_index % self.every_n_steps == 0
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -203,8 +204,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
-                "UnderflowMonitor cannot be used with DeepSpeed, which keeps gradients to itself. Use strategy='ddp' or"
-                " 'fsdp', or remove the callback."
+                "UnderflowMonitor cannot be used with DeepSpeed, which does not expose its gradients. Use"
+                " strategy='ddp' or 'fsdp', or remove the callback."
             )
         if stage == "fit":
             CallbackMetrics.attach(trainer).add(lambda: self._logged)
@@ -246,7 +247,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
             self._scale_now = self._judged_scale(loss_scale_of(trainer), pl_module.device)
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reads the last observation: by now the device is busy with this backward and has long made it."""
+        """Reads the last observation: the device, busy with this backward, finished it long ago."""
         if self._hooks is not None:
             self._hooks.in_backward = False
         if self._backwards is not None:

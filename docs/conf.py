@@ -5,6 +5,7 @@ Where there is no network those links are left out, unless DOCS_INVENTORIES=requ
 """
 
 import os
+import re
 import urllib.request
 from typing import Any
 
@@ -90,6 +91,12 @@ def setup(app: Sphinx) -> None:
     """Leave out of the API pages what is no part of the public interface."""
     app.connect("autodoc-skip-member", lambda _app, _what, name, _object, skip, _options: skip or name in HOOKS)
     app.connect("autodoc-process-bases", _public_bases)
+    app.connect("source-read", _link_notebooks)
+
+
+def _link_notebooks(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Links to notebooks are written for GitHub; Sphinx does not find its pages behind the link docs/notebooks."""
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(notebooks/\w+)\.ipynb\)", r"{doc}`\1 </\2>`", source[0])
 
 
 def _public_bases(_app: Sphinx, _name: str, _object: Any, _options: Any, bases: list[type]) -> None:

@@ -6,8 +6,8 @@
     make evidence ARGS="--quick"        # a few minutes: shows that it works, and says little
 
 Real text and the demo's model; a small vision transformer on scikit-learn's handwritten digits, where that package is
-installed; adapters on a model that was trained on code, tuned on prose. The page is written from the JSON files of
-``--out``. Failed and unclear results stand there like the others.
+installed; adapters on a model that was trained on code, tuned on prose. The page, with its pictures and the results as
+JSON, is written from the files of ``--out``. Failed and unclear results stand there like the others.
 """
 
 import argparse
@@ -18,14 +18,17 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from evidence_page import write_page
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import DataLoader, TensorDataset
@@ -63,7 +66,7 @@ class Sizes:
     batch_size: int = 8
 
 
-QUICK = Sizes(params=20_000, steps=40, seeds=3, rounds=1)
+QUICK = Sizes(params=20_000, steps=20, seeds=3, rounds=1, batch_size=2)
 
 
 class NotMeasured(Exception):
@@ -128,7 +131,7 @@ def text_part(sizes: Sizes, out: Path) -> dict[str, Any]:
 def vision_part(sizes: Sizes, out: Path) -> dict[str, Any]:
     """A vision transformer on scikit-learn's digits: 1,797 pictures of 8 by 8, of which every fifth is held out."""
     if find_spec("sklearn") is None:
-        raise NotMeasured("not measured: scikit-learn, with whose pictures it trains, is not installed")
+        raise NotMeasured("not measured: scikit-learn, whose pictures it trains on, is not installed")
     from sklearn.datasets import load_digits
 
     pictures, digits = load_digits(return_X_y=True)
@@ -225,6 +228,15 @@ PARTS: Mapping[str, Callable[[Sizes, Path], dict[str, Any]]] = {
 }
 
 
+def what_is_small(sizes: Sizes, *, quick: bool) -> str:
+    """Says that a run is smaller than the default one; empty where it is not."""
+    if quick:
+        return "A quick run: it shows that the command works. Runs this short and few say little."
+    given, full = asdict(sizes), asdict(Sizes())
+    smaller = [f"{name} {given[name]:,} instead of {full[name]:,}" for name in full if given[name] < full[name]]
+    return f"Smaller than the default run: {', '.join(smaller)}." if smaller else ""
+
+
 def run_parts(parts: list[str], sizes: Sizes, out: Path, *, quick: bool, command: str) -> None:
     """Writes ``<part>.json`` into the folder; of runs that are in its files already none is made again."""
     out.mkdir(parents=True, exist_ok=True)
@@ -233,11 +245,11 @@ def run_parts(parts: list[str], sizes: Sizes, out: Path, *, quick: bool, command
             "part": part,
             "about": (PARTS[part].__doc__ or "").strip(),
             "sizes": asdict(sizes),
-            "quick": quick,
+            "limits": what_is_small(sizes, quick=quick),
             "command": command,
             "date": datetime.now(UTC).date().isoformat(),
             "machine": machine(),
-            "python": platform.python_version(),
+            "versions": {"python": platform.python_version(), **installed("torchao", "scikit-learn")},
         }
         try:
             facts["result"] = PARTS[part](sizes, out)
@@ -249,6 +261,15 @@ def run_parts(parts: list[str], sizes: Sizes, out: Path, *, quick: bool, command
         temporary.replace(out / f"{part}.json")
 
 
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those of the packages that are there."""
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
 def machine() -> str:
     """The class of the machine."""
     model = platform.machine()
@@ -257,49 +278,6 @@ def machine() -> str:
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
     return f"{model}, {torch.get_num_threads()} thread(s)"
-
-
-def write_page(out: Path, page: Path) -> None:
-    """The page from the JSON files of the folder, and the pictures beside it."""
-    lines = ["# Quality of each precision, in paired runs", ""]
-    lines += [
-        "Written by `scripts/evidence.py` from its results. How to read the tables: [compare.md](../compare.md). Time",
-        "and memory are those of this CPU, on which fp8 is emulated and 16 bit may be slow; they say nothing of a GPU,",
-        "and nothing here has been measured on one.",
-    ]
-    for part in PARTS:
-        file = out / f"{part}.json"
-        if file.is_file():
-            lines += ["", *page_section(json.loads(file.read_text()), out, page)]
-    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def page_section(facts: Mapping[str, Any], out: Path, page: Path) -> list[str]:
-    """One part."""
-    part = facts["part"]
-    lines = [f"## {part.capitalize()}", "", facts["about"], ""]
-    if "not_measured" in facts:
-        return [*lines, f"{facts['not_measured'].capitalize()}."]
-    result, sizes = facts["result"], facts["sizes"]
-    if facts["quick"]:
-        lines += ["**A quick run: it shows that the command works. Runs this short and few say little.**", ""]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines += [
-        f"{facts['date']}, {facts['machine']}, Python {facts['python']}, {versions}.",
-        f"{sizes['seeds']} paired seeds of {sizes['steps']} steps.",
-        "",
-        f"    {facts['command']}",
-        "",
-        "```text",
-        result["table"],
-        "```",
-    ]
-    drawn = out / f"{part}.png"
-    if drawn.is_file():
-        picture = page.with_name(f"quality_{part}.png")
-        picture.write_bytes(drawn.read_bytes())
-        lines += ["", f"![Precisions compared on the part {part}]({picture.name})"]
-    return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -324,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nInterrupted. Finished runs are in {out}; the same command goes on.", file=sys.stderr)
         return 130
-    write_page(out, given.page)
+    write_page(out, given.page, PARTS)
     print(f"The page is {given.page}.")
     return 0
 

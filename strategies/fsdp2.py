@@ -57,7 +57,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
-    """Shards any LightningModule by FSDP2, splits its layers by tensor parallelism, or both.
+    """Shards any LightningModule with FSDP2, splits its layers by tensor parallelism, or both.
 
     .. code-block:: python
 
@@ -69,9 +69,9 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         Trainer(strategy=FSDP2Strategy(replicate_size=2), devices=8)         # 2 copies, each over 4 ranks
         Trainer(strategy=FSDP2Strategy(tensor_parallel_size=2), devices=8)   # 4 data ranks, each over 2
 
-    Nothing is needed in the model: no ``configure_model``, no wrapper, and names in the state dict stay. Each module
-    that the rule is about becomes a unit: its weights are gathered before its forward and freed after it. The rest is
-    gathered for the whole step. All parameters are DTensors from then on.
+    The model needs no change: no ``configure_model``, no wrapper, and names in the state dict stay. Each module that
+    matches becomes a unit: its weights are gathered before its forward and freed after it. The rest is gathered for the
+    whole step. All parameters are DTensors from then on.
 
     Precision comes from the plugin, see :func:`~lightning_mp.sharding.all_gather_dtypes.gathered_dtypes`: with
     ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
@@ -79,37 +79,37 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     ranks start from the weights of rank 0.
 
     Gradients are reduced once per window of accumulation or at every micro-batch, as
-    ``AccumulationScheduler(sync=...)`` says; without it at every micro-batch. ``ActivationCheckpointing`` goes inside
-    of a unit by itself. In manual optimization each part of the LightningModule is gathered when it is called, not for
-    the whole step, because optimizers are stepped in the middle. Lightning refuses ``torch.compile(LightningModule)``
-    here; compile in place: ``block.compile()``, ``self.model.compile()``.
+    ``AccumulationScheduler(sync=...)`` says; without it at every micro-batch. ``ActivationCheckpointing`` is applied
+    inside the units. In manual optimization each part of the LightningModule is gathered when it is called, not for the
+    whole step, because optimizers are stepped in the middle. Lightning refuses ``torch.compile(LightningModule)`` here;
+    compile in place: ``block.compile()``, ``self.model.compile()``.
 
-    A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is sharded; units come to
-    life one after the other, by their modules' ``reset_parameters``, with the same weights on any number of ranks.
+    A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is sharded; units are
+    initialised in turn, by their modules' ``reset_parameters``, with the same weights on any number of ranks.
 
-    The model stays sharded after the run; called by hand it wants the autocast of the run.
+    The model stays sharded after the run; to call it by hand, use the autocast of the run.
 
     Checkpoints are folders with the shards of every rank, or with ``save_distributed_checkpoint=False`` a single file
     that any strategy reads. Both resume on any number of ranks, and get their name only when they are complete. Where
-    queries, keys and values are one matrix, ranks hold it in another order; state dicts have that of one process, so
-    all ranks have to ask for them together.
+    queries, keys and values are one matrix, ranks store it in a different order; state dicts have the order of one
+    process, so all ranks must call ``state_dict`` together.
 
     Args:
         shard: a module class, its name, a glob over names, or several of these; or a number of parameters, for the
-            smallest modules that have so many; or "auto": repeated children of an ``nn.ModuleList``, as a transformer's
-            blocks. Of modules inside of each other the outer one is taken.
+            smallest modules that have that many; or "auto": repeated children of an ``nn.ModuleList``, such as a
+            transformer's blocks. Of nested modules the outer one is taken.
         replicate_size: hybrid sharding: how many copies of the model there are, each sharded over the other ranks.
-        tensor_parallel_size: over how many ranks each layer of the plan is split; neighbouring ranks, so no more than a
-            node has.
+        tensor_parallel_size: over how many ranks each layer of the plan is split; they are neighbours, so use no more
+            than a node has.
         tensor_parallel_plan: globs over names of layers to styles
             (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), the first that fits wins; "auto" or None
             for Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``: attention runs on each rank's heads
             only, and the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
             ``nn.CrossEntropyLoss``, also inside of transformers; in training whatever else looks at logits gets the
-            whole, on all ranks together; in evaluation they are whole). "auto_sequence" splits the sequence besides, in
-            and between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can stand on the right of
-            a mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with another head, and "whole" leaves a
-            layer as it is.
+            whole, on all ranks together; in evaluation they are whole). "auto_sequence" also splits the sequence, in
+            and between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can be values of a
+            mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with a different head, and "whole" leaves
+            a layer as it is.
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
             spread them over that many ranks; None for what FSDP2 does.
         save_distributed_checkpoint: one file per rank, or one in all.
@@ -121,7 +121,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         MisconfigurationException: at set-up, if a module on the meta device has no ``reset_parameters``, the precision
             plugin cannot keep ranks together, a callback has copied the model (WeightAveraging, SWA), batch norms are
             to be synchronised, or an earlier run has sharded the model over other sizes; at a step, if ranks have run
-            different units; at a checkpoint, if its path is none of a mounted file system.
+            different units; at a checkpoint, if its path is not on a mounted file system.
 
     References:
         Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; Shoeybi et al., "Megatron-LM", 2019,
@@ -184,7 +184,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Starts the processes' group and lays the ranks out: copies, shards, tensor parallel, the last next door."""
+        """Starts the process group and lays out the ranks: copies, shards, and innermost tensor parallel."""
         ranks = self.num_nodes * self.num_processes
         parts = self.replicate_size * self.tensor_parallel_size
         if ranks % parts:
@@ -302,7 +302,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             )
 
     def teardown(self) -> None:
-        """Takes the wrappers of the step methods away; the model stays sharded."""
+        """Removes the wrappers of the step methods; the model stays sharded."""
         alike, self._ranks_alike = self._ranks_alike, None
         if alike is not None:
             alike.detach()
@@ -315,7 +315,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         super().teardown()
 
     def on_train_end(self) -> None:
-        """Makes sure that ranks were alike in the last step, too."""
+        """Checks that ranks agreed in the last step as well."""
         self._settle_ranks()
 
     def _settle_ranks(self) -> None:
@@ -353,7 +353,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             return super().optimizer_state(inner)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes beside the place where it belongs, and moves it there when all ranks are done."""
+        """Writes under a temporary name, and renames it when all ranks are done."""
         self._settle_ranks()
         path = self._local(self.broadcast(filepath))
         if self.is_global_zero:
@@ -392,7 +392,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         return Path(path)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Takes its name away first, so that no half of it looks like a checkpoint."""
+        """Renames it first, so that no part of it looks like a checkpoint."""
         if self.is_global_zero:
             remove_checkpoint(Path(filepath))
 

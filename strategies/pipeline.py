@@ -75,10 +75,10 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         Trainer(strategy=PipelineParallelStrategy(), devices=4)          # 4 stages
         Trainer(strategy=PipelineParallelStrategy(stages=2), devices=4)  # 2 stages, each on 2 ranks: 2 x 2
 
-    Each stage holds its layers only, with their gradients and optimizer states. A batch is split into microbatches
+    Each stage has only its own layers, with their gradients and optimizer states. A batch is split into microbatches
     along its samples; while one stage works on the second microbatch, the next one works on the first. The gradient is
-    that of the whole batch: microbatches are weighted by tokens if the batch has token labels, else by samples. What a
-    layer needs besides the output of the layer before, such as a mask, it takes from its microbatch
+    that of the whole batch: microbatches are weighted by tokens if the batch has token labels, else by samples.
+    Anything else that a layer needs, such as a mask, it takes from its microbatch
     (:class:`~lightning_mp.pipelining.PipelineLayer`).
 
     Stages are idle while the pipeline fills and drains: of the time of a step
@@ -88,13 +88,13 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     Ranks are laid out stage by stage: ranks of one stage are neighbours and see different data; their gradients are
     averaged in fp32, once per window of accumulation. Loss scale, skipped steps and the norm for clipping are of the
-    whole model. A parameter that several stages hold (a head tied to the embedding) gets the sum of its gradients.
+    whole model. A parameter on several stages (a head tied to the embedding) gets the sum of its gradients.
 
     ``configure_optimizers`` sees the whole model, so that parameter groups come out as on one device; afterwards each
-    optimizer has the parameters of its stage. Modules of other stages are replaced by one that says where they are,
-    also after the run. Checkpoints are single files as one process writes them; either loads the other's.
+    optimizer has the parameters of its stage. Modules of other stages are replaced by a placeholder that says where
+    they are, also after the run. Checkpoints are single files as one process writes them; each can load the other's.
 
-    Layers draw random numbers of their own on each rank; what steps draw stays the same on all stages.
+    Random numbers in layers differ between ranks; those drawn in the step methods are the same on all stages.
 
     A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is split.
 
@@ -107,12 +107,12 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         process_group_backend: "nccl", "gloo"; None for the device's.
         timeout: of a collective operation.
         start_method: how processes are started, as in ``DDPStrategy``.
-        kwargs: ``cluster_environment``, ``checkpoint_io`` and what else every strategy of Lightning takes.
+        kwargs: ``cluster_environment``, ``checkpoint_io`` and everything else that Lightning's strategies take.
 
     Raises:
-        ValueError: if an argument cannot be; at set-up, if ranks or layers cannot be divided so.
-        MisconfigurationException: at set-up, if the module does not say what is needed, or the precision plugin cannot
-            keep ranks together, or a callback has copied the model (WeightAveraging, SWA).
+        ValueError: if an argument is not valid; at set-up, if ranks or layers cannot be divided like that.
+        MisconfigurationException: at set-up, if the module does not define its layers and loss, or the precision plugin
+            cannot keep ranks together, or a callback has copied the model (WeightAveraging, SWA).
 
     References:
         Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965; Narayanan et al., "Efficient Large-Scale Language
@@ -182,7 +182,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         return {"num_replicas": self.replicas, "rank": self.global_rank % self.replicas}
 
     def gradient_replication(self) -> GradientReplication:
-        """All ranks step or skip together; a stage's parameters are on its ranks."""
+        """All ranks step or skip together; the parameters of a stage are on its ranks only."""
         tied = self._gradients.number_of_stages if self._gradients is not None else {}
         return GradientReplication(None, self.replicas, self.replicas, tied)
 
@@ -199,11 +199,11 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Each stage takes what is its own."""
+        """Each stage loads its own part."""
         return True
 
     def setup_environment(self) -> None:
-        """Starts the processes' group and lays the ranks out."""
+        """Starts the process group and lays out the ranks."""
         ranks = self.num_nodes * self.num_processes
         stages = self.stages or ranks
         if ranks % stages:
@@ -228,7 +228,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         """Splits the model, then lets the precision plugin and the optimizers see it.
 
         Raises:
-            ValueError: if the layers cannot be split so.
+            ValueError: if the layers cannot be split like that.
             MisconfigurationException: if the model or the precision plugin cannot do it.
         """
         # Brings torch.distributed.pipelining along, so not at the top.
@@ -277,7 +277,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         clip_by_whole_norm_(optimizer, float(clip_val), self.gradient_replication(), self.root_device)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        """Lets ``configure_optimizers`` see the whole model, and leaves each optimizer what this stage holds."""
+        """Lets ``configure_optimizers`` see the whole model, and leaves each optimizer the parameters of this stage."""
         assert self.lightning_module is not None
         with full_model(self.lightning_module):
             super().setup_optimizers(trainer)
@@ -286,7 +286,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self._parts = {optimizer: keep_own_parameters(optimizer, names, own) for optimizer in self.optimizers}
 
     def teardown(self) -> None:
-        """Lets the schedules go; the model stays split."""
+        """Releases the schedules; the model stays split."""
         self.pipeline_runner = None
         clipping, self._clipping = self._clipping, None
         if clipping is not None:
@@ -317,7 +317,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
             yield
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Hands the gradients of the pipeline out, and averages them over its copies at the end of a window."""
+        """Sets the gradients of the pipeline, and averages them over its copies at the end of a window."""
         assert self._gradients is not None
         assert self.lightning_module is not None
         plugin = self.precision_plugin
@@ -368,7 +368,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes what this stage holds; names of the whole model are checked."""
+        """Loads the part of this stage; names of the whole model are checked."""
         assert self.lightning_module is not None
         assert self._split is not None
         state = own_state(checkpoint["state_dict"], self.lightning_module, self._split, strict=strict)
@@ -380,7 +380,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         if len(states) != len(self.optimizers):
             raise ValueError(
                 f"The checkpoint holds the state of {len(states)} optimizers, and configure_optimizers made"
-                f" {len(self.optimizers)}. Use the model that it was written by, or load its weights only."
+                f" {len(self.optimizers)}. Use the model that it was written with, or load its weights only."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(self._parts[optimizer].own(state))

@@ -42,7 +42,7 @@ def refuse_arguments_about_ddp(arguments: Mapping[str, Any]) -> None:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise ValueError(
-            f"PipelineParallelStrategy({unknown[0]}=...) is not known; what is about DDP would do nothing here, as the"
+            f"PipelineParallelStrategy({unknown[0]}=...) is not known; options of DDP have no effect here, because the"
             f" strategy averages gradients itself. Besides its own arguments it takes {', '.join(sorted(known))}."
         )
 
@@ -108,7 +108,7 @@ def split_into_stages(
     """Gives all weights the values of rank 0 and keeps those of one stage.
 
     Raises:
-        ValueError: if the layers cannot be split so.
+        ValueError: if the layers cannot be split like that.
         MisconfigurationException: if the module does not say what is needed, or something on the meta device has no
             ``reset_parameters``.
     """

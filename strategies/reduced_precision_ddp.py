@@ -17,17 +17,17 @@ class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
     """``DDPStrategy`` with a :func:`~lightning_mp.gradients.comm_hook.reduced_precision_hook`.
 
     Also by name: ``Trainer(strategy="mp_ddp_bf16_reduce")`` and ``"mp_ddp_fp16_reduce"``, once ``lightning_mp`` is
-    imported. Unlike ``DDPStrategy(ddp_comm_hook=...)``, which is silently without the hook on everything but CUDA, it
+    imported. Unlike ``DDPStrategy(ddp_comm_hook=...)``, which silently ignores the hook on anything but CUDA, it
     reduces in 16 bit on every device.
 
     Args:
         dtype: ``torch.bfloat16`` or "bf16", ``torch.float16`` or "fp16".
-        **kwargs: whatever ``DDPStrategy`` takes, but ``ddp_comm_hook`` and ``ddp_comm_wrapper``.
+        **kwargs: whatever ``DDPStrategy`` takes, except ``ddp_comm_hook`` and ``ddp_comm_wrapper``.
 
     Raises:
         ValueError: if ``dtype`` is neither.
-        MisconfigurationException: if another hook is given, too; at set-up of a fit, if gradients are to be reduced in
-            fp16 and no plugin scales the loss.
+        MisconfigurationException: if another hook is given as well; at set-up of a fit, if gradients are to be reduced
+            in fp16 and no plugin scales the loss.
 
     Example:
         >>> from lightning_mp.strategies import ReducedPrecisionDDPStrategy
@@ -41,8 +41,8 @@ class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             if kwargs.get(name) is not None:
                 raise MisconfigurationException(
-                    f"ReducedPrecisionDDPStrategy({dtype!r}, {name}={kwargs[name]!r}): it has a communication hook"
-                    f" already. Leave {name} out, or use DDPStrategy."
+                    f"ReducedPrecisionDDPStrategy({dtype!r}, {name}={kwargs[name]!r}): it already has a communication"
+                    f" hook. Leave {name} out, or use DDPStrategy."
                 )
         super().__init__(**kwargs, ddp_comm_hook=self._hook)
         self.dtype: ReducedDtype = dtype

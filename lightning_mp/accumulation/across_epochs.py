@@ -40,7 +40,7 @@ class CarryOverEpochs:
         if any(config.interval == "step" and config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
             raise MisconfigurationException(
                 "AccumulationScheduler(carry_over=True) cannot be used with ReduceLROnPlateau at interval='step',"
-                " which Lightning steps at the end of every epoch, too. Use interval='epoch', or leave carry_over"
+                " which Lightning steps at the end of every epoch as well. Use interval='epoch', or leave carry_over"
                 " out."
             )
         self._trainer = trainer

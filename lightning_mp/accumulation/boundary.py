@@ -54,7 +54,7 @@ class _StopAtTheEnd(logging.Filter):
         """Lets everything through."""
         has_epochs = not self._trainer.min_epochs or self._trainer.current_epoch >= self._trainer.min_epochs
         if has_epochs and f"min_steps={_EndOfWindow()!r}" in str(record.msg):
-            record.msg = "Trainer was signaled to stop; it does at the end of the accumulation window."
+            record.msg = "The Trainer was told to stop; it will stop at the end of the accumulation window."
         return True
 
 
@@ -206,8 +206,8 @@ class DeferredCheckpoints:
         self._has_told = True
         rank_zero_warn(
             f"ModelCheckpoint(monitor={checkpoint.monitor!r}): validation came inside an accumulation window, and the"
-            " checkpoint is written at its end, so the file holds the weights of one optimizer step after those that"
-            " were scored. Validate at the ends of windows (val_check_interval a multiple of the micro-batches per"
+            " checkpoint is written at its end, so the file contains weights from one optimizer step after those that"
+            " were validated. Validate at the ends of windows (val_check_interval a multiple of the micro-batches per"
             " step), save_weights_only=True, or use AccumulationScheduler(save_partial_gradients=True)."
         )
 

@@ -61,8 +61,8 @@ class DeclinedBatches:
             reason = why_gradients_are_elsewhere(self._trainer)
             if reason:
                 rank_zero_warn(
-                    f"on_train_batch_start returned -1 inside an accumulation window, which goes on in the next epoch"
-                    f" or, after the last one, is lost: {reason} Return -1 where a window opens, or use"
+                    f"on_train_batch_start returned -1 inside an accumulation window, which continues in the next"
+                    f" epoch or, after the last one, is lost: {reason} Return -1 where a window opens, or use"
                     " DDPStrategy."
                 )
             else:

@@ -64,7 +64,7 @@ def advice_when_out_of_memory(sizes: list[int], min_size: int) -> str:
     tried = ", ".join(str(size) for size in sizes)
     return (
         f"MicroBatchOnOOM: out of memory with at most {tried} samples at a time, one after the other;"
-        f" min_size={min_size} allows nothing smaller. What else to do: recompute activations instead of keeping them,"
+        f" min_size={min_size} allows nothing smaller. Other remedies: recompute activations instead of keeping them,"
         " shorten the longest samples, use a lower precision or a leaner optimizer, or shard the model"
         " (strategy='fsdp')."
     )

@@ -81,7 +81,7 @@ class PartialAccumulation:
         if reason:
             raise ValueError(
                 f"This checkpoint was written inside an accumulation window and holds the gradient of its first"
-                f" {partial.position} of {partial.planned} micro-batches, which cannot be put back here: {reason}"
+                f" {partial.position} of {partial.planned} micro-batches, which cannot be restored here: {reason}"
                 " Resume with the strategy and plugin that wrote it, or from a checkpoint at the end of a window."
             )
         partial._check_gradients(module)

@@ -55,9 +55,9 @@ class AccumulationSettings:
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "is_frozen", False):
             raise MisconfigurationException(
-                f"AccumulationSettings.{name} cannot be set to {value!r} during a fit: the optimizer steps before and"
-                " after it would not be made alike. Set it in a callback's setup() or on_fit_start(); to end the run"
-                " elsewhere, call AccumulationController.end_at(tokens)."
+                f"AccumulationSettings.{name} cannot be set to {value!r} during a fit: optimizer steps before and"
+                " after the change would be made differently. Set it in a callback's setup() or on_fit_start(); to"
+                " end the run elsewhere, call AccumulationController.end_at(tokens)."
             )
         super().__setattr__(name, value)
 

@@ -45,9 +45,9 @@ def estimate_steps(
     """
     if "token" in schedule.units:
         raise ValueError(
-            "The number of optimizer steps of a schedule in tokens is not known before the run: how many tokens a batch"
-            " holds is seen when it comes. Let the learning rate follow tokens too, or give a schedule in steps or"
-            " samples."
+            "The number of optimizer steps of a schedule in tokens is not known before the run: how many tokens a"
+            " batch has is known only once it is loaded. Let the learning rate follow tokens too, or give a schedule"
+            " in steps or samples."
         )
     if max_epochs == -1 and max_steps == -1:
         return math.inf

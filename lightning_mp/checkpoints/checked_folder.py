@@ -64,8 +64,8 @@ class CheckedReader(FileSystemReader):
             metadata = _MetadataUnpickler(opened, file).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(
-                f"{file} holds a {type(metadata).__name__}, and no table of contents as torch.distributed.checkpoint"
-                " writes it. Use another checkpoint."
+                f"{file} holds a {type(metadata).__name__}, not a table of contents as written by"
+                " torch.distributed.checkpoint. Use another checkpoint."
             )
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

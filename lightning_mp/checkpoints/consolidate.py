@@ -19,7 +19,7 @@ _FSDP1_WEIGHTS, _WEIGHTS = "model", "state_dict"
 
 
 def consolidate_checkpoint(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> Path:
-    """Makes a single file of a sharded checkpoint, for a run on one device, under DDP or under any other strategy.
+    """Converts a sharded checkpoint to a single file, for a run on one device, under DDP or under any other strategy.
 
     It runs in one process, without a Trainer, and holds the whole checkpoint in host memory once: weights, the state of
     the optimizers and everything else, so that a run resumes from it. ``FSDP2Strategy``, ``ModelParallelStrategy`` and
@@ -28,14 +28,14 @@ def consolidate_checkpoint(folder: str | os.PathLike[str], file: str | os.PathLi
 
     Args:
         folder: the checkpoint, with ``meta.pt`` and shards in it.
-        file: the new file; it must not be there yet.
+        file: the new file; it must not exist yet.
 
     Returns:
         The file.
 
     Raises:
-        ValueError: if ``folder`` is no such folder or only a part of one, its ``.metadata`` refers to anything that
-            torch does not write there, or ``file`` exists.
+        ValueError: if ``folder`` is not such a folder or is incomplete, its ``.metadata`` refers to anything that torch
+            does not write there, or ``file`` exists.
 
     Example:
         >>> consolidate_checkpoint("step=10.ckpt", "whole.ckpt")
@@ -49,7 +49,7 @@ def consolidate_checkpoint(folder: str | os.PathLike[str], file: str | os.PathLi
         raise ValueError(f"consolidate_checkpoint({str(source)!r}, ...): {what}.")
     if marker_path(source).exists() and not is_complete(source):
         raise ValueError(
-            f"consolidate_checkpoint({str(source)!r}, ...): files are missing or too short by what"
+            f"consolidate_checkpoint({str(source)!r}, ...): files are missing or shorter than"
             f" {marker_path(source).name} says of them. Use another checkpoint; latest_checkpoint finds the last"
             " complete one."
         )

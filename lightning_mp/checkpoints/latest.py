@@ -13,14 +13,14 @@ SUFFIX = ".ckpt"
 
 
 def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in a folder that was written last; None if there is none, so that a run starts anew.
+    """The latest complete checkpoint in a folder; None if there is none, so that a run starts from scratch.
 
     Its result is for ``trainer.fit(..., ckpt_path=latest_checkpoint(folder))``, the same line for the first start and
     for every restart. Nothing is changed in the folder. Files and directories named ``*.ckpt`` are looked at. Of a file
     the end of its archive is checked, of a directory the marker that :class:`~lightning_mp.AtomicCheckpoints` writes,
-    with the size of each file; what is not complete is passed over with a warning. A directory without the marker may
-    be of two saves at once, so it has to be named by hand. Keep checkpoints with ``save_weights_only=True``, which
-    cannot be resumed from, in another folder.
+    with the size of each file; incomplete ones are skipped with a warning. A directory without the marker may mix two
+    saves, so it has to be named by hand. Keep checkpoints with ``save_weights_only=True``, which cannot be resumed
+    from, in another folder.
 
     Args:
         dirpath: the folder, as ``ModelCheckpoint(dirpath=...)``; it need not exist yet.
@@ -53,7 +53,7 @@ def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
             complete.append(path)
         elif not hidden:
             rank_zero_warn(
-                f"latest_checkpoint passes over {path}: "
+                f"latest_checkpoint skips {path}: "
                 + (
                     f"it has no valid {marker_path(path).name}, so it may be half of a checkpoint. Use"
                     " AtomicCheckpoints in the run that writes it, or give this path as ckpt_path."

@@ -69,7 +69,7 @@ def load_checkpoint(
         return load_sharded_checkpoint(path, model, optimizers, strict=strict, weights_only=weights_only)
     if path.is_dir():
         raise ValueError(
-            f"{path} is a folder without {REST}, so it is no checkpoint, or one whose run was killed while it wrote it."
+            f"{path} is a folder without {REST}, so it is not a checkpoint, or its run was killed while writing it."
             " Give the path of another; latest_checkpoint(folder) finds the last complete one."
         )
     return load_full_checkpoint(path, model, optimizers, strict=strict, weights_only=weights_only)
@@ -96,8 +96,8 @@ def load_sharded_checkpoint(
     saved = saved_names(path)
     if not any(name.startswith(_WEIGHTS) for name in saved):
         raise ValueError(
-            f"The folder {path} holds no 'state_dict' as FSDP2Strategy and ModelParallelStrategy write it."
-            " If FSDPStrategy wrote it, make a single file of it, which can be loaded:"
+            f"The folder {path} has no 'state_dict' as written by FSDP2Strategy and ModelParallelStrategy. If"
+            " FSDPStrategy wrote it, convert it to a single file, which can be loaded:"
             f" python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
         )
     weights = get_model_state_dict(model)
@@ -147,9 +147,9 @@ def _load_optimizer(
 
     if not any(name.startswith(f"{key}.") for name in saved):
         raise ValueError(
-            f"The checkpoint {path} holds no state of {key}, which configure_optimizers made. It was written with"
-            " save_weights_only=True or by a model with fewer optimizers. Use the model that it was written by, or load"
-            " its weights only."
+            f"The checkpoint {path} contains no state of {key}, which configure_optimizers made. It was written with"
+            " save_weights_only=True or by a model with fewer optimizers. Use the model that it was written with, or"
+            " load its weights only."
         )
     # Here the step that torch makes up is wanted: by it the optimizer says how its tensors are sharded. torch leaves it
     # out where there are gradients, also of a run before.
@@ -165,8 +165,8 @@ def _load_optimizer(
     if unknown:
         raise ValueError(
             f"The checkpoint {path} was written by a run whose {key} was not over {listed(unknown)}"
-            f"{' and others' if len(unknown) > 3 else ''}. Use the configure_optimizers that it was written by, or load"
-            " its weights only."
+            f"{' and others' if len(unknown) > 3 else ''}. Use the configure_optimizers that it was written with, or"
+            " load its weights only."
         )
     options = StateDictOptions(cpu_offload=True, strict=False)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=options)

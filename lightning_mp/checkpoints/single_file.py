@@ -60,7 +60,7 @@ def load_full_checkpoint(
     if optimizers and len(states) != len(optimizers):
         raise ValueError(
             f"The checkpoint {path} holds the state of {len(states)} optimizers, and configure_optimizers made"
-            f" {len(optimizers)}. Use the model that it was written by, or load its weights only."
+            f" {len(optimizers)}. Use the model that it was written with, or load its weights only."
         )
     for optimizer, state in zip(optimizers, states, strict=False):
         optimizer.load_state_dict(_distributed(state, optimizer, model))
@@ -98,9 +98,9 @@ def _split(name: str, value: Any, parameter: Tensor) -> Any:
     if value.shape != parameter.shape:
         raise ValueError(
             f"The checkpoint holds {name!r} of shape {tuple(value.shape)} in the optimizer's state of a parameter of"
-            f" shape {tuple(parameter.shape)}, and only tensors of the parameter's own shape can be split as it is. Use"
-            " the model and the optimizer that it was written by; for optimizers with other tensors in their state, use"
-            " save_distributed_checkpoint=True."
+            f" shape {tuple(parameter.shape)}, and only tensors of the parameter's own shape can be split like it. Use"
+            " the model and the optimizer that it was written with; for optimizers with other tensors in their state,"
+            " use save_distributed_checkpoint=True."
         )
     whole = value.to(parameter.device)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -127,8 +127,8 @@ def refuse_other_names(owner: str, *, missing: Iterable[str], unexpected: Iterab
     missing, unexpected = list(missing), list(unexpected)
     if missing or unexpected:
         raise RuntimeError(
-            f"Error(s) in loading state_dict for {owner}: missing keys {missing}, unexpected keys {unexpected}. Use the"
-            " model that the checkpoint was written by, or strict_loading=False."
+            f"Error(s) in loading state_dict for {owner}: missing keys {missing}, unexpected keys {unexpected}. Use"
+            " the model that the checkpoint was written with, or strict_loading=False."
         )
 
 
@@ -144,5 +144,5 @@ def refuse_other_groups(saved: Sequence[int], own: Sequence[int]) -> None:
     if list(saved) != list(own):
         raise ValueError(
             f"The checkpoint's optimizer has parameter groups of {list(saved)} parameters, and configure_optimizers"
-            f" made groups of {list(own)}. Use the model that it was written by, or load its weights only."
+            f" made groups of {list(own)}. Use the model that it was written with, or load its weights only."
         )

@@ -15,8 +15,8 @@ from lightning_mp.planning.memory.precision_storage import PRECISIONS
 __all__ = ["add_memory_command"]
 
 _DESCRIPTION = """\
-What one training step keeps in memory, by part. With --module the step of your own module is measured on tensors
-without numbers: nothing is computed and no memory is used. With a shape or a config.json formulas answer, for one
+What one training step keeps in memory, by part. With --module the step of your own module is measured on fake
+tensors: nothing is computed and no memory is used. With a shape or a config.json formulas answer, for one
 GPU."""
 
 _EXAMPLES = """\

@@ -15,7 +15,7 @@ def check_picture(path: Path, option: str) -> None:
         ValueError: the ending is not one that can be drawn, there is no such folder, or matplotlib is missing.
     """
     if path.suffix.lower() not in _ENDINGS:
-        raise ValueError(f"{option} {path} is no picture that can be drawn. End its name with {', '.join(_ENDINGS)}")
+        raise ValueError(f"{option} {path} cannot be drawn: its name must end with one of {', '.join(_ENDINGS)}")
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it first")
     if find_spec("matplotlib") is None:

@@ -63,11 +63,11 @@ def compare_precisions(
 ) -> PrecisionComparison:
     """Compares precisions on your model: time per batch, peak memory, gradient error, and with ``steps`` the loss.
 
-    Every run is a ``Trainer`` of its own on one device, without logger and checkpoints, over a fresh copy of the
-    module. Times come from short runs of all precisions in turn, over and over, so that a machine that slows down slows
-    all of them. Losses come from pairs: with each seed all precisions start from the same weights and see the same data
-    and the same random numbers, so that the difference of a pair shows what the precision did. The global random state
-    is left as it was.
+    Every run has its own ``Trainer`` on one device, without logger and checkpoints, and a fresh copy of the module.
+    Times come from short interleaved runs of all precisions, so that a machine that slows down slows all of them.
+    Losses come from pairs: with each seed all precisions start from the same weights and see the same data and the same
+    random numbers, so that the difference of a pair shows what the precision did. The global random state is left as it
+    was.
 
     Args:
         module: a LightningModule, whose weights all runs start from; or a function that makes one, which is called once
@@ -76,22 +76,22 @@ def compare_precisions(
             tuple or mapping), which is enough without ``steps``.
         precisions: the baseline first. Names of :data:`~lightning_mp.comparison.precisions.PRECISION_NAMES`, precision
             plugins, or functions that make one; a mapping gives them names of its own.
-        steps: optimizer steps of each paired run; None makes none.
-        seeds: how many pairs, or which. More of them later go on with the same ``file``.
+        steps: optimizer steps of each paired run; None for no paired runs.
+        seeds: how many pairs, or which seeds. Seeds added later continue in the same ``file``.
         monitor: name of a validation metric to compare, lower being better; validated once, at the end of each run.
             None compares the mean training loss over the last tenth of the batches.
-        val_data: a loader to validate on; of a data module its own is taken.
+        val_data: a loader to validate on; a data module's own is used.
         margin: the largest increase of the loss that does not matter, in its own unit; the default suits nats per
             token.
         confidence: of the intervals.
-        file: where finished runs are kept, a line of JSON each. A comparison that was killed goes on from there.
+        file: where finished runs are kept, one line of JSON each. A comparison that was killed continues from there.
         accelerator: "cpu", "cuda", "mps", or "auto" for a GPU where there is one.
-        trainer_options: of the Trainer, such as ``gradient_clip_val``; each run gets copies.
+        trainer_options: arguments of the Trainer, such as ``gradient_clip_val``; each run gets copies.
         rounds: how often each precision is timed.
         progress: show a progress bar; None shows it on a terminal.
 
     Returns:
-        Figures; ``print`` it for a table, ``plot(path)`` for a picture, ``as_dict()`` for plain values.
+        Figures; The comparison: ``print`` it for a table, ``plot(path)`` for a plot, ``as_dict()`` for plain values.
 
     Raises:
         ValueError: an argument is wrong, the data is empty, ``file`` is of another comparison, a run of the baseline

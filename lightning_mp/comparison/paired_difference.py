@@ -57,7 +57,7 @@ class PairedDifference:
 
     @property
     def diverged(self) -> int:
-        """Pairs in which the candidate's loss is not finite."""
+        """Number of pairs in which the candidate's loss is not finite."""
         return sum(not math.isfinite(difference) for difference in self.differences)
 
     @property

@@ -30,7 +30,7 @@ def draw_comparison(comparison: "PrecisionComparison", path: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
     """
     if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"{path} is no picture that can be drawn. End its name with {', '.join(_SUFFIXES)}.")
+        raise ValueError(f"{path} cannot be drawn: its name must end with one of {', '.join(_SUFFIXES)}.")
     from matplotlib.figure import Figure
 
     has_runs = bool(comparison.quality)

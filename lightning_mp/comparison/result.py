@@ -18,7 +18,7 @@ _MEMORY_THAT_COUNTS = 0.02  # less is as good as nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionComparison:
-    """Precisions beside each other; the first one is the baseline.
+    """The result of a comparison; the first precision is the baseline.
 
     Attributes:
         costs: of each precision, by name.

@@ -108,7 +108,7 @@ class RunFile:
         lines = content.split(b"\n")[:-1]  # what follows the last newline is no whole line
         if not lines:
             if content and not self._header.encode().startswith(content):
-                raise ValueError(self._refusal("it is no file of a comparison"))
+                raise ValueError(self._refusal("it is not the file of a comparison"))
             return []
         self._check_header(lines[0])
         runs = []
@@ -130,14 +130,14 @@ class RunFile:
         except (ValueError, KeyError, TypeError):
             known = False
         if not known:
-            raise ValueError(self._refusal("it is no file of a comparison"))
+            raise ValueError(self._refusal("it is not the file of a comparison"))
         theirs = header["settings"]
         differing = [name for name in {**self._settings, **theirs} if theirs.get(name) != self._settings.get(name)]
         if differing:
             name = differing[0]
             raise ValueError(
                 self._refusal(
-                    f"its runs are of another comparison: {name} was {theirs.get(name)!r} and is now"
+                    f"its runs belong to another comparison: {name} was {theirs.get(name)!r} and is now"
                     f" {self._settings.get(name)!r}"
                 )
             )

@@ -21,7 +21,7 @@ class TrainingData:
     Args:
         source: a ``LightningDataModule``, a loader, a function without arguments that makes one of these, or a batch: a
             tensor, list, tuple or mapping.
-        validation: a loader; of a data module its own is taken.
+        validation: a loader; a data module's own is used.
 
     Raises:
         ValueError: it is none of these, or can be read only once.

@@ -25,8 +25,8 @@ def parse_quantity(value: str | SupportsFloat, name: str) -> float:
         >>> parse_quantity("20 billions", "tokens")
         Traceback (most recent call last):
         ...
-        ValueError: `tokens` cannot be read, got '20 billions'. Write digits, with K, M, B or T (thousand, million,
-        10^9, 10^12) where wanted: 1.3B, 20e9 or 300_000_000.
+        ValueError: `tokens` cannot be read, got '20 billions'. Write digits, optionally with K, M, B or T (thousand,
+        million, 10^9, 10^12): 1.3B, 20e9 or 300_000_000.
     """
     number = _number(value, name)
     if not (number > 0 and math.isfinite(number)):
@@ -119,8 +119,8 @@ def _number(value: str | SupportsFloat, name: str) -> float:
         except (TypeError, ValueError):
             pass  # refused below, with what is allowed
     raise ValueError(
-        f"`{name}` cannot be read, got {value!r}. Write digits, with K, M, B or T (thousand, million, 10^9, 10^12) "
-        "where wanted: 1.3B, 20e9 or 300_000_000."
+        f"`{name}` cannot be read, got {value!r}. Write digits, optionally with K, M, B or T (thousand, million, 10^9,"
+        " 10^12): 1.3B, 20e9 or 300_000_000."
     )
 
 

@@ -205,7 +205,7 @@ def count_flops(
             if not meta or "meta" not in str(error).lower():
                 raise
             raise ValueError(
-                "count_flops() could not run the step on the meta device, where tensors have no numbers"
+                "count_flops() could not run the step on the meta device, where tensors have no data"
                 f" ({_first_line(error)}). Pass meta=False with a real batch to run the module where it is."
             ) from error
         if backward and loss is None:

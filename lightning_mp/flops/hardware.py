@@ -102,9 +102,9 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
     chip = find_chip(device_name)
     if chip is None:
         raise ValueError(
-            f"No peak FLOP/s are known for the device {device_name!r}, so no MFU can be given for it. "
-            f"Known chips: {', '.join(chip.name for chip in known_chips())}. "
-            "For another take the dense figure of its datasheet and pass it in place of this, as in "
+            f"No peak FLOP/s are known for the device {device_name!r}, so it has no MFU. Known"
+            f" chips: {', '.join(chip.name for chip in known_chips())}. "
+            "For another device, pass the dense figure of its datasheet instead, as in "
             "MFUMonitor(peak_flops=...)."
         )
     column = _rate_column(dtype)
@@ -157,7 +157,7 @@ def device_peak(
         return float(given), f"{name}, products in {dtype}, peak as given"
     if dtype is None:
         return None, (
-            f"Trainer(precision={precision!r}) does not tell in which format products run. Give the peak:"
+            f"Trainer(precision={precision!r}) does not determine the format in which products run. Give the peak:"
             " MFUMonitor(peak_flops=...)."
         )
     if device.type != "cuda":

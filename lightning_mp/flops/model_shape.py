@@ -81,7 +81,7 @@ def _share_of_experts(module: nn.Module) -> tuple[int, int]:
             if met and experts:
                 return int(met), int(experts)
     raise ValueError(
-        "This module is a mixture of experts, of which a token meets a part, and no Hugging Face configuration of it"
+        "This module is a mixture of experts, of which each token uses a part, and no Hugging Face configuration of it"
         " has num_experts_per_tok and num_local_experts, num_experts or n_routed_experts. A convention that counts all"
         " parameters would be too high: use 'exact', or give the number itself."
     )
@@ -127,7 +127,7 @@ def far_above_count(convention: str, flops_per_token: float, counted_flops_per_t
         return None
     return (
         f"the convention {convention!r} takes {flops_per_token:.4g} FLOPs per token, {ratio:.2f} times what was counted"
-        f" ({counted_flops_per_token:.4g}): a token does not meet all parameters, as in a mixture of experts. Use"
+        f" ({counted_flops_per_token:.4g}): a token does not use all parameters, as in a mixture of experts. Use"
         " 'exact'."
     )
 
@@ -161,8 +161,8 @@ def _configuration_and_width(module: nn.Module, convention: str) -> tuple[Any, i
             return config, int(heads * head_size)
     raise ValueError(
         f"The {convention!r} convention needs the number of layers and the attention width, and this module has no"
-        " Hugging Face configuration that tells them. Give the number itself, flops_per_token(N, layers=..., width=...,"
-        f" context_tokens=..., convention={convention!r}), or 'exact'."
+        " Hugging Face configuration that contains them. Give the number itself, flops_per_token(N, layers=...,"
+        f" width=..., context_tokens=..., convention={convention!r}), or 'exact'."
     )
 
 

@@ -5,11 +5,11 @@ Between two readings, with F the operations of the model per token, R those run 
     tokens_per_second = input tokens / seconds
     MFU               = F input tokens / (P seconds)
     HFU               = (F + R) input tokens / (P seconds)
-    goodput           = tokens that taught something / input tokens
+    goodput           = useful tokens / input tokens
 
-Presented are all tokens that went through the model, padding included: the devices multiply padding, too. What taught
-something is neither padding nor part of an optimizer step that was skipped. Goodput times MFU is the share of the peak
-that was of use.
+Input tokens are all tokens that went through the model, padding included, because the devices multiply padding as well.
+Useful tokens are neither padding nor part of a skipped optimizer step. Goodput times MFU is the share of the peak that
+went into training.
 """
 
 from collections import deque

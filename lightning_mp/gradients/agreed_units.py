@@ -157,11 +157,11 @@ class AgreedUnits:
     def _difference(self, gathered: Sequence[int]) -> str:
         ran = list(dict.fromkeys(self._names[index] or "the model itself" for index in gathered))
         return (
-            "Ranks have run different sharding units, or in another order, or have gradients for different parameters"
-            f" inside of one. Rank {dist.get_rank()} has run {listed(ran) or 'none'}; other ranks'"
-            " messages name theirs. FSDP gathers and reduces a unit on all ranks together, so each rank has got weights"
-            " and gradients of other units than it asked for, and the losses of this step are wrong. Let every rank run"
-            " the same layers in every micro-batch: decide (experts, dropped layers, tasks) by what all ranks know"
-            " alike, or run all of them and multiply what is not wanted by 0. Or keep the whole model on every rank:"
+            "Ranks have run different sharding units, or in a different order, or have gradients for different"
+            f" parameters within one. Rank {dist.get_rank()} has run {listed(ran) or 'none'}; other ranks'"
+            " messages name theirs. FSDP gathers and reduces a unit on all ranks together, so ranks received weights"
+            " and gradients of the wrong units, and the losses of this step are wrong. Make every rank run the same"
+            " layers in every micro-batch: decide (experts, dropped layers, tasks) from values that are equal on all"
+            " ranks, or run every layer and multiply what is not wanted by 0. Or keep the whole model on every rank:"
             " strategy='ddp_find_unused_parameters_true'."
         )

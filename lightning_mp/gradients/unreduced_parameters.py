@@ -47,9 +47,9 @@ class UnreducedParameters:
         trained = [unfrozen[p] for group in optimizer.param_groups for p in group["params"] if p in unfrozen]
         if trained:
             raise MisconfigurationException(
-                f"{listed(trained)} were frozen when DDP was set up and are trained now. DDP reduces"
-                " what required a gradient then and nothing else, so each rank would train them on its own samples and"
-                " ranks would drift apart, in Lightning without a word. Freeze them after DDP's set-up"
+                f"{listed(trained)} were frozen when DDP was set up and are trained now. DDP reduces only what"
+                " required a gradient then, so each rank would train them on its own samples and ranks would drift"
+                " apart, silently under plain Lightning. Freeze them after DDP's set-up"
                 " (requires_grad_(False) in on_train_start) under strategy='ddp_find_unused_parameters_true'; or train"
                 " in two fits, the second with all of them unfrozen before it begins; or use"
                 " strategy=FSDP2Strategy(), which reduces whatever requires a gradient."

@@ -94,7 +94,9 @@ class StagePlaceholder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(f"{name!r} was asked of a module that is not here: {self._where()}") from None
+            raise AttributeError(
+                f"{name!r} was requested from a module that is not on this rank: {self._where()}"
+            ) from None
 
     def extra_repr(self) -> str:
         """The class of the module, and its stage."""

@@ -1,4 +1,4 @@
-"""A module and its batch with other tensors in place of their own, to run a step without numbers or memory."""
+"""A module and its batch with other tensors in place of their own, to run a step without data or memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy

@@ -87,7 +87,7 @@ def _unflattened(module: nn.Module, taken: set[int]) -> Iterator[WholeParameter]
     for parameter, holders in owners.items():
         if private_sharding_api.is_flat_shard(parameter):
             raise ValueError(
-                f"The parameters of {type(module).__name__} are flat shards of FSDP1, whose whole shapes only the unit"
+                f"The parameters of {type(module).__name__} are flat shards of FSDP1, whose full shapes only the unit"
                 " around it knows. Give the wrapped model, trainer.strategy.model, or count before the fit."
             )
         if is_lazy(parameter):

@@ -42,13 +42,13 @@ def check_step_past_the_plugin(
     name = type(optimizer).__name__
     if scaler is None:
         rank_zero_warn(
-            f"{name}.step() was called on the optimizer itself, past {plugin}: what is not finite is not skipped, and"
-            " nothing is normalised or clipped. Call step() of what self.optimizers() gives."
+            f"{name}.step() was called on the optimizer itself, bypassing {plugin}: non-finite gradients are not"
+            " skipped, and nothing is normalised or clipped. Call step() on what self.optimizers() returns."
         )
     elif found_by_unscaling(scaler, optimizer, model) is None and not hasattr(optimizer, "found_inf"):
         raise RuntimeError(
-            f"{name}.step() was called on the optimizer itself, past {plugin}: its gradients are scaled by"
-            f" {scaler.get_scale():g}, and they were not unscaled, checked or clipped. Call step() of what Lightning"
-            " hands out (self.optimizers(), or the argument `optimizer` of optimizer_step), not of its attribute"
+            f"{name}.step() was called on the optimizer itself, bypassing {plugin}: its gradients are scaled by"
+            f" {scaler.get_scale():g}, and they were not unscaled, checked or clipped. Call step() on what Lightning"
+            " hands out (self.optimizers(), or the argument `optimizer` of optimizer_step), not on its attribute"
             " `.optimizer`; or scaler.step(optimizer)."
         )

@@ -39,16 +39,16 @@ __all__ = ["StepOutcomeDispatcher", "StepOutcome", "StepReport"]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One attempt at an optimizer step, in host numbers.
+    """One attempt at an optimizer step, as plain Python numbers.
 
     Attributes:
         step_index: attempts before this one, skipped ones included (``trainer.global_step`` when it was made).
         stepped: whether the weights were changed.
         loss_scale: the scale the loss was multiplied by; 1.0 where there is no scaler.
         grad_norm: two-norm of the true gradient over all ranks before clipping; not finite on an overflow; None where
-            nobody computed it (stock plugins).
-        items: tokens, samples or micro-batches that the gradient is the mean of, over all ranks; None where nobody
-            counts.
+            it was not computed (stock plugins).
+        items: tokens, samples or micro-batches that the gradient is the mean of, over all ranks; None where nothing is
+            counted.
     """
 
     step_index: int
@@ -67,7 +67,7 @@ class StepOutcome:
     def nonfinite_parameters(self) -> list[str]:
         """Names of the parameters whose gradient on this rank held an inf or a nan, last layer first.
 
-        Costs one small transfer, so ask only when the step was skipped. Empty where the plugin keeps no norms.
+        Costs one small transfer, so read it only when the step was skipped. Empty where the plugin keeps no norms.
         """
         if self._report is None or self._report.parameter_norms is None or self._pl_module is None:
             return []
@@ -123,7 +123,7 @@ class _Pending:
 
 
 class StepOutcomeDispatcher:
-    """Turns step reports into outcomes for one ``fit``; holds what has to hold and tells who wants to know.
+    """Turns step reports into outcomes for one ``fit``; stops what must not advance on a skip, and calls the hooks.
 
     Args:
         trainer: the Trainer that fits.

@@ -19,20 +19,20 @@ class _Runner(Protocol):
 
 
 def pipelined_loss(module: "pl.LightningModule", batch: Any) -> Tensor:
-    """The mean loss of a batch: of ``module.pipeline_loss``, on what ``module.pipeline_layers`` give.
+    """The mean loss of a batch: ``module.pipeline_loss`` of the output of ``module.pipeline_layers``.
 
     Under :class:`~lightning_mp.strategies.PipelineParallelStrategy` the batch goes through the stages in microbatches,
     and all stages return the same loss. Elsewhere the layers run one after the other on the whole batch.
 
     Args:
         module: a LightningModule with ``pipeline_layers`` and ``pipeline_loss``.
-        batch: as the step has got it.
+        batch: the batch that the step received.
 
     Returns:
         A scalar tensor to log, to do arithmetic with and to return from ``training_step``.
 
     Raises:
-        MisconfigurationException: if the module does not say what is needed.
+        MisconfigurationException: if the module does not define its layers and loss.
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ def pipelined_metrics(module: "pl.LightningModule", batch: Any) -> Mapping[str, 
 def pipelined_output(module: "pl.LightningModule", batch: Any) -> Any:
     """What the last layer returns for the whole batch, without gradients; for ``predict_step``.
 
-    Under PipelineParallelStrategy it is sent to all stages, so for logits of a large vocabulary rather return what you
+    Under PipelineParallelStrategy it is sent to all stages, so for logits of a large vocabulary, return only what you
     need of them from ``pipeline_loss``.
     """
     runner = _runner_of(module)

@@ -90,8 +90,8 @@ def keep_own_parameters(optimizer: Optimizer, names: Mapping[str, nn.Parameter],
     strangers = [f"{type(optimizer).__name__}: {tuple(p.shape)}" for p in every if id(p) not in name_of]
     if strangers:
         raise MisconfigurationException(
-            f"PipelineParallelStrategy: configure_optimizers has given parameters that are not part of the"
-            f" LightningModule to {listed(strangers)}, so no stage would train them. Put each into a"
+            f"PipelineParallelStrategy: configure_optimizers gave parameters that are not part of the LightningModule"
+            f" to {listed(strangers)}, so no stage would train them. Put each into a"
             " module, and that module into the layer that uses it: PipelineLayer(function, *modules)."
         )
     whole = [name_of[id(p)] for p in every]

@@ -78,8 +78,8 @@ class StageGradients:
         without = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
         if without:
             raise MisconfigurationException(
-                f"PipelineParallelStrategy: {listed(without)} got no gradient, and it cannot be told"
-                " whether it did on the ranks that the gradients are reduced with. Freeze what the loss does not depend"
+                f"PipelineParallelStrategy: {listed(without)} got no gradient, and it is not known whether it did on"
+                " the ranks that the gradients are reduced with. Freeze what the loss does not depend"
                 " on (requires_grad_(False))."
             )
         for group, _, tied in self._tied:

@@ -27,9 +27,8 @@ class PipelineLayer(SettingsRepr):
     """A layer of a pipeline that is more than one module: a function, and the modules that it uses.
 
     Args:
-        function: called with what the layer before has returned, and with the microbatch of the batch, which every
-            stage has at hand; so masks and positions need not be sent from stage to stage. It returns a tensor or a
-            tuple of tensors.
+        function: called with the output of the previous layer and with the microbatch, which every stage has; so masks
+            and positions need not be sent from stage to stage. It returns a tensor or a tuple of tensors.
         modules: those whose parameters and buffers it uses.
 
     Example:
@@ -110,8 +109,8 @@ def _read(entry: Any, position: int, module: nn.Module, names: Mapping[int, str]
     parts = entry.modules if isinstance(entry, PipelineLayer) else (entry,)
     if not all(isinstance(part, nn.Module) for part in parts):
         raise MisconfigurationException(
-            f"{type(module).__name__}.pipeline_layers: entry {position} is {entry!r}, which is no module, name of one"
-            f" or PipelineLayer.{_HOW}"
+            f"{type(module).__name__}.pipeline_layers: entry {position} is {entry!r}, which is neither a module, nor"
+            f" the name of one, nor a PipelineLayer.{_HOW}"
         )
     strangers = [type(part).__name__ for part in parts if id(part) not in names]
     if strangers:
@@ -141,7 +140,8 @@ def _fitting(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     outer = [(name, part) for name, part in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if not outer:
         raise MisconfigurationException(
-            f"{type(module).__name__}.pipeline_layers: {pattern!r} fits no module.{near_misses(pattern, parts)}{_HOW}"
+            f"{type(module).__name__}.pipeline_layers: {pattern!r} matches no"
+            f" module.{near_misses(pattern, parts)}{_HOW}"
         )
     return outer
 
@@ -181,7 +181,7 @@ def pipeline_input(module: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return batch["input_ids"]
     raise MisconfigurationException(
-        f"{type(module).__name__}: it cannot be told what of a batch of type {type(batch).__name__!r} goes into the"
+        f"{type(module).__name__}: it is not known what part of a batch of type {type(batch).__name__!r} goes into the"
         " first layer. Define `def pipeline_input(self, batch)`, which returns it."
     )
 

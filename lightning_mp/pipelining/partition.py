@@ -140,7 +140,7 @@ def _stages_of_parameters(module: nn.Module, stages_of: dict[str, set[int]]) -> 
             f"{type(module).__name__}.pipeline_layers: {listed(homeless)} "
             f"{'are' if len(homeless) > 1 else 'is'} in no layer, so no stage would train it. Put its module into the"
             " layer that uses it: PipelineLayer(function, *modules). What the loss uses belongs to the last layer; a"
-            " parameter of the LightningModule itself belongs into a module of its own."
+            " parameter of the LightningModule itself belongs in a module of its own."
         )
     first_names = module.named_parameters()
     return {name: tuple(sorted(of_parameter[id(p)])) for name, p in first_names if len(of_parameter[id(p)]) > 1}

@@ -52,7 +52,7 @@ def select_modules(
 
     Only what has a forward of its own can be meant: not the model as a whole, not a ``ModuleList`` and not a metric. Of
     modules inside of each other the outer one is taken. A module that is used in several places comes once. A string is
-    a glob over names; where it fits none, it is the name of a class, short or in full.
+    a glob over names; where it matches none, it is the name of a class, short or in full.
 
     Args:
         model: the model.
@@ -61,7 +61,7 @@ def select_modules(
         every: of all that were found, take the first of each ``every``.
 
     Raises:
-        ValueError: if a pattern fits nothing, or nothing but what lies inside of modules that others fit.
+        ValueError: if a pattern matches nothing, or nothing but what lies inside of modules that others fit.
 
     Example:
         >>> from torch import nn
@@ -80,7 +80,7 @@ def select_modules(
         if not names & set(outer):
             around = sorted({other for other in outer for name in names if name.startswith(f"{other}.")})
             raise ValueError(
-                f"{owner}: all that {_text(pattern)} fits lies inside of modules that another pattern fits"
+                f"{owner}: all that {_text(pattern)} matches is inside modules that another pattern matches"
                 f" ({listed(around, most=12)}), so it would change nothing. Leave one of the two patterns"
                 " out."
             )
@@ -135,7 +135,7 @@ def _text(pattern: ModulePattern) -> str:
 
 def _nothing_fits(owner: str, pattern: ModulePattern, model: nn.Module, candidates: dict[str, nn.Module]) -> str:
     classes = Counter(type(module).__name__ for module in candidates.values())
-    text = f"{owner}: {_text(pattern)} fits no module of {type(model).__name__} that has a forward of its own."
+    text = f"{owner}: {_text(pattern)} matches no module of {type(model).__name__} that has a forward of its own."
     wanted = pattern if isinstance(pattern, str) else pattern.__name__
     misses = near_misses(wanted.rpartition(".")[2] or wanted, [*candidates, *classes])
     counts = listed([f"{name} ({number})" for name, number in classes.most_common()], most=12)

@@ -25,23 +25,23 @@ class PrecisionPolicy:
         "softmax", "op:cumsum"      a functional operation, however it is called (F.softmax, Tensor.softmax, ...)
         "norms"                     a family of operations: norms, softmaxes, losses, matmuls
 
-    An operation whose name is also that of a module has to be written with "op:", the module with "module:". On the
-    right side stand "fp32", "bf16", "fp16", the torch dtypes, or "low": the 16 bit of whoever applies the policy.
+    An operation whose name is also that of a module has to be written with "op:", the module with "module:". The right
+    side is "fp32", "bf16", "fp16", a torch dtype, or "low": the 16-bit format of the plugin that applies the policy.
 
-    Which rule holds:
+    Which rule applies:
 
     - A rule about a module covers everything inside it. Of the rules that cover a module the first wins.
     - An fp32 module runs without autocast, so rules about operations do not reach into it. In a 16-bit module autocast
       is on in that dtype, and of the rules about an operation the first wins.
-    - What no rule is about stays as autocast has it.
+    - Anything that no rule matches is left to autocast.
 
     Rules about modules act on ``forward``; another method that is called directly is not covered. Rules about
     operations do not reach into scripted functions. ``F.linear_cross_entropy``, a product and a loss in one, is in no
     family.
 
     Costs: an fp32 module or operation casts its 16-bit inputs up, and its output takes 4 bytes. On device types whose
-    autocast does all that the rules about operations say, those cost nothing; elsewhere about a microsecond per call of
-    torch, none when compiled.
+    autocast already does what the rules about operations say, those cost nothing; elsewhere about a microsecond per
+    call of torch, none when compiled.
 
     Args:
         rules: pairs, or a mapping of pattern to dtype.
@@ -83,11 +83,11 @@ class PrecisionPolicy:
 
     @property
     def names_modules(self) -> bool:
-        """Whether a rule keeps modules from the 16 bit of who applies the policy."""
+        """Whether a rule keeps modules from the 16-bit format of the plugin that applies the policy."""
         return any(rule.kind != "op" and rule.dtype != LOW for rule in self.rules)
 
     def resolve(self, model: nn.Module) -> "ResolvedPolicy":
-        """Finds out what each rule is about in a model; changes nothing. On a stage of a pipeline, in the whole model.
+        """Finds what each rule matches in a model (on a pipeline stage, in the whole model); changes nothing.
 
         Raises:
             ValueError: if a rule matches nothing, is about both an operation and a module, or can never win.
@@ -177,6 +177,6 @@ def _check_against_model(
 def _never_wins(number: int, rule: Rule, rules: tuple[Rule, ...], taken: set[int]) -> str:
     earlier = ", ".join(f"{other + 1} ({rules[other]})" for other in sorted(taken))
     return (
-        f"Rule {number + 1} of the policy, {rule}, can never win: everything it is about is taken by rule {earlier}."
+        f"Rule {number + 1} of the policy, {rule}, can never win: everything it matches is taken by rule {earlier}."
         " The first rule wins: move this one up, or leave it out."
     )

@@ -102,7 +102,7 @@ def _parse_rule(pattern: Any, dtype: Any) -> Rule:
         return Rule("class", pattern, parsed, f"class:{pattern.__name__}")
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(
-            f"The rule {pattern!r}: {dtype!r} is about nothing that a policy knows. The left side is a glob over names"
+            f"The rule {pattern!r}: {dtype!r} matches nothing that a policy knows. The left side is a glob over names"
             " of modules, 're:' and a regular expression, a subclass of torch.nn.Module, 'class:' and the name of one,"
             " or 'op:' and a functional operation."
         )
@@ -133,7 +133,7 @@ def _checked(rule: Rule) -> Rule:
         try:
             re.compile(str(rule.pattern))
         except re.error as error:
-            raise ValueError(f"The rule {rule} is no regular expression: {error}.") from None
+            raise ValueError(f"The rule {rule} is not a regular expression: {error}.") from None
     if rule.kind == "op" and not rule.operations:
         candidates = [*FAMILIES, *sorted(KNOWN_OPERATIONS)]
         raise ValueError(

@@ -46,14 +46,14 @@ class AutocastPrecision(FullWeightsPrecision):
             error 5e-3, not 3e-3). False casts at every use and sums in fp32, bit for bit as Lightning's
             ``MixedPrecision``: for a net that runs several times in one step (siamese, a critic, unrolled loops).
 
-    Frozen weights of linear and convolutional layers are cast once and kept in 16 bit besides (2 bytes per frozen
-    parameter), not at every use.
+    Frozen weights of linear and convolutional layers are cast once, not at every use; the 16-bit copies take 2 more
+    bytes per frozen parameter.
 
     Raises:
         ValueError: if ``precision`` or ``eval_precision`` is unknown; at set-up, if a rule of the policy matches
             nothing.
-        MisconfigurationException: if a scaler is given with "bf16-mixed", or fp16 is asked for without one; at set-up,
-            if the device or the strategy cannot do it, or trainable weights are fp16.
+        MisconfigurationException: if a scaler is given with "bf16-mixed", or fp16 is requested without one; at set-up,
+            if the device or the strategy does not support it, or trainable weights are fp16.
 
     Example:
         >>> from lightning_mp import AutocastPrecision, LossScaler
@@ -100,7 +100,7 @@ class AutocastPrecision(FullWeightsPrecision):
         return _DTYPES[self.precision]
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Meets the Trainer and checks that its device can do what is asked for.
+        """Takes the Trainer from the module and checks that its device supports the precision.
 
         Raises:
             MisconfigurationException: if it cannot.
@@ -132,7 +132,7 @@ class AutocastPrecision(FullWeightsPrecision):
         return module
 
     def teardown(self) -> None:
-        """Gives every module its own forward back; forgets the Trainer and its device."""
+        """Restores every module's own forward; forgets the Trainer and its device."""
         self.device = self._asked_device
         super().teardown()
 
@@ -151,7 +151,7 @@ class AutocastPrecision(FullWeightsPrecision):
         if isinstance(self._trainer.strategy, FSDPStrategy):
             raise MisconfigurationException(
                 f"AutocastPrecision({self.precision!r}, eval_precision={self.eval_precision!r}) with FSDPStrategy: it"
-                f" gathers parameters in {self.dtype} for evaluation, too. Leave eval_precision out, or use"
+                f" gathers parameters in {self.dtype} for evaluation as well. Leave eval_precision out, or use"
                 " ModelParallelStrategy."
             )
         if self.eval_precision in _DTYPES:

@@ -92,7 +92,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Starts telling outcomes, if this is a fit."""
+        """Starts reporting outcomes, if this is a fit."""
         assert self._trainer is not None
         if self._trainer.state.fn == TrainerFn.FITTING:
             FSDP1Model.look_after_wrapping(self._trainer.strategy)

@@ -33,7 +33,7 @@ __all__ = ["Float8Precision"]
 
 
 class Float8Precision(FullWeightsPrecision):
-    """fp32 weights; linear layers multiply in fp8, all else runs under bf16 autocast; fp32 gradients, no loss scale.
+    """fp32 weights and gradients; linear layers multiply in fp8, the rest runs under bf16 autocast; no loss scale.
 
     ::
 
@@ -41,9 +41,9 @@ class Float8Precision(FullWeightsPrecision):
 
     At set-up the chosen ``nn.Linear`` layers become torchao's fp8 layers, in place: parameters, names, tying, hooks and
     ``requires_grad`` stay (:func:`~lightning_mp.precision.fp8.conversion.convert_to_float8`). When the Trainer is done,
-    also by an exception, they are ordinary layers again. Validation, test and predict multiply in fp8 too.
+    even after an exception, they are ordinary layers again. Validation, test and predict multiply in fp8 too.
 
-    Speed needs large layers and ``torch.compile``, which joins the rounding with what comes before it.
+    To be fast it needs large layers and ``torch.compile``, which fuses the rounding with the operations before it.
 
     A layer in fp8 multiplies in fp8 even where the module switches autocast off around it: name it in ``skip``. Frozen
     weights of layers that are left in bf16 are cast once and kept (2 bytes per parameter), not at every use.
@@ -59,8 +59,8 @@ class Float8Precision(FullWeightsPrecision):
             before they are sharded: in ``configure_model`` call ``self.trainer.precision_plugin.convert_module(self)``
             before ``fully_shard``. Such layers stay converted.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
-            another dtype. "low" is fp8 for the chosen layers and bf16 for all else; a layer for which a rule asks
-            "bf16" or "fp32" is left out of fp8. What it resolved to is printed at set-up.
+            another dtype. "low" is fp8 for the chosen layers and bf16 for everything else; a layer for which a rule
+            asks for "bf16" or "fp32" is left out of fp8. What it resolved to is printed at set-up.
 
     Attributes:
         layers: What was decided about each Linear, after set-up; see
@@ -106,7 +106,7 @@ class Float8Precision(FullWeightsPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Checks the device, chooses the layers, converts them in place and applies the policy.
 
-        What is converted already stays.
+        Layers that are already converted stay as they are.
 
         Raises:
             ValueError: if an entry of ``skip`` matches no Linear, or a rule of the policy nothing.
@@ -156,7 +156,7 @@ class Float8Precision(FullWeightsPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Starts telling outcomes, if this is a fit.
+        """Starts reporting outcomes, if this is a fit.
 
         Raises:
             MisconfigurationException: if FSDP2 was to gather in fp8 and has nothing to gather.

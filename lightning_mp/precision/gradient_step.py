@@ -274,8 +274,8 @@ def _go_back(memory: OptimizerMemory | None, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         raise RuntimeError(
             f"{name} evaluated the loss itself and its gradients overflowed, after weights had changed. In its first"
-            f" step {name} evaluated nothing, so the weights were not kept to go back to: resume from a checkpoint, and"
-            " let it evaluate the loss in every step or in none."
+            f" step, {name} did not evaluate the loss, so no weights were kept to go back to: resume from a"
+            " checkpoint, and let it evaluate the loss in every step or in none."
         )
     memory.restore()
 

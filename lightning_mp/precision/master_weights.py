@@ -53,8 +53,8 @@ __all__ = ["MasterWeightsPrecision"]
 class MasterWeightsPrecision(GradientStepPrecision):
     """fp16 or bf16 weights, activations and gradients; the optimizer works on fp32 masters of the weights.
 
-    Lightning's "bf16-true" and "16-true", without what they lose: an update smaller than half the last bit of a 16-bit
-    weight (1e-3 on a bf16 weight of 1) is not lost, moments are fp32, and fp16 has a loss scale::
+    Like Lightning's "bf16-true" and "16-true", without their losses: an update smaller than half the last bit of a
+    16-bit weight (1e-3 on a bf16 weight of 1) is not lost, moments are fp32, and fp16 has a loss scale::
 
         trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
@@ -81,11 +81,11 @@ class MasterWeightsPrecision(GradientStepPrecision):
     therefore promotes them to fp32; cast it where it is used: ``x + self.table.to(x.dtype)``.
 
     With a ``policy``, steps run under autocast instead, as in ``AutocastPrecision``: batches are not cast, tensors made
-    in ``forward`` are fp32 by default, and what no rule is about is as autocast has it. A 16-bit weight then needs no
-    cast. Weights of modules that the policy wants in another dtype are held, trained and saved in fp32, without a
-    master (4 bytes for the weight, 4 for its gradient), and so is a weight that such a module shares with others.
+    in ``forward`` are fp32 by default, and whatever no rule matches is left to autocast. A 16-bit weight then needs no
+    cast. Weights of modules for which the policy asks for another dtype are stored, trained and saved in fp32, without
+    a master (4 bytes for the weight, 4 for its gradient), and so is a weight that such a module shares with others.
 
-    fp16 ends at 65,504. Initial weights beyond it are refused; a weight that a step would take beyond it is held at
+    fp16 ends at 65,504. Initial weights beyond it are refused; a weight that a step would take beyond it is clamped to
     ±65,504 together with its master, the step counts as made, and a warning names the weight.
 
     Works with any ``torch.optim.Optimizer`` that finds its parameters in its ``param_groups``. Under ``FSDPStrategy``
@@ -98,9 +98,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
             more work per step.
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None makes a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; on a single device.
-        fp32_checkpoints: ``state_dict`` of the module holds the fp32 masters in the place of 16-bit weights, so that
-            anybody can load a checkpoint in full precision, Lightning's own precisions as well. This package's plugins,
-            also those without masters, resume exactly without it: the optimizer's state has the masters.
+        fp32_checkpoints: ``state_dict`` of the module returns the fp32 masters in place of 16-bit weights, so that a
+        checkpoint can be loaded in full precision anywhere, also by Lightning's own precisions. The plugins of this
+        package, with or without masters, resume exactly without it: the optimizer state has the masters.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
             another dtype. What it resolved to is printed at set-up.
 
@@ -156,11 +156,11 @@ class MasterWeightsPrecision(GradientStepPrecision):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Casts the weights in place and keeps what they were, for the masters; applies the policy.
+        """Casts the weights in place and keeps the fp32 values for the masters; applies the policy.
 
         Raises:
             ValueError: if a rule of the policy matches nothing.
-            MisconfigurationException: if the device or the strategy cannot do what is asked for.
+            MisconfigurationException: if the device or the strategy does not support it.
         """
         module = super().convert_module(module)
         assert self._trainer is not None
@@ -377,9 +377,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
         if not self.fp32_checkpoints and not self._told_of_rounding:
             self._told_of_rounding = True
             rank_zero_info(
-                f"Checkpoints hold {self.dtype} weights, and the fp32 masters in the optimizers' states. This package's"
-                " plugins resume from the masters; Lightning's own precisions would go on from the rounded weights."
-                " For those give fp32_checkpoints=True."
+                f"Checkpoints hold {self.dtype} weights, and the fp32 masters in the optimizer states. The plugins of"
+                " this package resume from the masters; Lightning's own precisions would continue from the rounded"
+                " weights. To resume with those, give fp32_checkpoints=True."
             )
 
 

@@ -22,7 +22,7 @@ class TF32Precision(FullWeightsPrecision):
     """Everything is stored in fp32; CUDA multiplies matrices and convolves in TF32, for as long as the Trainer runs.
 
     TF32 rounds the operands to 10 mantissa bits and sums in fp32. torch has it on for cuDNN and off for matrix
-    products. The caller's settings, old and new, are put back when fit, validate, test or predict ends, also by an
+    products. The caller's settings, old and new, are restored when fit, validate, test or predict ends, even after an
     exception; see :func:`~lightning_mp.precision.tf32.tf32_matmuls_and_convolutions`.
 
     Non-finite gradients never reach the optimizer, as with every plugin of this package.
@@ -39,7 +39,7 @@ class TF32Precision(FullWeightsPrecision):
         self._switched_on = ExitStack()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Meets the Trainer and switches TF32 on; the module stays as it is.
+        """Switches TF32 on; the module stays as it is.
 
         Raises:
             MisconfigurationException: if the device has no TF32.
@@ -85,7 +85,7 @@ def _why_not(device: torch.device) -> str | None:
 
 @contextmanager
 def tf32_matmuls_and_convolutions() -> Iterator[None]:
-    """Lets CUDA multiply fp32 matrices, and cuDNN convolve, in TF32; puts all settings back, also after an exception.
+    """Lets CUDA multiply fp32 matrices, and cuDNN convolve, in TF32; restores all settings, also after an exception.
 
     .. code-block:: text
 

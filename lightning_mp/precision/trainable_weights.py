@@ -68,8 +68,8 @@ class TrainedWeights:
                 f"{self._plugin} trains fp32 weights, and {len(parameters)} of {trained} trainable parameters are fp16:"
                 f" {self._listed(parameters)}. The optimizer would step them in fp16, where Adam's epsilon and small"
                 " second moments are 0 and weights become NaN. Load the model in fp32 (torch_dtype=torch.float32, or"
-                " module.float()), or use MasterWeightsPrecision('16-true'), which holds fp16 weights over fp32"
-                " masters. Frozen fp16 weights may stay."
+                " module.float()), or use MasterWeightsPrecision('16-true'), which keeps fp32 masters of fp16 weights."
+                " Frozen weights may stay in fp16."
             )
 
     def _warn_of_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:

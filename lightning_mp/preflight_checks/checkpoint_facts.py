@@ -39,7 +39,7 @@ def look_at_checkpoint(
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{file} cannot be read without running code from it ({reason}).") from error
     if not isinstance(content, Mapping) or "state_dict" not in content:
-        raise ValueError(f"{file} is no checkpoint of Lightning's: it has no 'state_dict'.")
+        raise ValueError(f"{file} is not a Lightning checkpoint: it has no 'state_dict'.")
     saved, own = content["state_dict"], module.state_dict()
     groups = [list(one["param_groups"]) for one in content.get("optimizer_states", [])]
     return FoundCheckpoint(

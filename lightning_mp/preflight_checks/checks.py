@@ -31,7 +31,7 @@ CHECKS = (
 
 
 def check_everything(found: Found) -> tuple[PreflightFinding, ...]:
-    """All findings, the gravest first.
+    """All findings, the most severe first.
 
     Example:
         >>> from lightning_mp.planning.advice.device_traits import named_device

@@ -143,7 +143,7 @@ class FoundRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStep:
-    """What one step did, on tensors without numbers.
+    """What one step did, on fake tensors.
 
     Attributes:
         loss_divisor: the last operation divided the loss by this number.

@@ -34,7 +34,7 @@ def check_schedulers(found: Found) -> Iterator[PreflightFinding]:
         too_short = late > (0 if scheduler.after_its_end == "raises" else _slack(made))
         if not too_long and not (too_short and scheduler.after_its_end != "stays"):
             continue
-        end = "it never comes to its end" if too_long else _AT_THE_END[scheduler.after_its_end]
+        end = "it never completes" if too_long else _AT_THE_END[scheduler.after_its_end]
         yield PreflightFinding(
             "error" if too_short and scheduler.after_its_end == "raises" else "warning",
             "scheduler_length",
@@ -146,7 +146,7 @@ def check_checkpoint(found: Found) -> Iterator[PreflightFinding]:
             "checkpoint",
             f"{checkpoint.path} is at step {checkpoint.global_step:,} after {checkpoint.epochs_done}"
             f" {'epoch' if checkpoint.epochs_done == 1 else 'epochs'}, and"
-            f" {listed(done)} ends the run before: nothing will be trained.",
+            f" {listed(done)} ends the run before that: nothing will be trained.",
             "Raise the limit; it counts from the start of the first run.",
         )
 
@@ -165,7 +165,7 @@ def _other_weights(checkpoint: FoundCheckpoint) -> Iterator[PreflightFinding]:
         yield PreflightFinding(
             "error",
             "checkpoint",
-            f"{checkpoint.path} is of another model: {listed(differences)}.",
+            f"{checkpoint.path} was written for another model: {listed(differences)}.",
             "Build the module with the checkpoint's hyper-parameters, or load only its weights:"
             " module.load_state_dict(..., strict=False), without ckpt_path.",
         )
@@ -206,6 +206,7 @@ def _other_precision(checkpoint: FoundCheckpoint, found: Found) -> Iterator[Pref
         yield PreflightFinding(
             "warning",
             "checkpoint",
-            f"{checkpoint.path} holds {has}, and {found.precision.plugin} {now}: the run goes on in another precision.",
-            "Use the plugin of the run before, if that is not meant.",
+            f"{checkpoint.path} holds {has}, and {found.precision.plugin} {now}: the run continues in another"
+            " precision.",
+            "If that is not intended, use the plugin of the earlier run.",
         )

@@ -41,7 +41,7 @@ def weights_of(module: nn.Module) -> tuple[FoundWeight, ...]:
 
 
 def _address(parameter: Tensor) -> int | None:
-    """Where its numbers begin; None for tensors without numbers, and for parts of flat buffers."""
+    """Where its numbers begin; None for fake tensors, and for parts of flat buffers."""
     if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or not parameter.numel():
         return None
     return parameter.data_ptr() or None

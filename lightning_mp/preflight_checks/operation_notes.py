@@ -12,7 +12,7 @@ class OperationNotes:
     """Sees every operation, as :func:`lightning_mp.core.private_api.observe_dispatch` shows them.
 
     Where a checkpoint restores the random state for what it runs again, as it should, random operations meet states
-    that were met in the forward. Tensors without numbers draw none, so each random operation moves the generator here.
+    that were met in the forward. Fake tensors draw none, so each random operation moves the generator here.
 
     Attributes:
         in_backward: forwards are over, and what runs now is a backward.

@@ -19,15 +19,15 @@ def preflight(
     ckpt_path: str | Path | None = None,
     device: str | None = None,
 ) -> PreflightReport:
-    """Looks for what is wrong with a Trainer, a module and its data before the first step.
+    """Checks a Trainer, a module and its data for mistakes before the first step.
 
-    One training step of a copy of the module is made on tensors that have a shape and no numbers: nothing is computed,
-    and memory and time hardly depend on the size of the model. Module, Trainer, random generators and gradients are
-    afterwards what they were. What cannot be looked at is in ``not_checked``, with the reason: a step that reads
+    One training step of a copy of the module is made on fake tensors, which have a shape and no data: nothing is
+    computed, and memory and time hardly depend on the size of the model. Module, Trainer, random generators and
+    gradients are unchanged afterwards. What cannot be checked is in ``not_checked``, with the reason: a step that reads
     numbers (``.item()``, ``if loss > 1``), weights that are sharded already.
 
-    What the Trainer refuses itself is not looked for: ``precision=`` beside a precision plugin, for instance, ends in
-    an error when the Trainer is made.
+    What the Trainer itself refuses is not checked: ``precision=`` beside a precision plugin, for instance, ends in an
+    error when the Trainer is made.
 
     Args:
         trainer: before or in a fit.
@@ -38,7 +38,7 @@ def preflight(
         device: what the run is for, where that is another machine: a chip by name, such as "H100", or "cpu".
 
     Returns:
-        The findings, the gravest first. ``print(report)`` shows them as a table.
+        The findings, the most severe first. ``print(report)`` shows them as a table.
 
     Raises:
         TypeError: if trainer or module is none of ``lightning.pytorch``.

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 __all__ = ["FindingName", "PreflightFinding", "PreflightReport", "Severity"]
 
 Severity = Literal["error", "warning", "advice"]
-"""How grave a finding is.
+"""How severe a finding is.
 
-"error": the run fails, or trains something else than it says. "warning": most likely not meant so. "advice": right, and
-slower than it need be.
+"error": the run fails, or trains something other than it says. "warning": most likely not intended. "advice": correct,
+but slower than necessary.
 """
 
 FindingName = Literal[
@@ -44,7 +44,7 @@ class PreflightFinding:
     """One thing that is not as it should be.
 
     Attributes:
-        severity: how grave it is.
+        severity: how severe it is.
         name: what it is about.
         what: what was found, and what is wrong with it.
         cure: what to do.
@@ -68,7 +68,7 @@ class PreflightReport:
     """All findings of one preflight.
 
     Attributes:
-        findings: the gravest first; empty if nothing is wrong.
+        findings: the most severe first; empty if nothing is wrong.
         not_checked: what could not be looked at, and why.
 
     Example:
@@ -82,7 +82,7 @@ class PreflightReport:
     not_checked: tuple[tuple[str, str], ...] = ()
 
     def at_least(self, severity: Severity) -> tuple[PreflightFinding, ...]:
-        """Findings that are as grave as ``severity``, or graver."""
+        """Findings at least as severe as ``severity``."""
         included = get_args(Severity)[: get_args(Severity).index(severity) + 1]
         return tuple(finding for finding in self.findings if finding.severity in included)
 

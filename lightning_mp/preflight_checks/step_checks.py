@@ -35,7 +35,7 @@ def check_loss_divided_twice(found: Found) -> Iterator[PreflightFinding]:
             "loss_divided_twice",
             f"The last thing that training_step does to the loss is a division by {number}, the number of micro-batches"
             " per optimizer step, by which the Trainer divides it as well.",
-            "If it is meant for accumulation, return the loss as it is.",
+            "If this is meant for accumulation, return the loss as it is.",
         )
 
 
@@ -54,7 +54,7 @@ def check_step_past_plugin(found: Found) -> Iterator[PreflightFinding]:
         yield PreflightFinding(
             severity,
             "step_past_plugin",
-            f"training_step calls loss.backward() itself, past {precision.plugin}: {then}.",
+            f"training_step calls loss.backward() itself, bypassing {precision.plugin}: {then}.",
             "Call self.manual_backward(loss).",
         )
     if step.raw_steps:
@@ -63,9 +63,9 @@ def check_step_past_plugin(found: Found) -> Iterator[PreflightFinding]:
             severity,
             "step_past_plugin",
             f"{where} calls step() of the bare optimizer ({listed(step.raw_steps)}), past {precision.plugin}: {then}.",
-            "Call step() of what self.optimizers() gives."
+            "Call step() on what self.optimizers() returns."
             if found.run.is_manual
-            else "Call optimizer.step(closure=optimizer_closure) of the argument, not of its attribute `.optimizer`.",
+            else "Call optimizer.step(closure=optimizer_closure) on the argument, not on its attribute `.optimizer`.",
         )
     if step.closure_before_step and precision.has_scaler and precision.needs_closure:
         yield PreflightFinding(

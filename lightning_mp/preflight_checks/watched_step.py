@@ -1,4 +1,4 @@
-"""One training step of a copy of the module, on tensors without numbers, and what it does to loss and gradients."""
+"""One training step of a copy of the module, on fake tensors, and what it does to loss and gradients."""
 
 import inspect
 import warnings
@@ -68,7 +68,7 @@ class WatchedStep:
         """Runs it once.
 
         Raises:
-            Exception: whatever the module raises, and where a step without numbers cannot be made. What was noted until
+            Exception: whatever the module raises, and where a step on fake tensors cannot be made. What was noted until
                 then stays.
         """
         with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
@@ -87,8 +87,8 @@ class WatchedStep:
             except ValueError as error:
                 if type(error.__cause__).__name__ in _WANTS_NUMBERS:
                     raise ValueError(
-                        f"it reads numbers of tensors ({error.__cause__}), as by .item(), an `if` on a tensor or a mask"
-                        " as an index, and is tried on tensors that have none."
+                        f"it reads values of tensors ({error.__cause__}), for instance by .item(), an `if` on a tensor"
+                        " or indexing with a mask, and was tried on fake tensors, which have none."
                     ) from error
                 # A step that makes its backwards itself returns nothing to differentiate.
                 if self._module.automatic_optimization or not self._has_run:

@@ -50,7 +50,7 @@ def _check_rule(rule: ScaleRule, init_scale: Any, on_floor: str) -> None:
     ):
         allowed = (
             f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}, and from 2^-126 to 2^126: it is a"
-            " float32 number, and its inverse is one, too"
+            " float32 number, and so is its inverse"
         )
         wrong = "init_scale", init_scale, allowed
     if wrong is None and on_floor not in _ON_FLOOR:
@@ -81,7 +81,7 @@ def _check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) ->
         )
     if math.isnan(scale):
         raise ValueError(
-            "The checkpoint's loss scale is nan: its weights and moments may hold nan, too. Load an earlier"
+            "The checkpoint's loss scale is nan: its weights and moments may contain nan as well. Load an earlier"
             " checkpoint, or take the scaler's state out of this one."
         )
 
@@ -107,13 +107,13 @@ def _resolve_device_type(device: str | torch.device | None) -> str:
 
 
 class LossScaler(SettingsRepr, torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` that cannot run away, and that lets all ranks decide alike.
+    """A ``torch.amp.GradScaler`` with a floor and a ceiling, whose decisions are the same on all ranks.
 
-    Use it wherever a ``GradScaler`` is asked for: in our plugins, in Lightning's, in Fabric, in a hand-written loop.
-    Differences from torch's class: the scale stays within ``[min_scale, max_scale]``; gradients may be fp16, plain
-    tensors and DTensors mixed; in a distributed run one reduction of one scalar makes all ranks skip together; the
-    scaled loss is fp32; overflows that go on at the floor end the run with a clear error. The update rule is printed in
-    :func:`lightning_mp.scaling.update_rule.update_scale_`.
+    Use it wherever a ``GradScaler`` is accepted: in the plugins of this package, in Lightning's, in Fabric, in a
+    hand-written loop. Differences from torch's class: the scale stays within ``[min_scale, max_scale]``; gradients may
+    be fp16, plain tensors and DTensors mixed; in a distributed run one reduction of one scalar makes all ranks skip
+    together; the scaled loss is fp32; repeated overflows at the floor end the run with a clear error. The update rule
+    is documented in :func:`lightning_mp.scaling.update_rule.update_scale_`.
 
     Args:
         device: device type; None takes the accelerator if there is one, else the CPU.
@@ -127,16 +127,16 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         hysteresis: overflows before the scale is lowered; 1 is torch's rule.
         hysteresis_refill: "step" or "growth", see :func:`lightning_mp.scaling.update_rule.update_scale_`.
         on_floor: what happens after ``FLOOR_PATIENCE_STEPS`` (20) overflows in a row at the floor: "raise"
-            :class:`LossScaleFloorError`, "warn" or "ignore". It is noticed one step late, which spares a wait for the
+            :class:`LossScaleFloorError`, "warn" or "ignore". It is noticed one step late, so that nothing waits for the
             device.
         process_group: the ranks that step and skip together; None for all. For models that only some ranks train, in a
             hand-written loop; such a scaler cannot be pickled.
 
-    A gradient whose square does not fit into float32 (above 1.8e19) counts as an overflow, too: it would put an inf
+    A gradient whose square does not fit into float32 (above 1.8e19) also counts as an overflow: it would put an inf
     into Adam's second moment.
 
     Raises:
-        ValueError: if an argument is out of range, or CUDA is asked for and not there.
+        ValueError: if an argument is out of range, or CUDA is requested and not available.
 
     References:
         Micikevicius et al., "Mixed Precision Training", 2017, section 3.2, https://arxiv.org/abs/1710.03740
@@ -232,8 +232,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Makes the optimizer's step, or skips it on non-finite gradients, as ``torch.amp.GradScaler.step``.
 
-        Where a fused SGD is about to make its momentum, the device is waited for: a step skipped there would leave the
-        momentum uninitialised, with torch's class too.
+        Before a fused SGD creates its momentum, the host waits for the device: a step skipped there would leave the
+        momentum uninitialised, as it does with torch's class.
         """
         if self._enabled and applies_grad_scale(optimizer) and momentum_is_missing(optimizer):
             state = self._per_optimizer_states[id(optimizer)]
@@ -265,7 +265,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         """Moves the scale by its rule; call it once per step, after all optimizers.
 
         Args:
-            new_scale: sets the scale instead; it is held within the bounds. A tensor is read on the host.
+            new_scale: sets the scale instead, clamped to the bounds. A tensor is read on the host.
 
         Raises:
             ValueError: if ``new_scale`` is not a number.
@@ -306,7 +306,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         message = (
             f"The loss scale is at its floor {self._min_scale:g} and the last {overflows} steps in a row still"
             " overflowed: the gradients are not finite at any scale. Look for the cause in the model or the data"
-            " (OverflowPostMortem names the parameters), or train in bf16. LossScaler(on_floor='warn') goes on."
+            " (OverflowPostMortem names the parameters), or train in bf16. LossScaler(on_floor='warn') continues"
+            " instead."
         )
         if self._on_floor == "raise":
             raise LossScaleFloorError(message)
@@ -329,8 +330,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of a ``LossScaler`` or of a ``torch.amp.GradScaler``.
 
-        What a ``GradScaler`` does not know (bounds, hysteresis, floor policy) stays as it was; a scale outside the
-        bounds is brought inside, with a warning.
+        Settings that a ``GradScaler`` lacks (bounds, hysteresis, ``on_floor``) stay as they were; a scale outside the
+        bounds is clamped, with a warning.
 
         Raises:
             ValueError: if an entry is missing or out of range; nothing is changed then.
@@ -343,7 +344,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         if missing:
             raise ValueError(
                 f"The checkpoint's loss scaler lacks {', '.join(missing)}; it has {', '.join(state_dict)}. It must be"
-                " what the state_dict of a LossScaler or of a torch.amp.GradScaler holds."
+                " the state_dict() of a LossScaler or a torch.amp.GradScaler."
             )
         rule = ScaleRule(
             **{field.name: state_dict.get(field.name, getattr(self.rule, field.name)) for field in fields(ScaleRule)}

@@ -34,7 +34,7 @@ def refuse_odd_parameters(model: nn.Module, owner: str) -> None:
     if complex_ones:
         raise MisconfigurationException(
             f"{owner} cannot shard complex parameters, and {listed(complex_ones)} of"
-            f" {type(model).__name__} are complex: torch gathers and reduces real numbers. Hold them as"
+            f" {type(model).__name__} are complex: torch gathers and reduces real numbers. Store them as"
             " torch.view_as_real(...) and use torch.view_as_complex(...) in the forward, or use strategy='ddp'."
         )
     sparse = [

@@ -91,7 +91,7 @@ def refuse_half_of_a_tie(model: nn.Module, units: Iterable[str], instead: str) -
         if outside is not None:
             raise ValueError(
                 f"{_OWNER}: {outside[0]} and {outside[1]} are one parameter (tied weights), and the unit {name!r} would"
-                f" hold only one of them. FSDP2 wants both in one unit: {instead}"
+                f" hold only one of them. FSDP2 requires both in one unit: {instead}"
             )
 
 
@@ -148,7 +148,7 @@ def units_by_size(model: nn.Module, minimum_parameters: int) -> list[str]:
         largest = sorted(sizes, key=lambda name: -sizes[name])
         there_are = listed([f"{name} ({sizes[name]})" for name in largest])
         raise ValueError(
-            f"{_OWNER}(shard={minimum_parameters}): no module of {type(model).__name__} has so many parameters. The"
+            f"{_OWNER}(shard={minimum_parameters}): no module of {type(model).__name__} has that many parameters. The"
             f" largest: {there_are or 'none'}. Give a smaller number, or 'auto'."
         )
     return found[::-1]

@@ -50,8 +50,8 @@ def read_plan(plan: Plan | None) -> Plan:
     for pattern, style in plan.items():
         if style not in _STYLES or not isinstance(pattern, str):
             raise ValueError(
-                f"{_OWNER}(tensor_parallel_plan=...): {pattern!r}: {style!r} is no rule. On the left stands a glob over"
-                f" names of layers, on the right one of {_STYLES}."
+                f"{_OWNER}(tensor_parallel_plan=...): {pattern!r}: {style!r} is not a rule. The left side is a glob"
+                f" over names of layers, the right side one of {_STYLES}."
             )
     return dict(plan)
 
@@ -64,8 +64,8 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
     alone.
 
     Raises:
-        ValueError: if a rule fits nothing that it could be about, a layer cannot be split in that way, or "auto" knows
-            no module of the model.
+        ValueError: if a rule matches nothing that it could be about, a layer cannot be split in that way, or "auto"
+            knows no module of the model.
 
     Example:
         >>> model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
@@ -87,7 +87,7 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
             raise ValueError(
                 f"{_OWNER}(tensor_parallel_plan=...): {name} has {why_not}, for which a rank would have to see the ids"
                 " and rows of all others, so it cannot be split as 'vocabulary'. Leave that out, or let it be 'whole',"
-                " and a head that is tied to it, too."
+                " and a head that is tied to it as well."
             )
         if chosen != "whole" and _can_be_split(modules[name]):
             _refuse_other_parameters(name, modules[name])
@@ -150,7 +150,7 @@ def _fitting(
         fitting = {name: style for name in candidates if fnmatchcase(name, pattern)}
     if not fitting:
         raise ValueError(
-            f"{_OWNER}(tensor_parallel_plan=...): {pattern!r} fits no {kinds} of {type(model).__name__}."
+            f"{_OWNER}(tensor_parallel_plan=...): {pattern!r} matches no {kinds} of {type(model).__name__}."
             f"{near_misses(pattern, candidates)} Layers that exist: {listed(candidates, most=12) or 'none'}."
         )
     return fitting

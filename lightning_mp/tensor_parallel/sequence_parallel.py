@@ -65,18 +65,18 @@ def check_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> None
     for name, style in styles.items():
         inside = any(name.startswith(f"{other}.") for other in lists)
         if style == "sequence" and name in lists and (inside or not len(modules[name])):  # type: ignore[arg-type]
-            what = "stands in another such list" if inside else "is empty"
+            what = "is in another such list" if inside else "is empty"
             raise ValueError(f"{_OWNER}: {name} is 'sequence' and {what}.")
         if style == "sequence" and name not in lists and not inside:
             raise ValueError(
                 f"{_OWNER}: {name} is 'sequence', and no list of blocks around it is. The sequence is split before the"
-                " first block of a list and put together after the last: give that nn.ModuleList the style 'sequence',"
-                " too."
+                " first block of a list and put together after the last: give that nn.ModuleList the style 'sequence'"
+                " as well."
             )
         if style in ("vocabulary", "vocab_parallel_head") and inside:
-            raise ValueError(f"{_OWNER}: {name} is {style!r} and cannot stand in blocks that are 'sequence'.")
+            raise ValueError(f"{_OWNER}: {name} is {style!r} and cannot be in blocks that are 'sequence'.")
         if style == "whole_sequence" and not inside:
-            raise ValueError(f"{_OWNER}: {name} is 'whole_sequence' and stands in no blocks that are 'sequence'.")
+            raise ValueError(f"{_OWNER}: {name} is 'whole_sequence' and is in no blocks that are 'sequence'.")
         takes_whole = style.startswith("column") or style == "row_split"
         gathered = any(name.startswith(f"{other}.") for other, its in styles.items() if its == "whole_sequence")
         if inside and takes_whole and not gathered:
@@ -88,7 +88,7 @@ def check_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> None
         inside = any(name.startswith(f"{other}.") for other in lists)
         if inside and name not in styles and next(module.parameters(recurse=False), None) is not None:
             raise ValueError(
-                f"{_OWNER}: {name} ({type(module).__name__}) stands in blocks that are 'sequence' and has no style, so"
+                f"{_OWNER}: {name} ({type(module).__name__}) is in blocks that are 'sequence' and has no style, so"
                 " its gradients would be those of a part of the tokens. Give a norm the style 'sequence', and a layer"
                 " one that splits it."
             )
@@ -119,7 +119,7 @@ def split_sequence_of_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
         if not args or not isinstance(args[0], Tensor) or args[0].ndim < 3:
             raise ValueError(
                 f"{_OWNER}: a block that is 'sequence' must get activations [batch, tokens, width] as its first"
-                f" argument, and got {_described(args)}."
+                f" argument; got {_described(args)}."
             )
         tokens = args[0].shape[1]
         if tokens % mesh.size():
@@ -157,7 +157,7 @@ def take_whole_sequence(module: nn.Module, mesh: DeviceMesh, in_parts: Callable[
         if name is None:
             raise ValueError(
                 f"{_OWNER}: {type(module).__name__} is 'whole_sequence' and must get activations [batch, tokens, width]"
-                " as its first argument, and got no tensor."
+                " as its first argument; got no tensor."
             )
         return args, {**kwargs, name: _gathered(kwargs[name], mesh)}
 

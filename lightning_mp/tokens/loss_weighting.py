@@ -129,6 +129,6 @@ class Weighting:
         if labels is None:
             raise MisconfigurationException(
                 f"The first batch had token labels, this batch of type {type(batch).__name__!r} has none."
-                " All batches of a run must look alike, or pass count=."
+                " All batches of a run must have the same structure; otherwise pass count=."
             )
         return batch_tokens.loss_bearing(labels, shifted=self.shifted).sum(), labels.numel()

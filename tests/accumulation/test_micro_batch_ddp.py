@@ -147,5 +147,5 @@ def test_a_static_graph_is_refused():
     def run(rank: int) -> None:
         train(rank, (NEVER, NEVER), "forward", 1, [], static_graph=True)
 
-    with pytest.raises(RankError, match="static_graph=True.*, which counts backwards"):
+    with pytest.raises(RankError, match="static_graph=True.*, which expects the same number"):
         run_ranks(run, 2)

@@ -329,14 +329,14 @@ def test_a_partial_gradient_is_refused_where_it_cannot_be_put_back(tmp_path: Pat
             devices=2, strategy=STRATEGIES["fsdp2"](2), callbacks=[AccumulationScheduler({0: 4})], max_epochs=-1
         )
         with pytest.raises(
-            ValueError, match="gradient of its first 2 of 4 micro-batches, which cannot be put back"
+            ValueError, match="gradient of its first 2 of 4 micro-batches, which cannot be restored"
         ) as e:
             trainer.fit(Recorded(), Stream(rank, 2, 2, 24), ckpt_path=path, weights_only=True)  # type: ignore[arg-type]
         return str(e.value)
 
     for message in run_ranks(resume, 2):
         assert (
-            "which cannot be put back here: FSDP2Strategy keeps the unsharded gradients of an open window inside of it"
+            "which cannot be restored here: FSDP2Strategy keeps the unsharded gradients of an open window inside of it"
             in message
         )
         assert message.endswith("or from a checkpoint at the end of a window.")

@@ -94,7 +94,7 @@ def test_a_declined_batch_under_sharding_is_warned_of() -> None:
     def train(rank: int) -> int:
         module = Declines(7)
         trainer = quiet_trainer(strategy=CpuFsdp(), devices=2, max_epochs=2, callbacks=[AccumulationScheduler({0: 3})])
-        match = "returned -1 inside an accumulation window, which goes on in the next epoch.*CpuFsdp keeps"
+        match = "returned -1 inside an accumulation window, which continues in the next epoch.*CpuFsdp keeps"
         if rank == 0:
             with pytest.warns(UserWarning, match=match):
                 trainer.fit(module, loader(regression_batches(10)))
@@ -130,7 +130,7 @@ def test_a_run_that_is_told_to_stop_does_not_speak_of_steps_that_nobody_asked_fo
     assert trainer.global_step == (3 if asked else 2)
     assert trainer.min_steps == min_steps
     assert ("`min_steps=3` has not been met" in caplog.text) is asked
-    assert ("it does at the end of the accumulation window" in caplog.text) is not asked
+    assert ("it will stop at the end of the accumulation window" in caplog.text) is not asked
     assert ("min_steps" in caplog.text) is asked
 
 
@@ -142,7 +142,7 @@ def test_the_end_of_a_window_is_told_where_another_package_of_lightning_was_impo
     with caplog.at_level(logging.INFO):
         trainer = quiet_trainer(min_epochs=0, callbacks=[AccumulationScheduler({0: 4}), SignalsStop(6)])
         trainer.fit(Regression(sgd), loader(regression_batches(20)))
-    assert "it does at the end of the accumulation window" in caplog.text
+    assert "it will stop at the end of the accumulation window" in caplog.text
     assert "min_steps" not in caplog.text
 
 

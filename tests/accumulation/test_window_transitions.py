@@ -249,7 +249,7 @@ def test_settings_are_frozen_for_the_time_of_a_fit() -> None:
     trainer.fit(Regression(sgd), loader(regression_batches(2)))
     assert meddler.refusal == (
         "AccumulationSettings.budget cannot be set to TokenBudget(tokens=10, landing='exact', makes_up_for_skips=False,"
-        " trim=None) during a fit: the optimizer steps before and after it would not be made alike. Set it in a"
+        " trim=None) during a fit: optimizer steps before and after the change would be made differently. Set it in a"
         " callback's setup() or on_fit_start(); to end the run elsewhere, call AccumulationController.end_at(tokens)."
     )
     controller = AccumulationController.of(trainer)

@@ -160,7 +160,7 @@ def test_modules_by_class_name_and_glob(modules: Any, expected: list[str]) -> No
 @pytest.mark.parametrize("pattern", ["blokcs.*", "TransformerLayer", "blocks", nn.Conv2d, "nowhere.Block"])
 def test_a_pattern_that_fits_nothing_is_an_error(pattern: Any) -> None:
     """D42: names that exist are in the message; `blocks` is a list without a forward."""
-    with pytest.raises(ValueError, match=r"fits no module of Stack that has a forward of its own") as error:
+    with pytest.raises(ValueError, match=r"matches no module of Stack that has a forward of its own") as error:
         fit(Stack(), ActivationCheckpointing(["head", pattern]))
     message = str(error.value)
     assert "blocks.0, blocks.0.norm, blocks.0.up" in message
@@ -170,7 +170,7 @@ def test_a_pattern_that_fits_nothing_is_an_error(pattern: Any) -> None:
 
 
 def test_a_pattern_that_changes_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match=re.escape("all that '*.up' fits lies inside of modules that another pattern")):
+    with pytest.raises(ValueError, match=re.escape("all that '*.up' matches is inside modules that another pattern")):
         fit(Stack(), taken(DropBlock, "*.up"))
 
 
@@ -217,7 +217,7 @@ def test_wrappers_that_checkpoint_are_refused() -> None:
 
     module = Stack()
     module.blocks[1] = checkpoint_wrapper(module.blocks[1])
-    with pytest.raises(MisconfigurationException, match=r"a checkpoint around 'blocks.1._checkpoint_wrapped_module'"):
+    with pytest.raises(MisconfigurationException, match=r"a wrapper around 'blocks.1._checkpoint_wrapped_module'"):
         fit(module, taken(DropBlock))
 
 

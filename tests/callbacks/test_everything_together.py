@@ -32,7 +32,7 @@ from lightning_mp import (
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:PrecisionAudit found"),
-    pytest.mark.filterwarnings("ignore:GradientNoiseScale estimates nothing for now"),
+    pytest.mark.filterwarnings("ignore:GradientNoiseScale has no estimate for now"),
     pytest.mark.filterwarnings("ignore:Optimizer step .* was skipped:RuntimeWarning"),
 ]
 

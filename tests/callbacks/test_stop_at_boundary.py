@@ -159,7 +159,7 @@ def test_it_saves_what_callbacks_after_it_in_the_list_have_counted(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"signals": ["TERM"]}, "'TERM' is no signal here; give names such as 'SIGTERM'"),
+        ({"signals": ["TERM"]}, "'TERM' is not a signal on this platform; give names such as 'SIGTERM'"),
         ({"max_seconds": 0}, r"max_seconds=0\): it must be a positive finite number of seconds. None"),
         (
             {"max_seconds": float("nan")},

@@ -118,7 +118,7 @@ def test_values_are_read_as_weights_only_says(tmp_path: Path, weights_only: bool
 
 def test_what_is_no_table_of_contents_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(ValueError, match=r"\.metadata holds a dict, and no table of contents"):
+    with pytest.raises(ValueError, match=r"\.metadata holds a dict, not a table of contents"):
         CheckedReader(tmp_path).read_metadata()
 
 

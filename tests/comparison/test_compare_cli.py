@@ -40,7 +40,7 @@ def text(tmp_path_factory):
         (["--margin", "0"], "--margin must be a positive finite number in the unit of the loss, got 0.0"),
         (["--confidence", "95"], "--confidence must be from 0.5 to below 1, such as 0.95, got 95.0"),
         (["--file", "runs.jsonl"], "--file runs.jsonl keeps paired runs, and there are none without steps"),
-        (["--plot", "picture.txt"], "--plot picture.txt is no picture that can be drawn"),
+        (["--plot", "picture.txt"], "--plot picture.txt cannot be drawn"),
         (["--plot", "nowhere/picture.png"], "there is no folder nowhere"),
         (["--params", "20 thousand"], "--params cannot be read, got '20 thousand'"),
         (["--params", "10"], "a model of 10 parameters cannot be built: the smallest has 9264"),

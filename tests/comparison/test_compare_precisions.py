@@ -158,7 +158,7 @@ def test_a_comparison_goes_on_after_an_interrupt_to_the_same_bits(found, tmp_pat
         ({"trainer_options": {}}, "trainer_options was .* and is now {}"),
         ({"monitor": None}, "monitor was 'val/loss' and is now None"),
     ):
-        with pytest.raises(ValueError, match="its runs are of another comparison: " + what):
+        with pytest.raises(ValueError, match="its runs belong to another comparison: " + what):
             compare(**{**arguments, **others})
     assert path.read_bytes() == before
 
@@ -236,7 +236,7 @@ def test_results_in_words_numbers_and_a_picture(found, tmp_path):
     found.plot(tmp_path / "comparison.svg")
     drawn = (tmp_path / "comparison.svg").read_text()
     assert drawn.startswith("<?xml")
-    with pytest.raises(ValueError, match="is no picture that can be drawn. End its name with .png, .pdf, .svg"):
+    with pytest.raises(ValueError, match="cannot be drawn: its name must end with one of .png, .pdf, .svg"):
         found.plot("comparison.txt")
 
 

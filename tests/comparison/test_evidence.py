@@ -1,23 +1,20 @@
 """``make evidence`` at toy size: the same losses to the bit each time, a page of its own, and nothing made twice."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "evidence.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 TOY = ["--params", "9264", "--steps", "4", "--seeds", "2", "--rounds", "1", "--batch-size", "2"]
 
 
 @pytest.fixture
 def evidence(monkeypatch):
-    spec = importlib.util.spec_from_file_location("evidence", SCRIPT)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, "evidence", module)  # dataclasses look for it
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(SCRIPTS)
+    module = importlib.import_module("evidence")
     monkeypatch.setattr(module, "PRECISIONS", ("32-true", "lightning:bf16-mixed", "bf16-masters"))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     return module
@@ -38,7 +35,8 @@ def test_two_runs_of_the_evidence_agree_to_the_bit(evidence, tmp_path, capsys):
     page = (tmp_path / "quality.md").read_text()
     assert "A quick run" in page
     assert "2 paired seeds of 4 steps" in page
-    assert "bf16-masters" in page
+    assert "| bf16-masters | " in page
+    assert json.loads((tmp_path / "quality_text.json").read_text())["sizes"]["seeds"] == 2
     assert (tmp_path / "quality_text.png").is_file()
 
 
@@ -52,7 +50,7 @@ def test_adapters_train_from_one_model_and_what_is_missing_is_said(evidence, tmp
     assert (tmp_path / "adapters.jsonl").read_text().splitlines() == lines
     assert len({json.loads(line)["weights_digest"] for line in lines[1:]}) == 2  # each seed draws its adapters
     assert (
-        "Not measured: scikit-learn, with whose pictures it trains, is not installed"
+        "Not measured: scikit-learn, whose pictures it trains on, is not installed"
         in (tmp_path / "quality.md").read_text()
     )
 
@@ -64,3 +62,35 @@ def test_only_adapters_are_trained(evidence):
     trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
     assert len(trained) == 8  # two of each of the four layers of one block
     assert all(name.endswith((".up", ".down")) for name in trained)
+
+
+FOUND = {"mean_difference": 0.001, "interval": [-0.002, 0.0031], "verdict": "not worse"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "cell"),
+    [
+        ({}, "not worse: +0.0010 (-0.0020 to +0.0031)"),
+        ({"interval": [None, None], "verdict": "cannot tell yet"}, "cannot tell yet: +0.0010 (? to ?)"),
+        ({"mean_difference": None, "verdict": "worse"}, "worse: runs diverged"),
+    ],
+)
+def test_failed_and_unclear_results_stand_in_the_table_of_verdicts(monkeypatch, changed, cell):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    page = importlib.import_module("evidence_page")
+    precisions = {"32-true": {}, "16-mixed": {**FOUND, **changed}}
+    result = {"baseline": "32-true", "confidence": 0.95, "margin": 0.004, "precisions": precisions}
+    lines = page.verdict_table([{"part": "text", "result": result}])
+    assert lines[-1] == f"| 16-mixed | {cell} |"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({}, ""),
+        ({"seeds": 20}, ""),
+        ({"seeds": 3, "steps": 60}, "Smaller than the default run: steps 60 instead of 500, seeds 3 instead of 10."),
+    ],
+)
+def test_a_smaller_run_says_so(evidence, sizes, text):
+    assert evidence.what_is_small(evidence.Sizes(**sizes), quick=False) == text

@@ -43,9 +43,9 @@ def test_losses_that_are_not_finite_come_back_so(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"parameters,loss\n1,2\n", "it is no file of a comparison"),
-        (b"no newline", "it is no file of a comparison"),
-        (b"[1, 2]\n", "it is no file of a comparison"),
+        (b"parameters,loss\n1,2\n", "it is not the file of a comparison"),
+        (b"no newline", "it is not the file of a comparison"),
+        (b"[1, 2]\n", "it is not the file of a comparison"),
     ],
 )
 def test_other_files_are_refused_and_stay(tmp_path, content, message):
@@ -59,7 +59,7 @@ def test_other_files_are_refused_and_stay(tmp_path, content, message):
 def test_another_comparison_is_refused_by_what_differs(tmp_path):
     path = tmp_path / "runs.jsonl"
     RunFile(path, SETTINGS).append(a_run(0))
-    with pytest.raises(ValueError, match="its runs are of another comparison: steps was 3 and is now 4"):
+    with pytest.raises(ValueError, match="its runs belong to another comparison: steps was 3 and is now 4"):
         RunFile(path, {**SETTINGS, "steps": 4})
 
 

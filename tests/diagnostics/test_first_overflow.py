@@ -210,7 +210,7 @@ def test_a_report_counts_the_halvings_that_a_scale_was_too_high():
 def test_a_report_tells_four_ranks_in_full_and_names_the_others():
     text = str(OverflowReport(3, 1024.0, findings=[finding(rank, "model") for rank in range(6)]))
     assert [f"on rank {rank}:" in text for rank in range(6)] == [True] * 4 + [False] * 2
-    assert "The same kind of trouble on ranks 4, 5." in text
+    assert "The same problem on ranks 4, 5." in text
 
 
 @pytest.mark.parametrize("where", ["forward", "hook"])

@@ -347,7 +347,7 @@ def test_without_two_sizes_it_says_so_once() -> None:
 def test_windows_that_grow_are_counted_as_they_come() -> None:
     callback = Recording()
     trainer = quiet_trainer(callbacks=[callback, AccumulationScheduler({0: 1, 1: 2})], max_epochs=2)
-    with pytest.warns(UserWarning, match="estimates nothing for now"):
+    with pytest.warns(UserWarning, match="has no estimate for now"):
         trainer.fit(Regression(still), loader(regression_batches(4)))
     assert len(callback.given) == 2
 

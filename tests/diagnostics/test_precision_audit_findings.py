@@ -313,7 +313,7 @@ def test_a_finding_says_what_is_certain_and_what_is_a_guess() -> None:
     (finding,) = audited(module, **bf16(None)).findings
     assert str(finding) == (
         "addmm ran in fp32 in a bf16-mixed run: middle.inner. Likely cause (a guess): torch.autocast(enabled=False), a"
-        " custom autograd function, or a buffer that is fp32. If it is meant so, say so in a PrecisionPolicy."
+        " custom autograd function, or a buffer that is fp32. If it is intended, say so in a PrecisionPolicy."
     )
 
 

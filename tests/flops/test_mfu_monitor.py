@@ -390,7 +390,7 @@ def test_a_micro_batch_without_a_loss_is_not_the_one_that_counts() -> None:
         ({"unit": "image"}, r"unit='image'\): it must be one of \('auto', 'token', 'sample'\)"),
         (
             {"unit": "sample", "flops_per_token": "6N"},
-            "is one of tokens, and samples are counted. Use 'exact'",
+            "counts per token, and samples are counted here. Use 'exact'",
         ),
     ],
 )
@@ -452,7 +452,7 @@ def test_a_batch_without_tokens_is_refused_and_samples_can_be_counted() -> None:
         ({"count": lambda batch: 13}, "gives 13 for the first batch"),
         (
             {"count": lambda batch: 3, "flops_per_token": "6N"},
-            "'6N'.: the convention is one of tokens",
+            "'6N'.: this convention counts per token",
         ),
         (
             {"count": lambda batch: 12, "unit": "sample"},

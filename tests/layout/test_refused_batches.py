@@ -59,8 +59,8 @@ def test_a_budget_smaller_than_one_batch_is_refused(landing: Any) -> None:
 
 def test_exact_landing_on_tuples_is_refused() -> None:
     refused(
-        "landing='exact' must hide surplus labels in the last batch, but a batch of type 'tuple' has no labels that can"
-        " be exchanged. Give batches as a list [inputs, labels] or a dict with 'labels', give trim=, or choose"
+        "landing='exact' must hide surplus labels in the last batch, but a batch of type 'tuple' has no labels that"
+        " can be replaced. Give batches as a list [inputs, labels] or a dict with 'labels', give trim=, or choose"
         " landing='floor' or landing='ceil'.",
         TokenModel(),
         pairs(),
@@ -150,7 +150,7 @@ def test_batches_that_do_not_look_alike_are_refused() -> None:
     batches = [*token_batches([7] * 2), *regression_batches(2)]
     message = (
         "The first batch had token labels, this batch of type 'list' has none."
-        " All batches of a run must look alike, or pass count=."
+        " All batches of a run must have the same structure; otherwise pass count=."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         quiet_trainer(callbacks=[AccumulationScheduler({0: 2})]).fit(Mixed(), loader(batches))

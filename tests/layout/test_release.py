@@ -28,6 +28,19 @@ def test_a_wrong_tag_is_told(capsys):
     assert f"lightning_mp/_version.py names {__version__}, but the release is 99.0.0." in capsys.readouterr().out
 
 
+def test_links_of_the_readme_lead_to_the_files_of_the_tag():
+    """The package index shows the README, where a relative link leads nowhere and the picture is missing."""
+    readme = (ROOT / "README.md").read_text()
+    absolute = run_path(str(ROOT / "scripts" / "absolute_links.py"))["absolute"]
+    text = absolute(readme, "https://example.org/repository", "v1.2.3")
+    assert re.findall(r"\]\((?!https://)", text) == []
+    assert "](https://example.org/repository/raw/v1.2.3/docs/pictures/" in text
+    linked = re.findall(r"https://example.org/repository/(?:raw|blob)/v1\.2\.3/([^)#]+)", text)
+    assert len(linked) > 10
+    assert [path for path in linked if not (ROOT / path).exists()] == []
+    assert text.count("\n") == readme.count("\n")
+
+
 def test_the_citation_is_complete():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()

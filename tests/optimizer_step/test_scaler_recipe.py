@@ -182,8 +182,8 @@ def test_a_step_of_scaled_gradients_past_the_plugin_is_refused_before_it_changes
     before = weights(made)
     with pytest.raises(
         RuntimeError,
-        match=r"\w+\.step\(\) was called on the optimizer itself, past \w+\('16-\w+'\): its gradients are scaled by"
-        r" 1024, and they were not unscaled, checked or clipped\. Call step\(\) of what Lightning hands out",
+        match=r"\w+\.step\(\) was called on the optimizer itself, bypassing \w+\('16-\w+'\): its gradients are scaled"
+        r" by 1024, and they were not unscaled, checked or clipped\. Call step\(\) on what Lightning hands out",
     ):
         quiet_trainer(plugins=[plugin()]).fit(made, loader(regression_batches(2)))
     for now, then in zip(weights(made), before, strict=True):
@@ -191,7 +191,9 @@ def test_a_step_of_scaled_gradients_past_the_plugin_is_refused_before_it_changes
 
 
 def test_without_a_scale_a_step_past_the_plugin_is_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"SGD\.step\(\) was called on the optimizer itself, past AutocastPrecision"):
+    with pytest.warns(
+        UserWarning, match=r"SGD\.step\(\) was called on the optimizer itself, bypassing AutocastPrecision"
+    ):
         quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")]).fit(ManualPast(sgd), loader(regression_batches(2)))
 
 

@@ -76,7 +76,9 @@ def test_a_split_model_has_what_its_stage_holds_and_says_where_the_rest_is():
         RuntimeError, match=r"model\.blocks\.1 is on stage 1 of the pipeline, and this rank has stage 0"
     ):
         model.model.blocks[1](torch.zeros(1, 2, 16))
-    with pytest.raises(AttributeError, match=r"'weight' was asked of a module that is not here: model\.head is on"):
+    with pytest.raises(
+        AttributeError, match=r"'weight' was requested from a module that is not on this rank: model\.head is on"
+    ):
         _ = model.model.head.weight
     with full_model(model):
         assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
@@ -100,8 +102,8 @@ class Says(nn.Module):
     [
         (None, "Says does not say what its layers are: pipeline_layers is None.*def pipeline_layers"),
         (lambda m: [], "pipeline_layers is empty"),
-        (lambda m: ["c.*"], r"'c\.\*' fits no module"),
-        (lambda m: [m.a, 3], "entry 1 is 3, which is no module"),
+        (lambda m: ["c.*"], r"'c\.\*' matches no module"),
+        (lambda m: [m.a, 3], "entry 1 is 3, which is neither a module"),
         (lambda m: [m.a, nn.ReLU()], "entry 1 uses ReLU, which is not part of the module.*attribute in __init__"),
         (lambda m: [m.a, m.b, m.b[0]], r"b\.0 is inside of b, and both are in layers"),
         (lambda m: [m.a], r"b\.0\.weight, b\.0\.bias are in no layer.*PipelineLayer\(function, \*modules\)"),

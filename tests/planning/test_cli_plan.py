@@ -153,7 +153,7 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
             "fit few.csv --confidence 95",
             "--confidence is a fraction of the whole, over 0 and at most 1, got '95'. For 95%, write 0.95",
         ),
-        ("fit few.csv --plot fit.doc", "--plot fit.doc is no picture that can be drawn. End its name with .png, .pdf"),
+        ("fit few.csv --plot fit.doc", "--plot fit.doc cannot be drawn: its name must end with one of .png, .pdf"),
         ("fit few.csv --plot no/fit.png", "--plot no/fit.png: there is no folder no"),
         ("fit few.csv --flops x", "--flops cannot be read, got 'x'"),
     ],

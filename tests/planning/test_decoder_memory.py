@@ -170,7 +170,7 @@ def test_time_is_a_range_where_no_mfu_was_measured():
         ),
         (
             lambda: DecoderConfig.from_hugging_face({"n_layer": 2}),
-            "does not tell hidden_size, num_attention_heads, vocab_size",
+            "does not contain hidden_size, num_attention_heads, vocab_size",
         ),
         (lambda: MemoryLayout(zero_stage=3), "`zero_stage` must be 0, 1 or 2, got 3. Stage 3 is shards"),
         (lambda: MemoryLayout(ParallelLayout(copies=4), 0, 3), "`expert_ranks` must divide the 4 data ranks, got 3"),
@@ -193,5 +193,5 @@ def test_a_configuration_of_hugging_face_is_read_from_its_file():
     Path("config.json").write_text(json.dumps({**shape, "vocab_size": 32000, "model_type": "llama"}))
     assert DecoderConfig.from_hugging_face("config.json") == LLAMA_2_7B
     Path("config.json").write_text("layers: 3")
-    with pytest.raises(ValueError, match=r"config\.json is no JSON file"):
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
         DecoderConfig.from_hugging_face("config.json")

@@ -117,7 +117,7 @@ def test_an_entry_that_matches_no_linear_is_an_error_that_lists_them(entry):
     with pytest.raises(ValueError, match=r"matches no nn.Linear") as raised:
         choose_float8_layers(gpt(), ["head", entry])
     text = str(raised.value)
-    assert text.startswith(f"skip={written} matches no nn.Linear, and no module that holds one.")
+    assert text.startswith(f"skip={written} matches no nn.Linear, and no module that contains one.")
     assert "The Linear layers of GPT are: blocks.0.attention.query_key_value, " in text
     assert text.endswith(", head.")
 

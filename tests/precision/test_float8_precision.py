@@ -319,7 +319,7 @@ def test_what_the_refusal_of_nothing_offers_works():
 
 def test_an_entry_of_skip_without_a_layer_is_refused():
     refused(
-        "skip='head' matches no nn.Linear, and no module that holds one. The Linear layers of Net are: net.0, net.2,"
+        "skip='head' matches no nn.Linear, and no module that contains one. The Linear layers of Net are: net.0, net.2,"
         " net.4, net.5.",
         Float8Precision(skip=["net.2", "head"]),
         ValueError,

@@ -84,7 +84,7 @@ def test_resuming_from_the_end_of_the_range_is_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_beyond_the_range_are_refused_at_set_up(dtype: torch.dtype) -> None:
     module = Drifting(0, start=1e5).to(dtype)
-    with pytest.raises(MisconfigurationException, match=r"net.drifts holds weights above 65,504.*Use 'bf16-true'"):
+    with pytest.raises(MisconfigurationException, match=r"net.drifts has weights above 65,504.*Use 'bf16-true'"):
         fit(module, 1)
     assert module.net.drifts.dtype == dtype
 

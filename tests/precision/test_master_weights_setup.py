@@ -64,7 +64,7 @@ def test_an_unknown_storage_is_refused() -> None:
 
 
 def test_a_remainder_of_fp16_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="fp16 has another exponent. Use storage='fp32', or 'bf16"):
+    with pytest.raises(MisconfigurationException, match="fp16 has a different exponent. Use storage='fp32', or 'bf16"):
         MasterWeightsPrecision("16-true", storage="remainder")
 
 

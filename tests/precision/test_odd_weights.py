@@ -101,7 +101,7 @@ class Double(pl.LightningModule):
 def test_float64_parameters_are_stepped_in_float64(plugin: str, settings: dict[str, Any]) -> None:
     module = Double(**settings)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Only fp32 weights are held in")
+        warnings.filterwarnings("ignore", message="Only fp32 weights are stored in")
         trainer = fit(PLUGINS[plugin](), module, gradient_clip_val=0.5)
     state = trainer.optimizers[0].state[module.scale]
     assert {module.scale.dtype, state["exp_avg"].dtype} == {torch.float64}

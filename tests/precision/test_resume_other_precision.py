@@ -100,7 +100,7 @@ def test_every_precision_goes_on_from_every_other(
     path = tmp_path / "x.ckpt"
     with caplog.at_level(logging.INFO):
         _, first = leg(PRECISIONS[before](), 1, path, resume=False)
-    told = "Lightning's own precisions would go on from the rounded weights" in caplog.text
+    told = "Lightning's own precisions would continue from the rounded weights" in caplog.text
     assert told == (before in MASTERS)
     start, second = leg(PRECISIONS[after](), 2, path, resume=True)
 
@@ -184,7 +184,7 @@ def test_weights_that_were_changed_in_the_checkpoint_win(after: str, tmp_path: P
     checkpoint = torch.load(path, weights_only=False)
     checkpoint["state_dict"]["net.0.weight"].fill_(3.0)
     torch.save(checkpoint, path)
-    with pytest.warns(UserWarning, match="differ in 1 of 6 parameters.*The model's weights are taken"):
+    with pytest.warns(UserWarning, match="differ in 1 of 6 parameters.*the model's weights are used"):
         start, _ = leg(PRECISIONS[after](), 2, path, resume=True)
     assert start.weights[0].unique().tolist() == [3.0]
 

@@ -693,8 +693,8 @@ REFUSED = [
     (
         {"init_scale": 2.0**25},
         "init_scale=33554432.0) is not valid: init_scale must be positive and from"
-        " min_scale=5.960464477539063e-08 to 16777216.0, and from 2^-126 to 2^126: it is a float32 number, and its"
-        " inverse is one, too.",
+        " min_scale=5.960464477539063e-08 to 16777216.0, and from 2^-126 to 2^126: it is a float32 number, and so is"
+        " its inverse.",
     ),
     ({"init_scale": 2.0**-127, "min_scale": 0.0}, "init_scale=5.877471754111438e-39) is not valid: init_scale must be"),
     ({"init_scale": 1e-45, "min_scale": 0.0}, "init_scale=1e-45) is not valid: init_scale must be"),

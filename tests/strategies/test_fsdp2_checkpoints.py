@@ -303,7 +303,7 @@ def test_a_checkpoint_from_before_the_first_step_changes_nothing_and_goes_on(sha
 @pytest.mark.full
 @SHARDED
 def test_a_run_goes_on_whose_steps_were_all_skipped(sharded: bool, tmp_path: Path) -> None:
-    """Its checkpoint holds no state of Adam, which is not fused: fused ones gather it in skipped steps, too."""
+    """Its checkpoint contains no state of Adam, which is not fused: fused ones gather it in skipped steps, too."""
 
     def run(rank: int) -> Any:
         def leg(steps: int, path: Path | None, overflows: tuple[int, ...]) -> Any:
@@ -442,7 +442,7 @@ def test_folders_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
         written("weights", sgd, weights_only=True)
         written("half", lambda parameters: sgd(list(parameters)[:2]))
         (tmp_path / "empty").mkdir(exist_ok=True)
-        refused("weights", "holds no state of optimizer_0, .* save_weights_only=True .* load its weights only")
+        refused("weights", "contains no state of optimizer_0, .* save_weights_only=True .* load its weights only")
         refused("half", r"was not over net\.2\.bias, net\.2\.weight\. Use the configure_optimizers")
         refused("empty", r"empty is a folder without meta\.pt, .* latest_checkpoint\(folder\) finds the last complete")
 
@@ -492,5 +492,5 @@ def test_what_cannot_become_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="b.ckpt'.: this exists already. Give another name, or delete it"):
         consolidate_checkpoint(folder, file)
     marker_path(folder).write_text('{"files": {"meta.pt": 1, "__0_0.distcp": 7}}')
-    with pytest.raises(ValueError, match=r"files are missing or too short by what \.complete\.json says"):
+    with pytest.raises(ValueError, match=r"files are missing or shorter than \.complete\.json says"):
         consolidate_checkpoint(folder, tmp_path / "c.ckpt")

@@ -144,7 +144,7 @@ def refusal(strategy: Any, module: pl.LightningModule | None = None, **arguments
 
 def test_a_rule_that_matches_nothing_says_what_there_is() -> None:
     message = refusal(fsdp2("model.block.*"))
-    assert "FSDP2Strategy: 'model.block.*' fits no module of Recorded" in message
+    assert "FSDP2Strategy: 'model.block.*' matches no module of Recorded" in message
     assert "model.blocks.0" in message
     assert "Classes: Linear (9)" in message
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.callbacks import Callback
 from small_models import TokenModel, quiet_trainer
-from soak_model import BUDGET_TOKENS, GROWTH_INTERVAL, MAX_SCALE, PEAK_RATE, SCALE, Stream, rate
+from soak_model import BUDGET_TOKENS, GROWTH_INTERVAL, MAX_SCALE, MIN_SCALE, PEAK_RATE, SCALE, Stream, rate
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -159,7 +159,13 @@ def all_callbacks(folder: Path, schedule: Mapping[int, int], *, sharded: bool = 
 
 
 def plugin_of(leg: Leg) -> Any:
-    scaler = LossScaler(init_scale=SCALE, max_scale=MAX_SCALE, growth_interval=GROWTH_INTERVAL)
+    scaler = LossScaler(
+        init_scale=SCALE,
+        min_scale=MIN_SCALE,
+        max_scale=MAX_SCALE,
+        growth_interval=GROWTH_INTERVAL,
+        on_floor="ignore",
+    )
     scaled = {"scaler": scaler} if leg.precision.startswith("16") else {}
     if "true" in leg.precision:
         return MasterWeightsPrecision(leg.precision, fp32_checkpoints=True, **scaled)

@@ -15,6 +15,7 @@ __all__ = [
     "BUDGET_TOKENS",
     "GROWTH_INTERVAL",
     "MAX_SCALE",
+    "MIN_SCALE",
     "PEAK_RATE",
     "ROWS_PER_RANK",
     "SCALE",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 ROWS_PER_RANK = 2
-SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**9, 2.0**12, 4
+SCALE, MIN_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**9, 2.0**-4, 2.0**12, 4
 PEAK_RATE, MOMENTUM = 0.3, 0.9
 BUDGET_TOKENS = 1_000_000
 #: Sequences of one to six tokens.
@@ -140,6 +141,6 @@ class Run:
             return
         self.since_overflow = self.since_overflow + 1 if stepped else 0
         if not stepped:
-            self.scale /= 2
+            self.scale = max(self.scale / 2, MIN_SCALE)
         elif self.since_overflow == GROWTH_INTERVAL:
             self.scale, self.since_overflow = min(self.scale * 2, MAX_SCALE), 0

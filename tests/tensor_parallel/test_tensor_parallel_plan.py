@@ -138,7 +138,7 @@ def test_auto_says_what_it_knows() -> None:
 
 
 def test_a_rule_that_fits_nothing_says_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"'\*.mlp.upp' fits no Linear, .* of Recorded. Layers that exist: model.t"):
+    with pytest.raises(ValueError, match=r"'\*.mlp.upp' matches no Linear, .* of Recorded. Layers that exist: model.t"):
         resolve_plan(model(), {"*.mlp.upp": "column"})
 
 

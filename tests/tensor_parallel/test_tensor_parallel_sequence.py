@@ -292,14 +292,14 @@ CUT = {"*.query_key_value": "column_qkv", "*.output": "row", "*.up": "column", "
     [
         (
             {**BLOCKS, **CUT, **WHOLE},
-            r"attention_norm \(LayerNorm\) stands in blocks .* Give a norm the style 'sequence'",
+            r"attention_norm \(LayerNorm\) is in blocks .* Give a norm the style 'sequence'",
         ),
         ({"*.attention_norm": "sequence", **CUT}, "attention_norm is 'sequence', and no list of blocks around it is"),
         (
             {**BLOCKS, "*blocks*_norm": "sequence", **CUT},
             "query_key_value is 'column_qkv' in .* 'whole_sequence': it gath",
         ),
-        ({**WHOLE, **CUT}, "attention is 'whole_sequence' and stands in no blocks that are 'sequence'"),
+        ({**WHOLE, **CUT}, "attention is 'whole_sequence' and is in no blocks that are 'sequence'"),
     ],
 )
 def test_plans_under_which_gradients_would_be_those_of_parts_are_refused(plan: Any, message: str) -> None:
@@ -313,12 +313,12 @@ def test_the_automatic_plan_can_be_written_out() -> None:
     written = {**BLOCKS, "*blocks*_norm": "sequence", **WHOLE, **CUT, "*.head": "vocab_parallel_head", "*": "auto"}
     assert resolve_plan(gpt, written) == resolve_plan(gpt, "auto_sequence")
     check_sequence_styles(gpt, resolve_plan(gpt, written))
-    with pytest.raises(ValueError, match="'blocks' fits no norm, Dropout or ModuleList of Recorded"):
+    with pytest.raises(ValueError, match="'blocks' matches no norm, Dropout or ModuleList of Recorded"):
         resolve_plan(gpt, {"blocks": "sequence"})
-    with pytest.raises(ValueError, match=r"'\*.ups' fits no layer that 'auto' knows of Recorded"):
+    with pytest.raises(ValueError, match=r"'\*.ups' matches no layer that 'auto' knows of Recorded"):
         resolve_plan(gpt, {"*.ups": "auto"})
     nested = nn.ModuleList([nn.ModuleList([nn.LayerNorm(2)])])
-    with pytest.raises(ValueError, match="0 is 'sequence' and stands in another such list"):
+    with pytest.raises(ValueError, match="0 is 'sequence' and is in another such list"):
         check_sequence_styles(nn.ModuleDict({"a": nested}), {"a": "sequence", "a.0": "sequence", "a.0.0": "sequence"})
 
 

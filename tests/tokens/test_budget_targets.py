@@ -253,7 +253,9 @@ def test_the_account_knows_padding(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_making_up_needs_somebody_who_tells() -> None:
     budget = ChinchillaBudget(tokens=10, on_waste="extend")
-    with pytest.raises(MisconfigurationException, match=r"MixedPrecision does not tell.*add OverflowMonitor\(\)"):
+    with pytest.raises(
+        MisconfigurationException, match=r"MixedPrecision does not report them.*add OverflowMonitor\(\)"
+    ):
         fit(budget, plugins=[stock()])
 
 

@@ -214,7 +214,7 @@ def test_a_budget_smaller_than_one_batch_is_refused() -> None:
 
 def test_batches_that_cannot_be_trimmed_are_refused() -> None:
     batches = [(x, y) for x, y in token_batches([8] * 4)]
-    with pytest.raises(MisconfigurationException, match="type 'tuple' has no labels that can be exchanged.*'floor'"):
+    with pytest.raises(MisconfigurationException, match="type 'tuple' has no labels that can be replaced.*'floor'"):
         quiet_trainer(callbacks=[ChinchillaBudget(tokens=20)], max_epochs=-1).fit(TokenModel(), loader(batches))
 
 

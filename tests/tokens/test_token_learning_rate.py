@@ -168,7 +168,9 @@ def test_a_skipped_step_does_not_advance_the_schedule(plugin: str, optimizer: An
 
 
 def test_a_stock_plugin_that_hides_its_skips_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"MixedPrecision does not tell which steps it skips.*add OverflowMonitor\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"MixedPrecision does not report which steps it skips.*add OverflowMonitor\(\)"
+    ):
         fit(Recording(), [TokenLearningRate(COSINE, tokens=TOTAL)], plugins=[stock_half()])
 
 
@@ -358,7 +360,7 @@ def test_what_cannot_work_is_refused_at_set_up() -> None:
         (Scheduled(), [rate()], "TokenLearningRate and StepLR both set the learning rate. Return the optimizer alone"),
         (NoRate(), [rate()], "cannot schedule AdamW, which has a parameter group without a learning rate"),
         (Recording(), [TokenLearningRate(COSINE)], "does not know how long the run is. Give tokens=, or add a Chin"),
-        (Recording(), [TokenLearningRate(COSINE), hours], "device_hours alone are no number of tokens"),
+        (Recording(), [TokenLearningRate(COSINE), hours], "device_hours alone do not determine a number of tokens"),
         (Manual(), [rate()], "TokenLearningRate needs automatic optimization"),
     ]:
         with pytest.raises(MisconfigurationException, match=message):

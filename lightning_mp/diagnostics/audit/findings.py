@@ -70,7 +70,7 @@ def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[AuditFind
         asked: what was asked for.
 
     Returns:
-        The findings, the gravest first; none if all is well.
+        The findings, the most severe first; none if all is well.
 
     Example:
         >>> from torch import nn, ones
@@ -125,7 +125,7 @@ def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -
             "other_format",
             names,
             f"Products ran in {compute} in a {asked.precision} run: {_places(names)}.",
-            "Leave the format to the precision plugin, or say in a PrecisionPolicy that it is meant so.",
+            "Leave the format to the precision plugin, or say in a PrecisionPolicy that it is intended.",
             "a torch.autocast of the model's own, or weights that were cast with .half() or .bfloat16().",
         )
 
@@ -139,13 +139,13 @@ def _fp32_product(operation: str, rows: Sequence[OperationRecord], asked: AskedP
             "fp32_matmul",
             names,
             f"{what} torch's autocast has no rule for this operation on {device_type}.",
-            "Cast its inputs in the model, or say in a PrecisionPolicy that fp32 is meant.",
+            "Cast its inputs in the model, or say in a PrecisionPolicy that fp32 is intended.",
         )
     return AuditFinding(
         "fp32_matmul",
         names,
         what,
-        "If it is meant so, say so in a PrecisionPolicy.",
+        "If it is intended, say so in a PrecisionPolicy.",
         "torch.autocast(enabled=False), a custom autograd function, or a buffer that is fp32.",
     )
 
@@ -215,8 +215,8 @@ def _low_precision(
             names,
             f"{operation} ran in {compute}: {_places(names)}.",
             "Give the precision plugin policy=PrecisionPolicy.default() (AutocastPrecision takes one), which keeps"
-            " norms, softmax and losses of torch in fp32 on every device, or say in the policy that 16 bit is meant. A"
-            " norm that is written by hand needs a rule about its module.",
+            " norms, softmax and losses of torch in fp32 on every device, or say in the policy that 16 bit is"
+            " intended. A norm that is written by hand needs a rule about its module.",
         )
 
 

@@ -32,11 +32,11 @@ class OverflowReport:
         step_index: attempts before it, skipped ones included.
         loss_scale: the scale at that step.
         parameters: parameters with a non-finite gradient on any rank, last layer first.
-        ranks: ranks that hold such a gradient. Under DDP the reduction spreads it to all of them.
+        ranks: ranks with such a gradient. Under DDP the reduction spreads it to all of them.
         findings: what the replay found, one for each rank that went wrong by itself; empty without replay.
-        buffers: buffers that hold nan or +inf now, on any rank: what the forward of a skipped step wrote into running
-            statistics stays there.
-        note: what could not be found out, and why; "" if nothing is missing.
+        buffers: buffers that contain nan or +inf now, on any rank: what the forward of a skipped step wrote into
+            running statistics stays there.
+        note: what could not be determined, and why; "" if nothing is missing.
         growth: the weight that has grown most since the start of the run, if that says that training has diverged.
     """
 
@@ -55,7 +55,7 @@ class OverflowReport:
 
     @property
     def kind(self) -> str:
-        """What two reports of the same trouble have in common, in a few words."""
+        """The problem in a few words; the same for two reports of the same problem."""
         if not self.findings:
             return f"with non-finite gradients in {self.parameters[0]}" if self.parameters else "without a known place"
         finding = self.findings[0]
@@ -74,11 +74,11 @@ class OverflowReport:
             parts.append(_diverged(self.growth))
         if len(self.findings) > _RANKS_IN_TEXT:
             others = [str(finding.rank) for finding in self.findings[_RANKS_IN_TEXT:]]
-            parts.append(f"The same kind of trouble on ranks {listed(others, most=12)}.")
+            parts.append(f"The same problem on ranks {listed(others, most=12)}.")
         if self.buffers:
             parts.append(
-                f"Non-finite numbers are now in the buffers {listed(self.buffers)}, and stay there: a"
-                " skipped step does not take back what its forward wrote. Reset them, or go back to a checkpoint."
+                f"Non-finite numbers are now in the buffers {listed(self.buffers)}, and stay there: skipping a step"
+                " does not undo what its forward wrote. Reset them, or go back to a checkpoint."
             )
         if self.note:
             parts.append(self.note)
@@ -108,13 +108,13 @@ def _describe(first: FirstOverflow) -> str:
         place += f" ({first.module_class})"
     tensor = f"{first.tensor} holds {first.kind} ({first.dtype}, shape {list(first.shape)})"
     if first.largest_input is not None:
-        tensor += f"; what went in reaches {first.largest_input:.3g}"
+        tensor += f"; its inputs reach {first.largest_input:.3g}"
     if first.phase == "data":
         return f"the data is at fault: {tensor}"
     if first.phase == "weights":
         return f"the weights are at fault: in {place}, {tensor}"
     phase = {"forward": "the forward", "loss": "the loss", "backward": "the backward"}[first.phase]
-    return f"{phase} is where it begins, in {place}: {tensor}"
+    return f"{phase} is where it starts, in {place}: {tensor}"
 
 
 def _advice(finding: OverflowFinding, loss_scale: float) -> str:
@@ -125,14 +125,14 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
         return (
             f"Verdict: the loss scale was too high; at {finding.finite_scale:g}, {halvings} halvings below, the"
             " micro-batch is finite. Nothing to do: a dynamic scale gets there by itself, and a skipped step does no"
-            " harm. If it comes more often than once in some hundred steps, use bf16, or a LossScaler with a"
+            " harm. If it happens more often than once in a few hundred steps, use bf16, or a LossScaler with a"
             " larger growth_interval or a max_scale."
         )
     if finding.verdict == "range":
         return (
             f"Verdict: too large for {first.dtype if first is not None else 'fp16'}, whatever the loss scale; in"
-            f" fp32 it is finite. Use bf16-mixed, or run {place} in fp32 with a PrecisionPolicy, or bring its inputs"
-            " down (normalisation, smaller initial weights)."
+            f" fp32 it is finite. Use bf16-mixed, or run {place} in fp32 with a PrecisionPolicy, or make its inputs"
+            " smaller (normalisation, smaller initial weights)."
         )
     if finding.verdict == "model":
         tried = " nor in fp32" if finding.finite_in_fp32 is False else ""
@@ -145,8 +145,8 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
         return "Verdict: the data is broken. Look at this batch; a non-finite number in a batch spoils every gradient."
     if finding.verdict == "weights":
         return (
-            "Verdict: the weights are broken already; every later step will be skipped, too. Go back to a checkpoint"
-            " from before, and look at what wrote them: they cannot come from a step that was checked."
+            "Verdict: the weights are broken already; every later step will be skipped as well. Go back to a checkpoint"
+            " from before, and find out what wrote them: a step that was checked cannot have done so."
         )
     return (
         "Verdict: the sum of finite gradients does not fit into their dtype. Lower LossScaler(max_scale=...), or"

@@ -82,8 +82,8 @@ def named_device(name: str) -> DeviceTraits:
     except ValueError:
         names = ", ".join(chip.name for chip in known_chips())
         raise ValueError(
-            f"`device` {name!r} is not known. Use cpu, mps or one of {names}; on the machine itself leave it out, and"
-            " torch is asked."
+            f"`device` {name!r} is not known. Use cpu, mps or one of {names}; for the device of this machine, leave it"
+            " out."
         ) from None
     formats = frozenset(chip.peak_flops) & _ADA
     return DeviceTraits(chip.name, "cuda", generation_of(chip.name), formats, chip_memory_bytes(chip.name))

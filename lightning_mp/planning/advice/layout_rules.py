@@ -199,7 +199,9 @@ def _strategy(layout: MemoryLayout) -> str | Component | None:
 
 def _strategy_choice(layout: MemoryLayout, strategy: str | Component | None) -> Choice:
     if isinstance(strategy, Component):
-        reason = "All of the model on every GPU does not surely fit, so weights, gradients and states are sharded."
+        reason = (
+            "It is not certain that the whole model fits on every GPU, so weights, gradients and states are sharded."
+        )
         if layout.layout.copies > 1:
             reason += " Inside of a node only: between nodes gradients alone are sent."
         return Choice("strategy", strategy.python(), reason, _FSDP, "likely")

@@ -40,7 +40,7 @@ def recommend(
         goal: "pretrain", "finetune" (all weights), "adapters" (a frozen base), "gan" or "inference".
         context_tokens: length of a sequence.
         tokens_per_step: the batch of one optimizer step over all devices, for accumulation; None leaves it out.
-        memory_bytes: of one device, where it is another than the larger one that its chip is sold with.
+        memory_bytes: of one device, where it is not the larger one that its chip is sold with.
         blocks: glob over names of the modules to checkpoint, if that is needed.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Memory of a training step: measured on tensors without numbers, divided over ranks, or from a decoder's shape."""
+"""Memory of a training step: measured on fake tensors, divided over ranks, or from a decoder's shape."""

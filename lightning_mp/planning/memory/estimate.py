@@ -127,7 +127,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimates what one training step keeps in memory: on one device, or on each rank of several.
 
-    The step runs on tensors that have a shape, a format and no numbers: nothing is computed, no memory is used. The
+    The step runs on fake tensors, which have a shape, a dtype and no data: nothing is computed, no memory is used. The
     module's own code, the casts of the precision, saved tensors, activation checkpoints and the optimizer's own step
     are what is measured; no formula guesses them. The module does not change.
 
@@ -163,7 +163,7 @@ def estimate_memory(
 
     Raises:
         ValueError: an argument is unknown, the module is sharded, the step reads numbers of tensors, or the optimizer
-            cannot step without numbers.
+            cannot step fake tensors.
 
     Source:
         What is kept per parameter: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1.

@@ -64,7 +64,7 @@ def read_config(path: str | Path) -> Mapping[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} is no JSON file. Pass the config.json of a Hugging Face model.") from None
+        raise ValueError(f"{path} is not a JSON file. Pass the config.json of a Hugging Face model.") from None
     return content if isinstance(content, dict) else {}
 
 
@@ -91,15 +91,15 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     missing = [_NAMES[name][0] for name in ("layers", "width", "heads", "vocabulary") if not fields[name]]
     if missing:
         raise ValueError(
-            f"The configuration does not tell {', '.join(missing)}. Pass the config.json of a decoder, or layers,"
+            f"The configuration does not contain {', '.join(missing)}. Pass the config.json of a decoder, or layers,"
             " width and vocabulary."
         )
     if told.get("multi_query") and not told.get("new_decoder_architecture"):
         fields["kv_heads"] = 1
     if kind and kind not in (*_WITH_GATES, *_WITHOUT_GATES):
         warnings.warn(
-            f"model_type {kind!r} is not known. Its MLPs are taken to have gates and its output layer weights of its"
-            " own where the configuration does not tell: compare the number of parameters with the published one.",
+            f"model_type {kind!r} is not known. Its MLPs are assumed to be gated and, unless the configuration says"
+            " otherwise, its output layer untied: compare the number of parameters with the published one.",
             stacklevel=3,
         )
     learned = kind in _LEARNED_POSITIONS
@@ -118,13 +118,13 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_other_models(config: Mapping[str, Any], told: Mapping[str, Any], kind: str) -> None:
     if config.get("is_encoder_decoder") or kind in _NO_DECODERS:
         raise ValueError(
-            f"The configuration is of {kind or 'a model'} with an encoder, and the formulas are for decoders. Measure"
+            f"The configuration describes {kind or 'a model'}, which has an encoder; the formulas are for decoders. Measure"
             " the module: estimate_memory(module, batch), or lightning-mp memory --module."
         )
     other = next((name for name in told if name.startswith(_OTHER_BLOCKS) and told[name] is not None), None)
     if other is not None:
         raise ValueError(
-            f"The configuration tells {other!r}: blocks that are no attention and MLP, which the formulas do not know."
+            f"The configuration contains {other!r}: its blocks are not attention and MLPs, which the formulas cover."
             " Measure the module: estimate_memory(module, batch), or lightning-mp memory --module."
         )
 
@@ -172,6 +172,6 @@ def _latent_attention(told: Mapping[str, Any]) -> LatentAttention | None:
         return None
     missing = [name for name in _LATENT if told.get(name) is None]
     if missing:
-        raise ValueError(f"The configuration tells kv_lora_rank, and not {', '.join(missing)}.")
+        raise ValueError(f"The configuration contains kv_lora_rank, but not {', '.join(missing)}.")
     sizes = {name: _count(told, name) for name in (*_LATENT, "q_lora_rank")}
     return LatentAttention(**sizes)

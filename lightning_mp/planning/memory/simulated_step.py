@@ -1,4 +1,4 @@
-"""One training step on tensors without numbers, in the order of Lightning's loop, and what is alive at each moment."""
+"""One training step on fake tensors, in the order of Lightning's loop, and what is alive at each moment."""
 
 import inspect
 import warnings
@@ -186,7 +186,7 @@ def _readable_errors() -> Iterator[None]:
         if type(error).__name__ not in ("DataDependentOutputException", "DynamicOutputShapeException"):
             raise
         raise ValueError(
-            "estimate_memory() runs the step on tensors that have no numbers, and the step asks for one"
-            f" ({error}), as by .item(), an `if` on a tensor, or indexing by a mask. Pass step= with a function that"
-            " does without."
+            "estimate_memory() runs the step on fake tensors, which have no data, and the step reads a value"
+            f" ({error}), for instance by .item(), an `if` on a tensor, or indexing with a mask. Pass step= with a"
+            " function that does not."
         ) from error

@@ -1,4 +1,4 @@
-"""A model as a precision plugin makes it, of tensors that have a shape, a format and no numbers."""
+"""A model as a precision plugin makes it, of tensors that have a shape, a dtype and no data."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

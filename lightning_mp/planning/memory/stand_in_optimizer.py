@@ -1,4 +1,4 @@
-"""An optimizer's step on tensors without numbers: states and temporaries come from the optimizer's own code."""
+"""An optimizer's step on fake tensors: states and temporaries come from the optimizer's own code."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -86,7 +86,7 @@ class StandInOptimizer:
         device_type: "cuda" takes the implementation over all tensors at once where the optimizer leaves the choice.
 
     Raises:
-        ValueError: the optimizer cannot step without numbers.
+        ValueError: the optimizer cannot step fake tensors.
     """
 
     def __init__(self, optimizer: Optimizer, precision: PrecisionStorage, device_type: str) -> None:
@@ -142,7 +142,7 @@ class StandInOptimizer:
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"estimate_memory() cannot step {type(self.optimizer).__name__} on tensors without numbers ({reason})."
+                f"estimate_memory() cannot step {type(self.optimizer).__name__} on fake tensors ({reason})."
                 " Pass optimizer= with one that keeps as many bytes, such as 'AdamW' (8 per parameter) or 'SGD' (0)."
             ) from error
         finally:

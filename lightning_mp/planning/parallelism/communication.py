@@ -72,7 +72,7 @@ def communication_per_step(
         sequence_parallel: norms on parts of the sequence, as by ``tensor_parallel_plan="auto_sequence"``: an all-gather
             and a reduce-scatter where there was an all-reduce, the same bytes together (Korthikanti et al. 2022,
             arXiv:2205.05198, section 4.2.2) up to the formats.
-        tensor_reduce_dtype: under tensor parallelism in "*-mixed", in which format gradients of the residual stream
+        tensor_reduce_dtype: under tensor parallelism in ``"*-mixed"``, in which format gradients of the residual stream
             are reduced: "fp32" as this package does, or "16bit" as Megatron-LM does.
         zero_stage: among copies without shards: 1 or 2 as DeepSpeed does it, no strategy of this package.
         experts: of a mixture, divided over data ranks.

@@ -233,7 +233,7 @@ def _usable(tokens: Sequence[float], losses: Sequence[float]) -> tuple[Tensor, T
     if span < MIN_SPAN:
         raise ValueError(
             f"A forecast needs points over a factor of {MIN_SPAN:g} in tokens, got a factor of {span:.3g}: the curve"
-            " cannot be told from a line. Pass the points from the start of the run."
+            " cannot be told apart from a straight line. Pass the points from the start of the run."
         )
     return d, loss
 

@@ -147,7 +147,7 @@ def _entries_by_linear(
         if not hits:
             there_are = listed([own[0] for own in names.values()], most=12) or "none"
             raise ValueError(
-                f"skip={written} matches no nn.Linear, and no module that holds one. The Linear layers of"
+                f"skip={written} matches no nn.Linear, and no module that contains one. The Linear layers of"
                 f" {type(model).__name__} are: {there_are}."
             )
         for linear in hits:

@@ -65,7 +65,7 @@ def cast_weights_(
     with_weights = _buffers_of_weights(module, kept)
     other = {name: p.dtype for name, p in module.named_parameters() if p.dtype not in _CAST_DTYPES}
     if other:
-        rank_zero_warn(f"Only fp32 weights are held in {dtype}. These stay as they are, without masters: {other}.")
+        rank_zero_warn(f"Only fp32 weights are stored in {dtype}. These stay as they are, without masters: {other}.")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Casting complex values to real")
         # `to` and not `parameter.data =`: modules with an `_apply` of their own (RNNs, FSDP2) follow it.

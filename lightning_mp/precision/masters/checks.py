@@ -30,14 +30,14 @@ def check_arguments(precision: str, storage: str, scaler: object) -> None:
     if precision not in tuple(DTYPES):
         raise ValueError(
             f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(DTYPES)}."
-            " For fp32 weights cast at each use take AutocastPrecision('bf16-mixed') or ('16-mixed')."
+            " For fp32 weights that are cast at each use, take AutocastPrecision('bf16-mixed') or ('16-mixed')."
         )
     if storage not in _STORAGES:
         raise ValueError(f"MasterWeightsPrecision(storage={storage!r}) is unknown; it must be one of {_STORAGES}.")
     if storage == "remainder" and precision != "bf16-true":
         raise MisconfigurationException(
-            f"MasterWeightsPrecision({precision!r}, storage='remainder'): a fp32 number is not an fp16 number and 16"
-            " bits more, because fp16 has another exponent. Use storage='fp32', or 'bf16-true'."
+            f"MasterWeightsPrecision({precision!r}, storage='remainder'): an fp32 number is not an fp16 number plus 16"
+            " more bits, because fp16 has a different exponent. Use storage='fp32', or 'bf16-true'."
         )
     if scaler is not None and precision == "bf16-true":
         raise MisconfigurationException(
@@ -105,7 +105,7 @@ def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -
     kept, others = (listed(names) for names in (wide, narrow))
     raise MisconfigurationException(
         f"The policy of MasterWeightsPrecision keeps {kept} in fp32, and fully_shard has put it into one unit"
-        f" ({unit or 'the model'}) with {others}, which is 16 bit; FSDP2 wants one dtype in a unit. In"
+        f" ({unit or 'the model'}) with {others}, which is 16 bit; FSDP2 requires one dtype per unit. In"
         " configure_model shard the units that lightning_mp.policy.sharding_units.sharding_units makes of the policy,"
         " or use AutocastPrecision."
     )

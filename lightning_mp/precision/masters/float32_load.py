@@ -46,7 +46,7 @@ class Recast:
         """
         check_half_range(self.module, self.dtype, self.in_float32)
         with warnings.catch_warnings():  # it was said at set-up
-            warnings.filterwarnings("ignore", message="Only fp32 weights are held")
+            warnings.filterwarnings("ignore", message="Only fp32 weights are stored")
             return cast_weights_(self.module, self.dtype, self.in_float32)
 
 

@@ -54,8 +54,8 @@ def check_half_range(module: nn.Module, dtype: torch.dtype, in_float32: Iterable
             too_large.append(name)
     if too_large:
         raise MisconfigurationException(
-            f"MasterWeightsPrecision('16-true'): {listed(too_large)} holds weights above 65,504,"
-            f" which fp16 does not have. {_REMEDIES}, or scale the weight down."
+            f"MasterWeightsPrecision('16-true'): {listed(too_large)} has weights above 65,504, the largest fp16"
+            f" number. {_REMEDIES}, or scale the weight down."
         )
 
 
@@ -100,6 +100,6 @@ class HalfRange:
         if here:
             (rank_zero_warn if self._copied else warnings.warn)(
                 f"MasterWeightsPrecision('16-true'): elements of {listed(here)} have reached"
-                " ±65,504, the end of fp16's range, and are held there, their fp32 masters as well. Is the learning"
+                " ±65,504, the end of fp16's range, and are clamped there, as are their fp32 masters. Is the learning"
                 f" rate too high, or weight decay missing? {_REMEDIES}."
             )

@@ -66,7 +66,7 @@ def warn_of_other_weights(differing: int, masters: int) -> None:
     """Says that masters of a checkpoint were not taken everywhere."""
     rank_zero_warn(
         f"The checkpoint's fp32 master weights and the model's weights differ in {differing} of {masters} parameters."
-        " The model's weights are taken where they differ: was the model loaded from another checkpoint than the"
+        " Where they differ, the model's weights are used: was the model loaded from a different checkpoint than the"
         " optimizer, or changed after the last step?"
     )
 
@@ -74,8 +74,8 @@ def warn_of_other_weights(differing: int, masters: int) -> None:
 def warn_of_rounded_weights(precision: str) -> None:
     """Says that a checkpoint was read in 16 bit where somebody has fp32 numbers."""
     rank_zero_warn(
-        f"This run goes on from weights that are rounded as in {precision!r}: the run that wrote the checkpoint had"
-        " fp32 masters, and they were not read with its optimizers' states. Was it saved without them"
+        f"This run continues from weights that were rounded as in {precision!r}: the run that wrote the checkpoint had"
+        " fp32 masters, and they were not read with the optimizer states. Was it saved without them"
         " (save_weights_only=True)?"
     )
 
@@ -95,8 +95,8 @@ def leave_out_stale_masters(checkpoint: dict[str, Any]) -> None:
     if found:
         rank_zero_warn(
             f"The checkpoint carries fp32 master weights of {found} parameters that are older than its weights: a run"
-            " of Lightning's own precision came between, which neither used nor trained them. They are left out; the"
-            " run goes on from the checkpoint's weights, in the precision in which they were saved."
+            " with one of Lightning's own precisions came in between, which neither used nor trained them. They are"
+            " ignored; the run continues from the checkpoint's weights, in the precision in which they were saved."
         )
 
 

@@ -147,7 +147,7 @@ class MasterHooks:
         if changed:
             raise RuntimeError(
                 f"{type(optimizer).__name__} changed {len(changed)} 16-bit weights by itself, not through its"
-                " param_groups, so that master weights cannot work with it. It probably wraps another optimizer or"
+                " param_groups, so master weights cannot work with it. It probably wraps another optimizer or"
                 " keeps a list of parameters of its own. Use AutocastPrecision, which keeps fp32 weights."
             )
 

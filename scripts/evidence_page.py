@@ -1,0 +1,92 @@
+"""The page that scripts/evidence.py writes: verdicts, tables and pictures from its results."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["write_page"]
+
+
+def write_page(out: Path, page: Path, parts: Iterable[str]) -> None:
+    """Writes the page from the JSON file of each part in a folder; pictures and copies of these files beside it.
+
+    Args:
+        out: the folder.
+        page: a Markdown file.
+        parts: in the order of the page; those that have no file are left out.
+    """
+    measured = [json.loads(file.read_text()) for part in parts if (file := out / f"{part}.json").is_file()]
+    lines = ["# Quality of each precision, in paired runs", ""]
+    lines += [
+        "Written by `scripts/evidence.py` from its results. How to read the tables: [compare.md](../compare.md). Time",
+        "and memory are those of this CPU, on which fp8 is emulated and 16 bit may be slow; they say nothing of a GPU,",
+        "and nothing here has been measured on one.",
+        "",
+        *verdict_table([facts for facts in measured if "result" in facts]),
+    ]
+    for facts in measured:
+        lines += ["", *page_section(facts, out, page)]
+        beside(page, facts["part"], ".json").write_bytes((out / f"{facts['part']}.json").read_bytes())
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def verdict_table(measured: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Verdicts, mean differences and intervals in nats, a column per part."""
+    if not measured:
+        return []
+    columns = [facts["result"] for facts in measured]
+    lines = [
+        f"Verdict, and loss minus that of {columns[0]['baseline']} in nats: mean, and its"
+        f" {columns[0]['confidence']:.0%} interval. The margin is {columns[0]['margin']:g}.",
+        "",
+        "| precision | " + " | ".join(facts["part"] for facts in measured) + " |",
+        "|---|" + "---|" * len(measured),
+    ]
+    for name in list(columns[0]["precisions"])[1:]:
+        cells = [verdict_cell(column["precisions"][name]) for column in columns]
+        lines += [f"| {name} | " + " | ".join(cells) + " |"]
+    return lines
+
+
+def verdict_cell(found: Mapping[str, Any]) -> str:
+    """One precision in one part."""
+    if found["mean_difference"] is None:
+        return f"{found['verdict']}: runs diverged"
+    low, high = ("?" if end is None else f"{end:+.4f}" for end in found["interval"])
+    return f"{found['verdict']}: {found['mean_difference']:+.4f} ({low} to {high})"
+
+
+def beside(page: Path, part: str, suffix: str) -> Path:
+    """A file of one part in the page's folder."""
+    return page.with_name(f"{page.stem}_{part}{suffix}")
+
+
+def page_section(facts: Mapping[str, Any], out: Path, page: Path) -> list[str]:
+    """One part."""
+    part = facts["part"]
+    lines = [f"## {part.capitalize()}", "", facts["about"], ""]
+    if "not_measured" in facts:
+        return [*lines, f"{facts['not_measured'].capitalize()}."]
+    result, sizes = facts["result"], facts["sizes"]
+    if facts["limits"]:
+        lines += [f"**{facts['limits']}**", ""]
+    versions = ", ".join(f"{name} {number}" for name, number in {**facts["versions"], **result["versions"]}.items())
+    lines += [
+        f"{facts['date']}, {facts['machine']}; {versions}.",
+        f"{sizes['seeds']} paired seeds of {sizes['steps']} steps.",
+        "",
+        f"    {facts['command']}",
+        "",
+        "```text",
+        result["table"],
+        "```",
+        "",
+        f"Every loss of every seed: `{beside(page, part, '.json').name}`, beside this page.",
+    ]
+    drawn = out / f"{part}.png"
+    if drawn.is_file():
+        picture = beside(page, part, ".png")
+        picture.write_bytes(drawn.read_bytes())
+        lines += ["", f"![Precisions compared on the part {part}]({picture.name})"]
+    return lines
