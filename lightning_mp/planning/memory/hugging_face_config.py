@@ -118,14 +118,14 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_other_models(config: Mapping[str, Any], told: Mapping[str, Any], kind: str) -> None:
     if config.get("is_encoder_decoder") or kind in _NO_DECODERS:
         raise ValueError(
-            f"The configuration describes {kind or 'a model'}, which has an encoder; the formulas are for decoders. Measure"
-            " the module: estimate_memory(module, batch), or lightning-mp memory --module."
+            f"The configuration describes {kind or 'a model'}, which has an encoder; the formulas are for decoders."
+            " Measure the module: estimate_memory(module, batch), or lightning-mp memory --module."
         )
     other = next((name for name in told if name.startswith(_OTHER_BLOCKS) and told[name] is not None), None)
     if other is not None:
         raise ValueError(
-            f"The configuration contains {other!r}: its blocks are not attention and MLPs, which the formulas cover."
-            " Measure the module: estimate_memory(module, batch), or lightning-mp memory --module."
+            f"The configuration contains {other!r}: its blocks are not attention and MLPs, which the"
+            " formulas are for. Measure the module: estimate_memory(module, batch), or lightning-mp memory --module."
         )
 
 
