@@ -165,6 +165,11 @@ def test_every_verb_has_examples_and_json(capsys):
         ("plan --flops 1e21 --inference-tokens 1T --law kaplan", "--inference-tokens needs a law that predicts a loss"),
         ("plan --flops 1e21 --device h100 --mfu 140%", "--mfu is a fraction of the whole, over 0 and at most 1"),
         ("memory", "pass one of --module, --config and the shape"),
+        (
+            "memory --module json:loads --plot step.doc",
+            "--plot step.doc cannot be drawn: its name must end with one of",
+        ),
+        ("memory --module json:loads --plot none/step.png", "--plot none/step.png: there is no folder none"),
         ("memory --module json", "--module must be written PACKAGE:FUNCTION"),
         ("memory --module nothing_here:example", "--module nothing_here:example cannot be imported"),
         ("memory --layers 2 --width 8 --vocab 8 --ranks 2", "--ranks belongs to --module"),
