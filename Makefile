@@ -20,7 +20,7 @@ ARGS ?=
 
 # a later step reads what an earlier one wrote, and two of them would fight for the cores
 .NOTPARALLEL:
-.PHONY: help install demo test test-full soak lint format notebooks docs drawings bench-gpu evidence clean
+.PHONY: help install demo test test-full soak lint format notebooks docs drawings bench bench-gpu evidence clean
 
 help:
 	@echo "make demo        train the demo; options in ARGS, for instance ARGS='--precision 16-mixed'"
@@ -30,6 +30,7 @@ help:
 	@echo "make lint        ruff and mypy only;  make format rewrites the files"
 	@echo "make notebooks   run the notebooks, keeping nothing"
 	@echo "make docs        the documentation, into build/docs; make drawings draws its figures anew"
+	@echo "make bench       what it costs beside stock Lightning and a plain loop, into docs/results (5 minutes)"
 	@echo "make bench-gpu   the GPU benchmark, into docs/results; PYTHON_BENCH=python3 needs no .venv"
 	@echo "make evidence    paired runs in every precision, into docs/results (3 hours); ARGS=--quick: minutes"
 	@echo "make clean       remove .venv, caches and builds"
@@ -65,7 +66,7 @@ soak: $(INSTALLED)
 	$(RUN) -m pytest tests/soak --soak-steps 20000 --soak-fits 200
 
 notebooks: $(INSTALLED)
-	$(RUN) -m pytest --nbmake --nbmake-timeout=90 notebooks
+	$(RUN) -m pytest $(WORKERS) --nbmake --nbmake-timeout=90 notebooks
 
 # DOCS_INVENTORIES=required fails where links to the documentation of torch and Lightning cannot be made
 docs: $(INSTALLED)
@@ -75,6 +76,9 @@ docs: $(INSTALLED)
 
 drawings: $(INSTALLED)
 	$(RUN) scripts/draw.py
+
+bench: $(INSTALLED)
+	$(RUN) tests/benchmarks/bench_cost.py --out docs/results/cost_cpu.md $(ARGS)
 
 bench-gpu: $(if $(filter $(RUN),$(PYTHON_BENCH)),$(INSTALLED))
 	PYTHONPATH="$(CURDIR)" $(PYTHON_BENCH) tests/benchmarks/bench_gpu.py --out docs/results $(ARGS)

@@ -29,7 +29,7 @@ def loss_scale_of(trainer: "pl.Trainer") -> Tensor | None:
 def gradients_are_scaled(trainer: "pl.Trainer", optimizer: Optimizer) -> bool:
     """Whether ``on_before_optimizer_step`` sees gradients times the loss scale.
 
-    Stock plugins leave it to a fused optimizer to divide by it; ours show true gradients.
+    Stock plugins leave it to a fused optimizer to divide by it; those of this package show true gradients.
     """
     return applies_grad_scale(optimizer) and not isinstance(trainer.precision_plugin, GradientStepPrecision)
 

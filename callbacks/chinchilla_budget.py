@@ -1,5 +1,6 @@
 """A run that ends on its budget: tokens, FLOPs or device hours."""
 
+import math
 import time
 from typing import Any, Literal, get_args
 
@@ -21,6 +22,7 @@ from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.preflight_checks.scheduler_facts import schedulers_longer_than
 from lightning_mp.tokens.budget import LandingMode, TokenBudget, TrimFunction
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
@@ -245,7 +247,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Warns with the first batch if the data or ``max_steps`` end before the budget."""
+        """Warns with the first batch if the run ends before the budget, or the budget long before a scheduler."""
         if self._first_batch:
             self._first_batch = False
             self._warn_of_an_early_end(trainer, batch)
@@ -257,6 +259,13 @@ class ChinchillaBudget(SettingsRepr, Callback):
             return
         left = self.budget_tokens - self.tokens_spent
         per_batch = self._controller.input_tokens(batch)
+        window = self._controller.state.window.planned
+        for found in schedulers_longer_than(2 * math.ceil(left / max(1, window * per_batch)), trainer):
+            rank_zero_warn(
+                f"{found.name}({found.setting}={found.planned:,}) is planned for many more optimizer steps than the"
+                f" budget has, about {left // max(1, window * per_batch):,} from here: the learning rate hardly falls."
+                " Use TokenLearningRate(WarmupCosine()), which follows the budget, in place of the scheduler."
+            )
         max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
         if max_epochs != -1 and trainer.num_training_batches != float("inf"):
             batches = int(trainer.num_training_batches) * (max_epochs - trainer.current_epoch)
@@ -268,12 +277,12 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 )
         if trainer.max_steps != -1:
             steps = trainer.max_steps - trainer.global_step
-            tokens = steps * self._controller.state.window.planned * per_batch
+            tokens = steps * window * per_batch
             if tokens < left:
                 rank_zero_warn(
-                    f"max_steps={trainer.max_steps} ends before the budget: {steps:,} steps of"
-                    f" {self._controller.state.window.planned} micro-batches of about {per_batch:,} tokens make"
-                    f" {tokens:,} of {left:,} tokens to go. Leave max_steps out, or accumulate more micro-batches."
+                    f"max_steps={trainer.max_steps} ends before the budget: {steps:,} steps of {window} micro-batches"
+                    f" of about {per_batch:,} tokens make {tokens:,} of {left:,} tokens to go. Leave max_steps out, or"
+                    " accumulate more micro-batches."
                 )
 
     def on_train_batch_end(

@@ -234,7 +234,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._handles = []
 
     def _is_available(self, trainer: "pl.Trainer") -> bool:
-        """Whether this window can have a small gradient; tells once why not."""
+        """Whether this window can have a small gradient; says once why not."""
         reason = ""
         if isinstance(trainer.strategy, FSDPStrategy):
             reason = (

@@ -67,7 +67,7 @@ class MFUMonitor(SettingsRepr, Callback):
     ranks repeat on plain tensors counts on each of them.
 
     Like every token counter of the pack this makes the gradient of an accumulation window the exact mean over its
-    tokens. Skipped steps are known with our precision plugins, or with ``OverflowMonitor``.
+    tokens. Skipped steps are known with the precision plugins of this package, or with ``OverflowMonitor``.
 
     Args:
         flops_per_token: "exact" counts; a name of :data:`~lightning_mp.flops.conventions.CONVENTIONS` ("6N", "palm",
@@ -289,7 +289,7 @@ class MFUMonitor(SettingsRepr, Callback):
             return
         convention = self.flops_per_token if isinstance(self.flops_per_token, str) else "as given"
         convention += "; causal attention as a full square" if convention == "exact" else ""
-        ran_again = "" if again is None else f", and {again:.4g} run again"
+        ran_again = "" if again is None else f", and {again:.4g} recomputed"
         rank_zero_info(
             f"MFUMonitor: {work.model_flops_per_token:.4g} FLOPs per {self._counted} ({convention}){ran_again}."
             + ("" if again is not None else " No HFU: compiled code cannot be counted.")

@@ -34,8 +34,8 @@ class OverflowMonitor(SettingsRepr, Callback):
 
     Logged once the first outcome is known: ``mp/loss_scale`` (in runs that have one) and ``mp/skipped_steps``, both
     also on the progress bar, the latter from the first skip on; ``mp/skip_streak`` (steps skipped in a row);
-    ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping; with our
-    plugins or ``guard``). Totals are saved in the checkpoint.
+    ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping; with the
+    plugins of this package, or with ``guard``). Totals are saved in the checkpoint.
 
     A run that only skips steps is ended, see ``stop_after_skips``. A warning at the end of a fit says so if more than
     10 steps and more than half of all were skipped, or more than a tenth where that is more than the 48 skips that a
@@ -53,7 +53,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         stop_after_skips: end the run after this many skips in a row: a checkpoint is saved, and a warning gives the
             reason, which is kept in ``stop_reason``. "auto" is 100, or twice the skips that a loss scale with a slower
             ``backoff_factor`` may need. In a healthy run a streak ends when the scale has fallen to where gradients
-            fit: from 2**24 to 2**-24 are 48 skips, and ``hysteresis`` adds one less than its value. Without a loss
+            fit: from 2^24 to 2^-24 are 48 skips, and ``hysteresis`` adds one less than its value. Without a loss
             scale only the batch changes between two skips, so 100 of them do not come from a few bad batches. None
             never stops.
         guard: on Lightning's own plugins without a loss scaler (``"bf16-mixed"``, ``"32-true"``, ``"bf16-true"``) also

@@ -1,8 +1,9 @@
 """A Hugging Face causal model, with texts of different lengths, averaged over tokens.
 
 When: fine-tuning or training any `AutoModelForCausalLM`. Load the weights in fp32 (`dtype=torch.float32`): trainable
-fp16 weights are refused, and trainable bf16 weights lose small updates. Padding has label -100, so it is neither
-trained nor counted, and a step of several micro-batches is the mean over its tokens, not the mean of means.
+fp16 weights are refused, and trainable bf16 weights lose small updates. `from_pretrained` leaves the model in eval
+mode, and so does Lightning: call `.train()`, or there is no dropout. Padding has label -100, so it is neither trained
+nor counted, and a step of several micro-batches is the mean over its tokens, not the mean of means.
 
     pip install transformers
     python recipes/huggingface_causal.py                                  # a tiny Llama, on any CPU
@@ -74,7 +75,7 @@ def main(model: str | None, file: Path | None) -> None:
         net = AutoModelForCausalLM.from_config(LlamaConfig(**TINY, bos_token_id=1, eos_token_id=1))
         texts, tokens = counting_texts(800), 5_000
     else:
-        net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
         tokenizer = AutoTokenizer.from_pretrained(model)
         texts = tokenizer(file.read_text().split("\n\n"), truncation=True, max_length=1024)["input_ids"]
         texts, tokens = [text for text in texts if len(text) > 1], 1_000_000

@@ -140,7 +140,7 @@ def master_weights() -> Drawing:
     picture.words(108, 130, "round to 16 bit", size=12)
     picture.words(548, 130, "copied for the step only", size=12)
     picture.words(
-        20, 262, 'storage="remainder": a master is its bf16 weight and 16 bits more, so 2 bytes instead of 4', size=12
+        20, 262, 'storage="remainder": a master is its bf16 weight plus 16 more bits, so 2 bytes instead of 4', size=12
     )
     for index in range(32):
         picture.box(20 + 16 * index, 274, 16, 24, BLUE if index < 16 else PURPLE)

@@ -59,14 +59,14 @@ ADAPTER_RANK = 4
 class Sizes:
     """How much is run."""
 
-    params: int = 100_000
-    steps: int = 500
+    params: int = 20_000
+    steps: int = 300
     seeds: int = 10
     rounds: int = 5
     batch_size: int = 8
 
 
-QUICK = Sizes(params=20_000, steps=20, seeds=3, rounds=1, batch_size=2)
+QUICK = Sizes(steps=20, seeds=3, rounds=1, batch_size=2)
 
 
 class NotMeasured(Exception):

@@ -102,9 +102,9 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         tensor_parallel_size: over how many ranks each layer of the plan is split; they are neighbours, so use no more
             than a node has.
         tensor_parallel_plan: globs over names of layers to styles
-            (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), the first that fits wins; "auto" or None
-            for Hugging Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``: attention runs on each rank's heads
-            only, and the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
+            (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), the first match wins; "auto" or None for Hugging
+            Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``: attention runs on each rank's heads only, and
+            the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
             ``nn.CrossEntropyLoss``, also inside of transformers; in training whatever else looks at logits gets the
             whole, on all ranks together; in evaluation they are whole). "auto_sequence" also splits the sequence, in
             and between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can be values of a

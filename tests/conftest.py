@@ -4,7 +4,6 @@ import gc
 import itertools
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["COLUMNS"] = "200"
 
 import hypothesis
+import longest_files
 import pytest
 import quick_set
 import repeated_work
@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no CUDA device, and let slow ones be slow on a slow machine."""
-    _longest_files_first(items)
+    longest_files.begin_with_the_longest(items)
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
@@ -75,18 +75,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _longest_files_first(items: list[pytest.Item]) -> None:
-    """A worker takes whole files: a long one that is begun last would be waited for alone.
-
-    Tests that are marked with a time-out of their own are the longest; they are taken to need a quarter of it.
-    """
-    seconds: Counter[Path] = Counter()
-    for item in items:
-        timeout = item.get_closest_marker("timeout")
-        seconds[item.path] += timeout.args[0] // 4 if timeout else 5 if item.get_closest_marker("full") else 1
-    items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_collection_finish() -> None:

@@ -37,14 +37,14 @@ def refuse_repeated_losses(trainer: "pl.Trainer") -> None:
 
 
 class _EndOfWindow(int):
-    """A number of steps that nobody asked for, and that says so where Lightning prints it."""
+    """A number of steps that was not requested, which says so where Lightning prints it."""
 
     def __repr__(self) -> str:
         return "the end of the accumulation window"
 
 
 class _StopAtTheEnd(logging.Filter):
-    """Rewords what Lightning says of ``min_steps`` when a run is told to stop inside a window."""
+    """Rewords Lightning's message about ``min_steps`` when a run is told to stop inside a window."""
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class AccumulationBoundary:
         pl_module: its module.
         sync: when sharded gradients are reduced.
         is_open: whether a window is open after a micro-batch.
-        close: tells that the open window was closed between two micro-batches.
+        close: called when the open window was closed between two micro-batches.
         checkpoints_wait: ``ModelCheckpoint`` writes at the ends of windows only.
         straddles_epochs: windows may go on in the next epoch.
     """

@@ -49,7 +49,7 @@ class AccumulationController(Callback):
     exactly 1, and a full window equals Lightning's to the last bit.
 
     What is decided stands in the pure functions of ``lightning_mp.accumulation.transitions``. The controller calls them
-    from Lightning's hooks and keeps what they return. Others read it, and call its methods; nobody writes into it.
+    from Lightning's hooks and keeps what they return. Others read it, and call its methods; they never write to it.
 
     Attributes:
         settings: how this fit accumulates. Callbacks fill it in until training starts, then it is frozen.
@@ -100,17 +100,17 @@ class AccumulationController(Callback):
 
     @property
     def weighting(self) -> Weighting | None:
-        """How micro-batches are measured, settled by the first batch; None where nobody weighs them."""
+        """How micro-batches are measured, settled by the first batch; None where they are not weighted."""
         return self.settings.weighting if self._meter is None else self._meter.weighting
 
     @property
     def weight_by(self) -> WeightBy | None:
-        """What micro-batches weigh; None where nobody weighs them."""
+        """What micro-batches weigh; None where they are not weighted."""
         return self.weighting.weight_by if self.weighting is not None else None
 
     @property
     def measure(self) -> Measure | None:
-        """The micro-batch at hand; None where nobody weighs."""
+        """The present micro-batch; None where micro-batches are not weighted."""
         return self.state.micro_batch.measure if self.state.micro_batch is not None else None
 
     def input_tokens(self, batch: Any) -> int:
@@ -255,7 +255,7 @@ class AccumulationController(Callback):
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Books the tokens of a skipped step. Without our plugins and without OverflowMonitor nobody tells of one."""
+        """Records the tokens of a skipped step, which only plugins of this package and OverflowMonitor report."""
         if outcome.skipped:
             self.counter.skip_last_window()
 

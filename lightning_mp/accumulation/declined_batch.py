@@ -21,14 +21,14 @@ class DeclinedBatches:
 
     Lightning leaves the epoch without a step. The gradient so far would go into a window of the next epoch, or be lost
     where there is none. Here it is reduced over ranks, which the last micro-batch would have done, and stepped with.
-    Where a strategy keeps it to itself, that is said instead.
+    Where a strategy does not expose it, an error says so.
 
     Args:
         trainer: the Trainer that fits.
         pl_module: its module.
         is_open: whether a window was open before the micro-batch at hand.
         straddles: whether the window is to go on in the next epoch.
-        close: tells that the window is closed.
+        close: called when the window is closed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What ``self.log`` is told while microbatches run: kept back, and logged once, as the mean over them."""
+"""Values of ``self.log`` while microbatches run: kept back, and logged once, as the mean over them."""
 
 import inspect
 from collections import defaultdict

@@ -38,7 +38,7 @@ def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], b
     Args:
         trainer: in the middle of a loop.
         first_batch: whole.
-        shifts: whether the model shifts labels itself; asked only if nobody else has settled it.
+        shifts: whether the model shifts labels itself; asked only if it is not known otherwise.
     """
     controller = AccumulationController.of(trainer)
     if controller is not None and controller.weighting is not None:

@@ -1,4 +1,4 @@
-"""Out of memory: how to tell, how to let go of what the failed attempt held, and what to try next."""
+"""Out of memory: how to recognise it, how to free what the failed attempt kept, and what to try next."""
 
 import gc
 import traceback
@@ -60,7 +60,7 @@ def smaller_size(size: int, min_size: int) -> int | None:
 
 
 def advice_when_out_of_memory(sizes: list[int], min_size: int) -> str:
-    """What an error of a run that could not be saved is given to say besides."""
+    """The note that is added to the error of a run that could not be saved."""
     tried = ", ".join(str(size) for size in sizes)
     return (
         f"MicroBatchOnOOM: out of memory with at most {tried} samples at a time, one after the other;"

@@ -17,17 +17,17 @@ __all__ = ["AccumulationSettings"]
 
 @dataclass
 class AccumulationSettings:
-    """The settings of one ``fit``. Callbacks fill them in before it starts; from then on nobody can change them.
+    """The settings of one ``fit``. Callbacks fill them in before it starts; from then on they cannot be changed.
 
     What does change during a fit is in :class:`lightning_mp.accumulation.state.AccumulationState`.
 
     Attributes:
-        constant: micro-batches per window where nobody gives a schedule: ``Trainer(accumulate_grad_batches=...)``.
+        constant: micro-batches per window without a schedule: ``Trainer(accumulate_grad_batches=...)``.
         schedule: how long windows are.
         sync: when sharded gradients are reduced.
         saves_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
         straddles_epochs: a window may go on in the next epoch.
-        weighting: what micro-batches weigh; None while nobody has asked for anything.
+        weighting: what micro-batches weigh; None while nothing was requested.
         budget: where the run ends.
         total_steps: optimizer steps of the whole schedule, for ``trainer.estimated_stepping_batches``.
 

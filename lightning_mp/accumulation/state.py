@@ -26,7 +26,7 @@ class DataLayout:
 
     Attributes:
         data_ranks: ranks that see different data.
-        batch_size: samples that the data loader gives each of them; None where it does not tell.
+        batch_size: samples that the data loader gives each of them; None where it has no such attribute.
     """
 
     data_ranks: int
@@ -95,10 +95,10 @@ class AccumulationState:
     Attributes:
         reference_items: what the run's first micro-batch weighs on rank 0; None before it.
         layout: the data's layout in which the sizes below were measured; None before the first micro-batch.
-        micro_batch_samples: samples of the first micro-batch in that layout, over all ranks; 0 if nobody asks for it.
+        micro_batch_samples: samples of the first micro-batch in that layout, over all ranks; 0 if it is not needed.
         micro_batch_tokens: the same for tokens, padding included.
         budget_reached: whether the run has ended on its budget.
-        end_tokens: where this fit ends, if not where its settings say; whoever asked for it saves it.
+        end_tokens: where this fit ends, if not where its settings say; it is saved by the callback that asked for it.
         window: the window at hand, or the last one.
         micro_batch: the micro-batch at hand, or the last one.
     """

@@ -98,7 +98,7 @@ def end_micro_batch(state: AccumulationState) -> AccumulationState:
 
 
 def close_early(state: AccumulationState) -> AccumulationState:
-    """The open window closes between two micro-batches; whether a step was made of it is not said here."""
+    """The open window closes between two micro-batches; whether a step was made of it is not recorded here."""
     return state.changed(window=replace(state.window, is_open=False, totals=None))
 
 

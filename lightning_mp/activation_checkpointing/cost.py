@@ -110,7 +110,7 @@ class StepCost:
 
     Args:
         model: its weights and buffers are left out of the bytes.
-        batch: its tensors are left out, too.
+        batch: its tensors are left out as well.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:

@@ -25,7 +25,7 @@ class CheckpointSwitch:
     """Whether checkpoints are made, and who counts what they cost. Copies of a module share it.
 
     Attributes:
-        on: outside of a fit it is off, and forwards run as if nobody had wrapped them.
+        on: outside of a fit it is off, and forwards run as if they were not wrapped.
         cost: counts while it is there.
     """
 
@@ -148,7 +148,7 @@ class CheckpointedModules:
         self.switch.on = True
 
     def detach(self) -> None:
-        """Gives every module its own forward back. Where somebody has wrapped ours meanwhile, ours sleeps from now."""
+        """Restores every module's own forward; where other code wrapped it meanwhile, only switches the wrapper off."""
         self.switch.on = False
         self.switch.cost = None
         for module, wrapper in reversed(self._wrapped):

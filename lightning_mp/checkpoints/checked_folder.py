@@ -1,4 +1,4 @@
-"""Reads a folder of torch.distributed.checkpoint without running code that somebody has put into it.
+"""Reads a folder of torch.distributed.checkpoint without running code that was put into it.
 
 torch unpickles its file ``.metadata``, and every value that is no tensor, without restriction, also where
 ``weights_only=True`` was asked for. Not to be imported before it is needed: it brings seventy modules of torch along.

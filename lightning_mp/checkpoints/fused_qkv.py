@@ -107,7 +107,7 @@ def hold_in_rank_order(layer: nn.Module, ranks: int, *, dim_of_weight: int) -> N
 def convert_optimizer_states(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Lets state dicts of optimizers be in the order of one process, for parameters that are held in rank order.
 
-    To be called when whoever else has hooks on the optimizers has set them.
+    To be called after all other hooks on the optimizers were set.
     """
     orders = fused_orders(model)
     named = model.named_parameters(remove_duplicate=False)

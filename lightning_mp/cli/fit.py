@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         _print_fit(fit, budget)
         if arguments.plot is not None:
-            print(f"\nThe picture is in {arguments.plot}.")
+            print(f"\nSaved the plot to {arguments.plot}.")
         print_warnings(said)
     return 0
 

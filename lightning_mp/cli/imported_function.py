@@ -1,6 +1,7 @@
 """A function of the user's project, named on the command line."""
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,11 @@ def import_function(path: str, option: str) -> Callable[[], Any]:
         option: for the message.
 
     Raises:
-        ValueError: it is written otherwise, or cannot be imported.
+        ValueError: it is written otherwise, cannot be imported, or is no function that can be called without arguments.
 
     Example:
-        >>> import_function("math:sqrt", "--module")(9)
-        3.0
+        >>> import_function("tempfile:gettempprefix", "--module")()
+        'tmp'
     """
     name, colon, function = path.partition(":")
     if not colon or not function.isidentifier():
@@ -31,4 +32,18 @@ def import_function(path: str, option: str) -> Callable[[], Any]:
         found: Callable[..., Any] = getattr(importlib.import_module(name), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{option} {path} cannot be imported ({error})") from None
+    if not callable(found):
+        raise ValueError(f"{option} {path} must be a function, got {found!r} of type {type(found).__name__}")
+    needed = _needed_arguments(found)
+    if needed:
+        raise ValueError(f"{option} {path} must be a function without arguments, but it needs {', '.join(needed)}")
     return found
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # not every function in C has one
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from lightning_mp.cli.imported_function import import_function
 from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.picture_file import check_picture
 from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, decoder_memory
@@ -16,8 +17,7 @@ __all__ = ["add_memory_command"]
 
 _DESCRIPTION = """\
 What one training step keeps in memory, by part. With --module the step of your own module is measured on fake
-tensors: nothing is computed and no memory is used. With a shape or a config.json formulas answer, for one
-GPU."""
+tensors: nothing is computed and no memory is used. With a shape or a config.json, formulas estimate it for one GPU."""
 
 _EXAMPLES = """\
 examples:
@@ -81,13 +81,15 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
         own = {"--optimizer": arguments.optimizer, "--ranks": arguments.ranks, "--plot": arguments.plot}
         extra = [option for option, value in own.items() if value is not None]
         if extra:
-            raise ValueError(f"{extra[0]} belongs to --module. Leave it out; for layouts ask lightning-mp plan")
+            raise ValueError(f"{extra[0]} belongs to --module. Leave it out; for layouts see lightning-mp plan")
         return decoder_memory(
             config,
             sequences=count_of(arguments.sequences, "sequences"),
             context_tokens=count_of(arguments.context_tokens, "context_tokens"),
             precision=arguments.precision,
         )
+    if arguments.plot is not None:
+        check_picture(arguments.plot, "--plot")
     module, batch, step = _made_by(arguments.module)
     estimate = estimate_memory(
         module,
@@ -134,7 +136,7 @@ def _print(answer: MemoryEstimate | DecoderMemory, arguments: argparse.Namespace
     if isinstance(answer, MemoryEstimate):
         print(answer)
         if arguments.plot is not None:
-            print(f"\nThe picture is in {arguments.plot}.")
+            print(f"\nSaved the plot to {arguments.plot}.")
         return
     config = config_of(arguments)
     assert config is not None

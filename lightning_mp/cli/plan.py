@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of, memory_of, refuse_other_units
 from lightning_mp.cli.plan_text import as_json, print_answer
 from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
 from lightning_mp.core.number_formats import number_format
-from lightning_mp.core.quantities import parse_bytes, parse_quantity
+from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.flops.hardware import Chip
 from lightning_mp.planning.layout_choice import (
     ChipChoice,
@@ -67,7 +67,6 @@ _OPTIONS = {
     "tokens_per_step": "--tokens-per-step",
     **SHAPE_OPTIONS,
 }
-_FEWEST = 1000
 _TOKENS_PER_STEP = 2**22
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
 
@@ -154,7 +153,8 @@ def _answer(arguments: argparse.Namespace) -> Answer:
     if arguments.cost is not None:
         given["device_hours"] = _hours_for(arguments, hours_given="device_hours" in given)
     _check_machine(arguments, model_given="parameters" in given)
-    _check_units(arguments)
+    for name in ("parameters", "tokens", "unique_tokens"):
+        refuse_other_units(getattr(arguments, name), name)
     chip = None if arguments.device is None else chip_of(arguments.device)
     precision, dtype = _formats(arguments.precision, arguments.dtype, chip)
     optimum, run = _sizes(arguments, given, dtype)
@@ -219,8 +219,7 @@ def _on_machine(
         return answer
     if chip is None:
         return replace(answer, chips=choose_chips(config, gpus, context_tokens=context, precision=precision))
-    given = arguments.memory_bytes
-    memory = parse_bytes(given, "memory_bytes") if given is not None else chip_memory_bytes(chip.name)
+    memory = memory_of(arguments.memory_bytes) or chip_memory_bytes(chip.name)
     step = count_of(arguments.tokens_per_step, "tokens_per_step")
     if arguments.tokens_per_step is None:
         step = ceil(_TOKENS_PER_STEP / (gpus * context)) * gpus * context  # whole sequences on every GPU
@@ -274,16 +273,6 @@ def _inference(size: TrainingRun | ComputeOptimal, inference_tokens: str) -> Inf
         tokens=size.tokens,
         inference_tokens=parse_quantity(inference_tokens, "inference_tokens"),
     )
-
-
-def _check_units(arguments: argparse.Namespace) -> None:
-    for name in ("parameters", "tokens", "unique_tokens"):
-        text = getattr(arguments, name)
-        if text is not None and parse_quantity(text, name) < _FEWEST:
-            raise ValueError(
-                f"`{name}` must be single ones, {_FEWEST:,} or more, got {text!r}. For billions write {text.strip()}B,"
-                f" for millions {text.strip()}M."
-            )
 
 
 def _check_machine(arguments: argparse.Namespace, *, model_given: bool) -> None:

@@ -23,8 +23,8 @@ Memory: live tensors of the fullest GPU at the end of a forward of one sequence,
 allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
 worst. Step: of {tokens} tokens, not shorter than this at the chip's and the links' peaks. Hides: bytes on the wire
 take no longer than computing, and nothing is awaited. ZeRO-1 and 2 send as DeepSpeed does: gradients reduced into
-shards, by ZeRO-2 in every micro-batch, and new weights gathered. EP sends tokens to their experts and back, shared
-out evenly. No strategy of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
+shards, by ZeRO-2 in every micro-batch, and new weights gathered. EP sends tokens to their experts and back, evenly
+distributed. No strategy of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
 
 
 def print_answer(answer: "Answer") -> None:

@@ -76,10 +76,12 @@ def compare_precisions(
             tuple or mapping), which is enough without ``steps``.
         precisions: the baseline first. Names of :data:`~lightning_mp.comparison.precisions.PRECISION_NAMES`, precision
             plugins, or functions that make one; a mapping gives them names of its own.
-        steps: optimizer steps of each paired run; None for no paired runs.
+        steps: optimizer steps of each paired run, of all its optimizers together as in ``Trainer(max_steps=...)``; None
+            for no paired runs.
         seeds: how many pairs, or which seeds. Seeds added later continue in the same ``file``.
         monitor: name of a validation metric to compare, lower being better; validated once, at the end of each run.
-            None compares the mean training loss over the last tenth of the batches.
+            None compares the mean training loss over the last tenth of the batches, which a module in manual
+            optimization has only if ``training_step`` returns it.
         val_data: a loader to validate on; a data module's own is used.
         margin: the largest increase of the loss that does not matter, in its own unit; the default suits nats per
             token.
@@ -91,7 +93,7 @@ def compare_precisions(
         progress: show a progress bar; None shows it on a terminal.
 
     Returns:
-        Figures; The comparison: ``print`` it for a table, ``plot(path)`` for a plot, ``as_dict()`` for plain values.
+        The comparison: ``print`` it for a table, ``plot(path)`` for a plot, ``as_dict()`` for plain values.
 
     Raises:
         ValueError: an argument is wrong, the data is empty, ``file`` is of another comparison, a run of the baseline
@@ -116,7 +118,7 @@ def compare_precisions(
     chosen = _seeds(seeds)
     _check(experiment, steps=steps, rounds=rounds, margin=margin, confidence=confidence, file=file)
     with random_state_kept(experiment.device), Progress(progress) as bar:
-        batch, first = first_batch(experiment, monitor if steps is not None else None)
+        batch, first = _first_run(experiment, steps, monitor)
         run_file = None if file is None else RunFile(Path(file), _settings(experiment, steps, monitor, first))
         costs, reference = measure_costs(experiment, batch, rounds, bar)
         runs: list[FinishedRun] = []
@@ -135,6 +137,16 @@ def compare_precisions(
         versions=_versions(),
         gradient_reference=reference,
     )
+
+
+def _first_run(experiment: Experiment, steps: int | None, monitor: str | None) -> tuple[Any, Trial]:
+    batch, first = first_batch(experiment, monitor if steps is not None else None)
+    if steps is not None and monitor is None and not first.train_losses:
+        raise ValueError(
+            "`module` is optimized manually and its training_step returns no loss, so there is none to compare. Pass"
+            " monitor= and a validation loader, return the loss, or leave steps out."
+        )
+    return batch, first
 
 
 def _device_name(device: torch.device) -> str:

@@ -115,7 +115,7 @@ def check_pairs(runs: Iterable[FinishedRun]) -> None:
             (
                 "data",
                 (run.data_digest, len(run.train_losses)) == (other.data_digest, len(other.train_losses)),
-                "Pass a function that makes the data anew for each run",
+                "Pass a function that makes the data again for each run",
             ),
         ):
             if not same:

@@ -105,6 +105,6 @@ def _draw_losses(panel: "Axes", comparison: "PrecisionComparison") -> None:
         smooth = [math.fsum(mean[at : at + width]) / width for at in range(len(mean) - width + 1)]
         times = [(at + width) * cost.batch_seconds for at in range(len(smooth))]
         panel.plot(times, smooth, linewidth=1.2, label=name)
-    panel.set(title="Training loss over time, mean of the seeds", xlabel="seconds, at the measured time per batch")
+    panel.set(title="Training loss, mean of the seeds", xlabel="seconds, at the measured time per batch")
     panel.grid(color="#DDDDDD")
     panel.legend(frameon=False, fontsize="small")

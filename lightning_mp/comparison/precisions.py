@@ -42,7 +42,7 @@ def plugin_factories(
     precisions: Iterable[str | Precision | PluginFactory] | Mapping[str, str | Precision | PluginFactory],
     device_type: str,
 ) -> dict[str, PluginFactory]:
-    """What makes the plugin of each precision anew, by name.
+    """A function that makes the plugin of each precision, by name.
 
     Args:
         precisions: names of :data:`PRECISION_NAMES`, plugins (each run gets a copy) or functions without arguments; a

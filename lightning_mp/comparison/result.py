@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_mp.comparison.paired_difference import PairedDifference
 from lightning_mp.comparison.paired_runs import PairedQuality
 from lightning_mp.comparison.run_file import FinishedRun
 from lightning_mp.comparison.step_cost import StepCost
@@ -89,9 +90,12 @@ class PrecisionComparison:
         saved = 1 - cost.peak_bytes / baseline.peak_bytes
         found = self.quality.get(name)
         if found is not None and found.difference is not None and found.difference.verdict == "worse":
-            return f"{name} does not pay here: its loss is worse ({found.difference})."
+            return f"{name} does not pay here: {_how_much_worse(found.difference)}."
         memory = f"saves {saved:.0%} of the peak memory" if saved > _MEMORY_THAT_COUNTS else "saves no memory"
         fastest, slowest = cost.time_ratio_range
+        if fastest == slowest:
+            time = f"{name} takes {cost.time_ratio:.2f} times the time per batch in a single round, which may be chance"
+            return f"{time}, and {memory}: time several rounds."
         if fastest < 1 <= slowest:
             time = f"{name} takes {fastest:.2f} to {slowest:.2f} times the time per batch, no clear gain, and {memory}"
         else:
@@ -186,6 +190,13 @@ class PrecisionComparison:
             row += [f"{value:+.4f}" if math.isfinite(value) else "-" for value in values]
             rows.append([*row, "-" if time is None else f"{time:.2f}", str(found.difference)])
         return [f"{what}, {seeds} paired seeds of {self.steps} steps, margin {self.margin:g}", *_table(rows)]
+
+
+def _how_much_worse(difference: PairedDifference) -> str:
+    if difference.diverged:
+        return f"{difference.diverged} of {difference.seeds} runs diverged"
+    low, high = difference.interval
+    return f"its loss is higher by {difference.mean:.4f} ({low:.4f} to {high:.4f}), more than {difference.margin:g}"
 
 
 def _finite(value: float) -> float | None:

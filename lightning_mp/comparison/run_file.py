@@ -61,7 +61,7 @@ class RunFile:
         settings: what the losses depend on, as plain values.
 
     Raises:
-        ValueError: the file is of another comparison, or none of ours.
+        ValueError: the file belongs to another comparison, or was not written by one.
 
     Example:
         >>> from tempfile import TemporaryDirectory

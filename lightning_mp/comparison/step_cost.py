@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_mp.comparison.training_data import TrainingData
 from lightning_mp.comparison.trial import Experiment, Trial, run_trial
@@ -112,7 +113,7 @@ def first_batch(experiment: Experiment, monitor: str | None) -> tuple[Any, Trial
     """The first batch before any plugin has changed its formats, and the run of one step that it comes from.
 
     Args:
-        experiment: the baseline makes one step, so that what is wrong with module or data is said at once.
+        experiment: the baseline makes one step, so that an error in module or data shows at once.
         monitor: a validation metric that has to be there.
     """
     taker = _BatchTaker()
@@ -149,14 +150,15 @@ def peak_bytes(experiment: Experiment, precision: str) -> int:
 
 
 class _MemoryWatcher(Callback):
-    """Begins to observe when the module is made, and tells of tensors that no operation has made."""
+    """Begins to observe when the module is made, and reports tensors that no operation has made."""
 
     def __init__(self, live: LiveStorages, observation: ExitStack) -> None:
         self._live = live
         self._observation = observation
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._live.add("weights", pl_module.parameters())
+        weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
+        self._live.add("weights", weights)
         self._live.add("buffers", pl_module.buffers(), unless=("weights",))
         self._observation.enter_context(private_api.observe_dispatch(self._live.after_operation))
 
@@ -190,7 +192,8 @@ class _GradientTaker(Callback):
         if self.gradient:
             return
         found = {
-            name: weight.grad.detach().to("cpu", torch.float64, copy=True)  # clipping works in place
+            # sparse ones have no isfinite(); copied, since clipping works in place
+            name: weight.grad.detach().to_dense().to("cpu", torch.float64, copy=True)
             for name, weight in pl_module.named_parameters()
             if weight.grad is not None
         }

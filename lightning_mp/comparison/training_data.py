@@ -1,11 +1,12 @@
 """What a comparison trains on: a data module, a loader, a function that makes one, or a single batch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_mp.tokens.batch_tokens import count_samples, find_labels, loss_bearing
 
@@ -24,7 +25,7 @@ class TrainingData:
         validation: a loader; a data module's own is used.
 
     Raises:
-        ValueError: it is none of these, or can be read only once.
+        ValueError: it is none of these, can be read only once, or is several loaders in a list or mapping.
 
     Example:
         >>> import torch
@@ -36,6 +37,11 @@ class TrainingData:
     validation: Any = None
 
     def __post_init__(self) -> None:
+        if any(isinstance(each, DataLoader) for each in _elements(self.source)):
+            raise ValueError(
+                f"`data` is a {type(self.source).__name__} with a DataLoader in it, and would be taken for one batch."
+                " Pass CombinedLoader(...) of lightning.pytorch.utilities, or a LightningDataModule."
+            )
         if self.is_batch or isinstance(self.source, pl.LightningDataModule) or callable(self.source):
             return
         if isinstance(self.source, Iterator) or not hasattr(self.source, "__iter__"):
@@ -58,7 +64,9 @@ class TrainingData:
         """For ``trainer.fit``."""
         if isinstance(self.source, pl.LightningDataModule):
             return {"datamodule": self.source}
-        return {"train_dataloaders": RepeatedBatch(self.source) if self.is_batch else self.source}
+        if self.is_batch:
+            return {"train_dataloaders": RepeatedBatch(self.source)}
+        return {"train_dataloaders": self.source, "val_dataloaders": self.validation}
 
     def validate_arguments(self) -> dict[str, Any]:
         """For ``trainer.validate``.
@@ -70,7 +78,13 @@ class TrainingData:
             return {"dataloaders": self.validation}
         if isinstance(self.source, pl.LightningDataModule):
             return {"datamodule": self.source}
-        raise ValueError("`monitor` needs data to validate on. Pass val_data=, or a LightningDataModule as data.")
+        raise ValueError("`monitor` needs data to validate on. Pass `val_data`, or a LightningDataModule as data.")
+
+
+def _elements(source: Any) -> Iterable[Any]:
+    if isinstance(source, Mapping):
+        return source.values()
+    return source if isinstance(source, list | tuple) else ()
 
 
 class RepeatedBatch:

@@ -1,4 +1,4 @@
-"""An ``int`` that answers ``value % n`` by a function: how Lightning's loops are told when to step."""
+"""An ``int`` that answers ``value % n`` by a function: how Lightning's loops learn when to step."""
 
 from collections.abc import Callable
 from typing import Self

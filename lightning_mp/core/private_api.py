@@ -83,7 +83,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_foreach_copy_", "all weights or gradients cast in one kernel"),
     (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every microbatch"),
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
-    (torch.Tensor, "_version", "tells that a weight was changed in place by somebody else"),
+    (torch.Tensor, "_version", "tells that a weight was changed in place by other code"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
     (torch.amp.GradScaler, "_unscale_grads_", "both GradScaler paths, fused and not, check gradients here"),
     (torch.amp.GradScaler, "_check_scale_growth_tracker", "the scale tensor with torch's error if there is none"),

@@ -24,7 +24,7 @@ class RankRNG:
     and on different layers, that would repeat one rank's mask on all others. So in between each rank draws from a
     sequence of its own, and the common one goes on as if nothing had been drawn.
 
-    By default a seed is drawn from the common sequence each time, and the rank's own sequence starts anew from it: an
+    By default a seed is drawn from the common sequence each time, and the rank's own sequence restarts from it: an
     activation checkpoint that restores the common sequence gets the same masks. With ``seed`` the rank's sequence goes
     on where it was for as long as the seed stays the same.
 

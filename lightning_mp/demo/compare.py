@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -12,9 +11,9 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 
 from lightning_mp.demo.data import TextData
 from lightning_mp.demo.history import InjectOverflow
-from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.prepare import Job
-from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, peak_learning_rate
+from lightning_mp.demo.settings import CLIP_NORM
+from lightning_mp.demo.text_runs import TextRuns
 
 __all__ = ["format_comparison", "train_with_stock"]
 
@@ -26,16 +25,10 @@ def train_with_stock(job: Job) -> dict[str, Any]:
     of the run to compare with. In mixed precision AdamW is not fused, since Lightning refuses that with clipping.
     """
     settings = job.settings
-    steps = settings.optimizer_steps
     torch.manual_seed(settings.seed)
-    model = LanguageModel(
-        **asdict(settings.model),
-        learning_rate=peak_learning_rate(settings.model.parameters),
-        total_steps=steps,
-        warmup_steps=max(1, round(WARMUP_SHARE * steps)),
-        fused=_takes_fused(settings.precision),
-    )
-    timer = Timer()
+    fused = _takes_fused(settings.precision)
+    runs = TextRuns(job.corpus, settings.model, settings.optimizer_steps, settings.batch_size, fused)
+    model, data, timer = runs.make_module(), TextData(job.corpus, settings), Timer()
     trainer = pl.Trainer(
         plugins=[_plugin(job)],
         accelerator=job.accelerator,
@@ -52,7 +45,6 @@ def train_with_stock(job: Job) -> dict[str, Any]:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    data = TextData(job.corpus, settings)
     trainer.fit(model, data)
     validation_loss = trainer.validate(model, data, verbose=False)[0]["val/loss"]
     updates = max((int(state["step"]) for state in trainer.optimizers[0].state.values()), default=0)
@@ -83,22 +75,21 @@ def _takes_fused(precision: str) -> bool:
 
 def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any], history: Mapping[str, Any]) -> str:
     """A table of the figures of :func:`train_with_stock` and of the run with this pack."""
-    moved = [skip["next_learning_rate"] not in (None, skip["learning_rate"]) for skip in summary["skips"]]
-    ours = {**summary, "schedule_steps_on_skips": sum(moved), "fit_seconds": history["fit_seconds"]}
-    table = f"{'':<26}{'Lightning':>14}{'lightning_mp':>14}"
-    for name, text in (
-        ("tokens", "{tokens:,}"),
-        ("over the budget", "{excess:+,}"),
-        ("optimizer steps", "{optimizer_steps:,}"),
-        ("of these skipped", "{skipped_steps:,}"),
-        ("scheduler steps on skips", "{schedule_steps_on_skips:,}"),
-        ("validation loss", "{validation_loss:.4f}"),
-        ("time of the fit", "{fit_seconds:.1f} s"),
-    ):
-        values = [text.format(**run, excess=run["tokens"] - summary["budget_tokens"]) for run in (stock, ours)]
-        table += "\n{:<26}{:>14}{:>14}".format(name, *values)
+    moved = sum(skip["next_learning_rate"] not in (None, skip["learning_rate"]) for skip in summary["skips"])
+    both = (stock, {**summary, "schedule_steps_on_skips": moved, "fit_seconds": history["fit_seconds"]})
     fused = "yes" if _takes_fused(history["settings"]["precision"]) else "refused"
-    table += f"\n{'fused AdamW with clipping':<26}{fused:>14}{'yes':>14}"
+    rows = [
+        ("", "Lightning", "lightning_mp"),
+        ("tokens", *(f"{run['tokens']:,}" for run in both)),
+        ("over the budget", *(f"{run['tokens'] - summary['budget_tokens']:+,}" for run in both)),
+        ("optimizer steps", *(f"{run['optimizer_steps']:,}" for run in both)),
+        ("of these skipped", *(f"{run['skipped_steps']:,}" for run in both)),
+        ("scheduler steps on skips", *(f"{run['schedule_steps_on_skips']:,}" for run in both)),
+        ("validation loss", *(f"{run['validation_loss']:.4f}" for run in both)),
+        ("time of the fit", *(f"{run['fit_seconds']:.1f} s" for run in both)),
+        ("fused AdamW with clipping", fused, "yes"),
+    ]
+    table = "\n".join(f"{name:<26}{left:>14}{right:>14}" for name, left, right in rows)
     if not math.isfinite(stock["validation_loss"]):
         table += "\nA gradient that is not finite reached the weights of Lightning's run."
     return table

@@ -34,8 +34,8 @@ examples:
   lightning-mp compare --module my_project.model:example --precision 32-true bf16-mixed bf16-masters
   lightning-mp compare --params 20k --steps 200 --seeds 5 --file runs.jsonl --plot comparison.png
 
-  example() returns (module, data): a LightningModule, and a LightningDataModule, a loader or one batch. It is called
-  once for each run, so that each seed has initial weights of its own.
+  example() returns (module, data) or (module, data, val_data): a LightningModule; a LightningDataModule, a loader or
+  one batch; a loader to validate on. It is called once for each run, so that each seed has initial weights of its own.
 
 precisions, the baseline first:
   {", ".join(PRECISION_NAMES[:7])},
@@ -54,6 +54,7 @@ _OPTIONS = {
     "params": "--params",
     "module": "--module",
     "data": "--module",
+    "val_data": "a third value from --module",
 }
 _STEPS_WITHOUT_PAIRS = 100
 
@@ -67,7 +68,14 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]") -
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--precision", nargs="+", metavar="P", dest="precisions", default=["32-true", "bf16-mixed"])
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        metavar="P",
+        dest="precisions",
+        default=["32-true", "bf16-mixed"],
+        help="two or more, the baseline first; default 32-true bf16-mixed",
+    )
     parser.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes your module and its data")
     demo = parser.add_argument_group("or the demo's model")
     demo.add_argument("--params", metavar="N", default="100k", help="size of the model; default 100k")
@@ -76,12 +84,16 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]") -
     pairs = parser.add_argument_group("paired runs")
     pairs.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run; without, none is made")
     pairs.add_argument("--seeds", type=int, default=5, metavar="N", help="pairs; default 5")
-    pairs.add_argument("--monitor", metavar="NAME", help="validation metric; default the training loss, demo val/loss")
-    pairs.add_argument("--margin", type=float, default=0.004, metavar="M", help="that does not matter; default 0.004")
+    pairs.add_argument("--monitor", metavar="NAME", help="validation loss; default the training loss, demo val/loss")
+    pairs.add_argument(
+        "--margin", type=float, default=0.004, metavar="M", help="increase of the loss that is accepted; default 0.004"
+    )
     pairs.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of the intervals; default 0.95")
     pairs.add_argument("--file", type=Path, metavar="FILE", help="keeps finished runs; the same command goes on there")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda or mps; default auto")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of timing; default 5")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="how often each precision is timed; default 5"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result: png, pdf or svg")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(run=_run, parser=parser)
@@ -99,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     print(found)
     if arguments.plot is not None:
-        print(f"\nThe picture is in {arguments.plot}.")
+        print(f"\nSaved the plot to {arguments.plot}.")
     print_warnings(said)
     return 0
 
@@ -112,7 +124,7 @@ def _compare(arguments: argparse.Namespace) -> PrecisionComparison:
     try:
         found = compare_precisions(module, data, **{name: getattr(arguments, name) for name in names}, **others)
     except (MisconfigurationException, ModuleNotFoundError) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(" ".join([str(error), *getattr(error, "__notes__", ())])) from error
     if arguments.plot is not None:
         found.plot(arguments.plot)
     return found
@@ -121,9 +133,12 @@ def _compare(arguments: argparse.Namespace) -> PrecisionComparison:
 def _own(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
     make = import_function(arguments.module, "--module")
     made = make()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"--module {arguments.module} must return (module, data), got {type(made).__name__}")
-    return lambda: make()[0], made[1], {"monitor": arguments.monitor}
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(
+            f"--module {arguments.module} must return (module, data) or (module, data, val_data), got"
+            f" {f'{len(made)} values' if isinstance(made, tuple) else type(made).__name__}"
+        )
+    return lambda: make()[0], made[1], {"monitor": arguments.monitor, "val_data": made[2] if len(made) == 3 else None}
 
 
 def _demo(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any]]:

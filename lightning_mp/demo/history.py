@@ -4,9 +4,8 @@ import json
 import resource
 import sys
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import ChinchillaBudget, MFUMonitor, StopAtBoundary
+from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.demo.settings import Settings
 from lightning_mp.diagnostics import StepOutcome
 from lightning_mp.gradients.gradient_ops import local_shard, sum_over_ranks_
@@ -28,6 +28,8 @@ HISTORY_KEY = "lightning_mp_demo"
 
 _READ_EVERY_STEPS = 50
 
+_CallbackT = TypeVar("_CallbackT", bound=Callback)
+
 
 class RunHistory(Callback):
     """Records one row per optimizer step, skipped ones included, and one per validation; logs the learning rate.
@@ -39,28 +41,14 @@ class RunHistory(Callback):
 
     state_key = HISTORY_KEY
 
-    def __init__(
-        self,
-        path: Path,
-        facts: Mapping[str, Any],
-        budget: ChinchillaBudget,
-        throughput: MFUMonitor,
-        stop: StopAtBoundary,
-        timer: Timer,
-    ) -> None:
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self._path = path
         self._facts = dict(facts)
-        self._budget = budget
-        self._throughput = throughput
-        self._stop = stop
-        self._timer = timer
-        self._micro_batches = 0
         columns = ("tokens", "train_loss", "learning_rate", "loss_scale", "skipped", "grad_norm")
         self._steps: dict[str, list[Any]] = {column: [] for column in columns}
         self._validation: dict[str, list[Any]] = {"tokens": [], "loss": []}
         self._window: list[Tensor] = []
         self._unread: list[Tensor] = []
-        self._last: dict[str, float] = {}
         self._trainer: pl.Trainer | None = None
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -73,16 +61,16 @@ class RunHistory(Callback):
         """Adds a micro-batch, and closes the row at the end of a window."""
         loss, count = outputs["mean_loss"], outputs["tokens"]
         self._window.append(torch.stack([loss * count, count]))
-        self._micro_batches += 1
         if trainer.global_step == len(self._steps["tokens"]):
             return
         self._unread.append(torch.stack(self._window).sum(0))
         self._window = []
         plan = self._facts["plan"]
-        tokens = min(plan["budget_tokens"], self._micro_batches * plan["micro_batch_tokens"])
-        self._steps["tokens"].append(tokens)
-        self._steps["learning_rate"].append(float(trainer.optimizers[0].param_groups[0]["lr"]))
-        pl_module.log("train/learning_rate", self._steps["learning_rate"][-1])
+        learning_rate = float(trainer.optimizers[0].param_groups[0]["lr"])
+        # the whole run is one epoch, so that `batch_idx` goes on after a resume
+        self._steps["tokens"].append(min(plan["budget_tokens"], (batch_idx + 1) * plan["micro_batch_tokens"]))
+        self._steps["learning_rate"].append(learning_rate)
+        pl_module.log("train/learning_rate", learning_rate)
         if len(self._unread) == _READ_EVERY_STEPS:
             self._read_losses()
 
@@ -104,46 +92,35 @@ class RunHistory(Callback):
             say(f"{tokens:,} tokens: train loss {train_loss:.3f}, validation loss {loss:.3f}")
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Logs the values after the last step."""
+        """Waits for the last step."""
         self._settle()
-        last = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        last |= {
-            "train/loss": self._steps["train_loss"][-1],
-            "mp/tokens": self._budget.tokens_seen,
-            "mp/budget_fraction": self._budget.fraction,
-            "mp/skipped_steps": sum(self._steps["skipped"]),
-        }
-        # after the monitors' own last row, so that the last row of the log has everything
-        self._last = last
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Writes the last row of the log, and the file."""
+        """Writes a last row of the log that has everything, and the file."""
+        last = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        last["train/loss"] = self._steps["train_loss"][-1]
         for logger in trainer.loggers:
-            logger.log_metrics(self._last, step=trainer.global_step - 1)
+            logger.log_metrics(last, step=trainer.global_step - 1)
         if not trainer.is_global_zero:
             return
         for step in reversed(range(len(self._steps["tokens"]) - 1)):
             if self._steps["skipped"][step]:
                 # The scaler did not call an unfused optimizer, so nothing set the rate of that step: the next one's.
                 self._steps["learning_rate"][step] = self._steps["learning_rate"][step + 1]
-        stopped_by = None
-        if self._stop.path is not None:
-            # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
-            interrupted = self._stop.stopped_by == "SIGINT" or self._stop.max_seconds is None
-            stopped_by = "interrupt" if interrupted else "time"
+        budget, monitor = _the(ChinchillaBudget, trainer), _the(MFUMonitor, trainer)
         device = trainer.strategy.root_device
         written = {
             **self._facts,
             "steps": self._steps,
             "validation": self._validation,
-            "tokens": self._budget.tokens_seen,
-            "budget_tokens": self._budget.budget_tokens,
-            "stopped_by": stopped_by,
+            "tokens": budget.tokens_seen,
+            "budget_tokens": budget.budget_tokens,
+            "stopped_by": _stopped_by(_the(StopAtBoundary, trainer)),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "tokens_per_second": self._throughput.total.tokens_per_second,
-            "mfu": self._throughput.total.mfu,
-            "train_seconds": self._throughput.throughput.totals.seconds,
-            "fit_seconds": self._timer.time_elapsed("train"),
+            "tokens_per_second": monitor.total.tokens_per_second,
+            "mfu": monitor.total.mfu,
+            "train_seconds": monitor.throughput.totals.seconds,
+            "fit_seconds": _the(Timer, trainer).time_elapsed("train"),
             "peak_memory_bytes": _peak_memory_bytes(device),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,14 +129,11 @@ class RunHistory(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Facts and rows; the last outcome is waited for."""
         self._settle()
-        rows = {"steps": self._steps, "validation": self._validation}
-        return {"facts": self._facts, "micro_batches": self._micro_batches, **deepcopy(rows)}
+        return {"facts": self._facts, "steps": self._steps, "validation": self._validation}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the rows of the run that is resumed."""
-        self._micro_batches = state_dict["micro_batches"]
-        self._steps = deepcopy(state_dict["steps"])
-        self._validation = deepcopy(state_dict["validation"])
+        self._steps, self._validation = state_dict["steps"], state_dict["validation"]
 
     def _settle(self) -> None:
         dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None
@@ -191,6 +165,17 @@ class InjectOverflow(Callback):
         gradient = parameter.grad if parameter is not None else None
         if gradient is not None and local_shard(gradient).numel():
             local_shard(gradient).view(-1)[0] = torch.inf
+
+
+def _the(kind: type[_CallbackT], trainer: "pl.Trainer") -> _CallbackT:
+    return next(callback for callback in callbacks_of(trainer) if isinstance(callback, kind))
+
+
+def _stopped_by(stop: StopAtBoundary) -> str | None:
+    if stop.path is None:
+        return None
+    # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
+    return "interrupt" if stop.stopped_by == "SIGINT" or stop.max_seconds is None else "time"
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

@@ -88,14 +88,18 @@ class LanguageModel(pl.LightningModule):
         embed = PipelineLayer(lambda idx, batch: model.embed(idx), model.token_embedding, model.position_embedding)
         return [embed, *model.blocks, model.final_norm, model.head]
 
+    def setup(self, stage: str) -> None:
+        """Notes whether the strategy cuts the model into stages."""
+        self._is_pipelined = is_pipelined(self.trainer)
+
     def configure_model(self) -> None:
         """Shards the model under Lightning's own ``ModelParallelStrategy``, which leaves that to the module."""
-        self._is_pipelined = is_pipelined(self.trainer)
-        if type(self.trainer.strategy) is not ModelParallelStrategy or isinstance(self.model, FSDPModule):
+        mesh = self.device_mesh  # None elsewhere, and without a Trainer
+        if mesh is None or type(self.trainer.strategy) is not ModelParallelStrategy:
             return
-        assert self.device_mesh is not None
-        for part in (*self.model.blocks, self.model):
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+        if not isinstance(self.model, FSDPModule):
+            for part in (*self.model.blocks, self.model):
+                fully_shard(part, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The loss; besides, for whoever records it, the same undivided and its number of labels."""

@@ -122,20 +122,17 @@ def draw_report(history: Mapping[str, Any], path: Path) -> None:
 def build_figure(history: Mapping[str, Any]) -> "Figure":
     """Three panels over one axis of tokens: loss; loss scale or gradient norm; learning rate."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     with mpl.rc_context(_STYLE):
         # Not pyplot: it would choose a window system and keep the figure alive.
         figure = Figure(figsize=(9.5, 10.5), layout="constrained")
-        FigureCanvasAgg(figure)
         loss, scale, rate = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
         _draw_loss(loss, history)
         _draw_scale(scale, history)
         _draw_learning_rate(rate, history)
-        tokens, budget = history["tokens"], history["budget_tokens"]
-        steps = history["steps"]
+        tokens, budget, steps = history["tokens"], history["budget_tokens"], history["steps"]
         skips = [at for at, skipped in zip(steps["tokens"], steps["skipped"], strict=True) if skipped]
         for panel in (loss, scale, rate):
             for number, at in enumerate(skips):

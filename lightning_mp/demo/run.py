@@ -3,14 +3,11 @@
 import json
 import logging
 import shutil
-import signal
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from textwrap import indent
 from typing import Any, cast
 
@@ -25,13 +22,13 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 import lightning_mp as mp
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.core.messages import lightning_logger
+from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 from lightning_mp.demo.compare import format_comparison, train_with_stock
 from lightning_mp.demo.data import TextData
 from lightning_mp.demo.history import InjectOverflow, RunHistory, say
-from lightning_mp.demo.model import GPT, GPTConfig, generate
+from lightning_mp.demo.model import generate
 from lightning_mp.demo.module import LanguageModel
-from lightning_mp.demo.prepare import Job, describe_shape, load_checkpoint
+from lightning_mp.demo.prepare import Job, describe_shape
 from lightning_mp.demo.report import draw_report, format_table, summarise
 from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings, peak_learning_rate
 
@@ -39,6 +36,12 @@ __all__ = ["assemble", "fit", "run_job"]
 
 _SAMPLE_TOKENS = 200
 _CHECKPOINTS = 10
+
+_WARNINGS_ABOUT_NOTHING = (
+    r"Checkpoint directory .* exists and is not empty",  # a resumed run writes where it read
+    r"FSDP2-wrapped module .* returned a view tensor",  # of fp8 layers; the model changes none in place
+    r"The run ended after .* budgeted tokens",  # the demo says so itself
+)
 
 
 def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
@@ -54,7 +57,7 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
             return 0
     else:
         torch.manual_seed(job.settings.seed)
-        with _quiet():
+        with quiet_lightning(logging.INFO, *_WARNINGS_ABOUT_NOTHING):
             trainer = assemble(job, extra_callbacks)
             _announce(job)
             fit(trainer, job)
@@ -62,33 +65,20 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     return rank_zero_only(_conclude)(job) or 0
 
 
-def _loggers(folder: Path) -> list[Any]:
-    loggers: list[Any] = [CSVLogger(folder, name="csv")]
-    if find_spec("tensorboard") is not None:
-        loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
-    else:
-        say("No TensorBoard log is written: install tensorboard (pip install 'lightning-mp[plots]').")
-    return loggers
-
-
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
     """Builds the Trainer."""
     settings, folder = job.settings, job.folder
-    budget = mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
-    throughput = mp.MFUMonitor()
-    stop = mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds)
-    timer = Timer()
     callbacks: list[Callback] = [
         mp.OverflowMonitor(),
         mp.OverflowPostMortem(dirpath=folder),
         mp.AccumulationScheduler(settings.accumulation, unit="step"),
-        budget,
+        mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter),
         # The cosine ends where the run ends: Hoffmann et al. 2022 (arXiv:2203.15556), appendix B, find that a cycle
         # more than 25% too long clearly hurts. The first step's rate is not 0, so that it does something.
         mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
-        throughput,
-        timer,
-        RunHistory(folder / "history.json", job.facts, budget, throughput, stop, timer),
+        mp.MFUMonitor(),
+        Timer(),
+        RunHistory(folder / "history.json", job.facts),
         *extra_callbacks,
         ModelCheckpoint(
             folder / "checkpoints",
@@ -96,12 +86,15 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
             auto_insert_metric_name=False,
             every_n_train_steps=-(-settings.optimizer_steps // _CHECKPOINTS),
         ),
-        stop,
+        mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds),
         InjectOverflow(settings),
     ]
     on_terminal = sys.stdout.isatty()
     if on_terminal:
         callbacks.append(TQDMProgressBar(refresh_rate=5))
+    loggers: list[Any] = [CSVLogger(folder, name="csv")]
+    if _is_installed("tensorboard", "No TensorBoard log is written"):
+        loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
     return pl.Trainer(
         plugins=_precision(job),
         accelerator=job.accelerator,
@@ -110,7 +103,7 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         max_epochs=-1,
         gradient_clip_val=CLIP_NORM,
         callbacks=callbacks,
-        logger=_loggers(folder),
+        logger=loggers,
         # the whole run is one epoch, see TextData
         val_check_interval=settings.validate_every_micro_batches,
         check_val_every_n_epoch=None,
@@ -143,9 +136,7 @@ def _strategy(settings: Settings) -> Strategy | str:
     if settings.strategy == "mp_fsdp2" or settings.tensor_parallel > 1:
         return mp.FSDP2Strategy(tensor_parallel_size=settings.tensor_parallel, save_distributed_checkpoint=False)
     if settings.strategy == "model_parallel":
-        return ModelParallelStrategy(
-            data_parallel_size=settings.devices, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
+        return ModelParallelStrategy(settings.devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
     if settings.strategy == "mp_pipeline":
         return mp.PipelineParallelStrategy(settings.stages)
     return settings.strategy
@@ -158,38 +149,21 @@ def fit(trainer: pl.Trainer, job: Job) -> None:
     model = LanguageModel(**asdict(shape), learning_rate=peak_learning_rate(shape.parameters), total_steps=None)
     new_folders = [folder for folder in (job.folder, *job.folder.parents) if not folder.exists()]
     try:
-        with _interrupts_given_back():
+        with interrupts_kept():
             trainer.fit(model, TextData(job.corpus, job.settings), ckpt_path=job.resumed_from, weights_only=True)
     except (MisconfigurationException, ProcessRaisedException) as error:
         # ddp_fork and ddp_spawn bring the traceback of another process as text
         _, found, refusal = str(error).rpartition("MisconfigurationException: ")
         if isinstance(error, ProcessRaisedException) and not found:
             raise
-        if trainer.is_global_zero:
-            _remove(new_folders)
+        if trainer.is_global_zero and new_folders:
+            shutil.rmtree(new_folders[0], ignore_errors=True)
+            with suppress(OSError):  # another run has begun there
+                for folder in new_folders[1:]:
+                    folder.rmdir()
         raise MisconfigurationException(refusal) from None
-    except SystemExit:
-        # Lightning ends the process so after a KeyboardInterrupt: the second Ctrl-C, or one before the first batch.
+    except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(job)) from None
-
-
-def _remove(new_folders: Sequence[Path]) -> None:
-    """Removes the run's folder, and those around it that were made for it and hold nothing else."""
-    for folder in new_folders[:1]:
-        shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        for folder in new_folders[1:]:
-            folder.rmdir()
-
-
-@contextmanager
-def _interrupts_given_back() -> Iterator[None]:
-    """Ctrl-C does afterwards what it did before: Lightning ignores it from a KeyboardInterrupt on."""
-    previous = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _conclude(job: Job) -> int:
@@ -201,7 +175,7 @@ def _conclude(job: Job) -> int:
         return 130
     try:
         _show(job, history)
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(job)) from None
     if history["stopped_by"] == "time":
         say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
@@ -211,69 +185,37 @@ def _conclude(job: Job) -> int:
 def _show(job: Job, history: dict[str, Any]) -> None:
     """Writes and prints sample, picture and summary, and the comparison if there is to be one."""
     folder = job.folder
-    sample = _printable(generate(_trained_model(folder), b"def ", _SAMPLE_TOKENS))
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    trained = LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True).eval()
+    sample = _printable(generate(trained.model, b"def ", _SAMPLE_TOKENS))
     (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
     summary = summarise(history, folder)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     say(f"\nA sample:\n{indent(sample, '    ')}\n")
-    if find_spec("matplotlib") is not None:
+    if _is_installed("matplotlib", "No picture is drawn"):
         draw_report(history, folder / "report.png")
-    else:
-        say("No picture is drawn: install matplotlib (pip install 'lightning-mp[plots]').")
     say(format_table(summary, folder))
     comparison_file = folder / "comparison.txt"
     if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():
         say("\nOnce more with Lightning's own plugin, for --compare:")
-        with _quiet(logging.ERROR), _interrupts_given_back():
+        with quiet_lightning(logging.ERROR, *_WARNINGS_ABOUT_NOTHING), interrupts_kept():
             comparison = format_comparison(train_with_stock(job), summary, history)
         comparison_file.write_text(comparison + "\n")
         say(comparison)
 
 
-def _trained_model(folder: Path) -> GPT:
-    path = latest_checkpoint(folder / "checkpoints")
-    assert path is not None
-    checkpoint = load_checkpoint(path)
-    model = GPT(GPTConfig(**{field.name: checkpoint["hyper_parameters"][field.name] for field in fields(GPTConfig)}))
-    model.load_state_dict({name.removeprefix("model."): value for name, value in checkpoint["state_dict"].items()})
-    return model.eval()
+def _is_installed(package: str, otherwise: str) -> bool:
+    found = find_spec(package) is not None
+    if not found:
+        say(f"{otherwise}: install {package} (pip install 'lightning-mp[plots]').")
+    return found
 
 
 def _printable(text: bytes) -> str:
     """The text with a dot for every byte that is no text, among them those that would command a terminal."""
     decoded = text.decode(errors="replace")
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{MIDDLE DOT}" for char in decoded)
-
-
-@contextmanager
-def _quiet(level: int = logging.INFO) -> Iterator[None]:
-    """Keeps messages off the terminal that say nothing about this run, and of Lightning's those below the level."""
-    logger, resuming = (
-        lightning_logger(),
-        logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector"),
-    )
-    previous = logger.level, resuming.level
-    with warnings.catch_warnings():
-        for message in (
-            r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 with torch 2.11 or newer
-            r"Checkpoint directory .* exists and is not empty",  # a resumed run writes where it read
-            r"FSDP2-wrapped module .* returned a view tensor",  # of fp8 layers; the model changes none in place
-            r"The run ended after .* budgeted tokens",  # the demo says so itself
-        ):
-            warnings.filterwarnings("ignore", message)
-        logger.setLevel(max(level, logger.level))
-        resuming.setLevel(logging.WARNING)  # it tells the default of `weights_only` with every checkpoint
-        logger.addFilter(_no_tips)
-        try:
-            yield
-        finally:
-            logger.removeFilter(_no_tips)
-            logger.setLevel(previous[0])
-            resuming.setLevel(previous[1])
-
-
-def _no_tips(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("\N{ELECTRIC LIGHT BULB} Tip:")
 
 
 def _announce(job: Job) -> None:

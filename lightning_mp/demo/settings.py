@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
+from lightning_mp.accumulation.schedule import Thresholds
+from lightning_mp.accumulation.step_estimate import estimate_steps
 from lightning_mp.demo.model import GPTConfig, config_for_parameters
 from lightning_mp.planning import tokens_for
 
-__all__ = ["BLOCK_TOKENS", "Settings", "count_optimizer_steps", "flag", "peak_learning_rate"]
+__all__ = ["BLOCK_TOKENS", "Settings", "flag", "peak_learning_rate"]
 
 PRECISIONS = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8")
 #: Those that Lightning has, too.
@@ -184,7 +186,7 @@ class Settings:
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return count_optimizer_steps(self.micro_batches, self.accumulation)
+        return int(estimate_steps(Thresholds(self.accumulation, "step"), self.micro_batches, max_epochs=1))
 
     @property
     def validate_every_micro_batches(self) -> int:
@@ -221,20 +223,6 @@ class Settings:
                 "model cannot share evenly: choose --devices so that they can."
             )
         return replace(smallest, batch_size=batch_size)
-
-
-def count_optimizer_steps(micro_batches: int, schedule: Mapping[int, int]) -> int:
-    """Optimizer steps that so many micro-batches per rank make, the last one perhaps with fewer than planned.
-
-    Example:
-        >>> count_optimizer_steps(11, {0: 1, 3: 2})  # 1 + 1 + 1 + 2 + 2 + 2 + 2
-        7
-    """
-    steps = 0
-    while micro_batches > 0:
-        micro_batches -= schedule[max(first_step for first_step in schedule if first_step <= steps)]
-        steps += 1
-    return steps
 
 
 def peak_learning_rate(parameters: int) -> float:

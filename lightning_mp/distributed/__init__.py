@@ -1,1 +1,1 @@
-"""Small agreements of all ranks that nobody waits for, and the heartbeat of each rank."""
+"""Small reductions over all ranks that nothing waits for, and the heartbeat of each rank."""

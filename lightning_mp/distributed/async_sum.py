@@ -1,4 +1,4 @@
-"""A few numbers added over all ranks, known to all of them the next time, so that nobody waits for the device."""
+"""A few numbers added over all ranks, known to all of them the next time, so that nothing waits for the device."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ class AsyncAllReduce:
 
 
 class AsyncAnyRank:
-    """Adds up the ranks' answers when asked, and tells the sum when asked the next time.
+    """Adds up the ranks' answers when called, and returns the sum at the next call.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Ranks that tell each other how far they are, so that one that hangs is named and all of them end."""
+"""Ranks that report their progress to each other, so that one that hangs is named and all of them end."""
 
 import contextlib
 import datetime
@@ -53,7 +53,7 @@ class RankReport:
 
 
 def find_hung(before: Sequence[RankReport], after: Sequence[RankReport]) -> list[RankReport]:
-    """Which ranks the others wait for, from two reports of each, when nobody goes on.
+    """Which ranks the others wait for, from two reports of each, when there is no progress.
 
     Those that do not answer; else those that left with an exception; else those that are the furthest behind. If all
     are at the same place, that is all of them.
@@ -98,7 +98,7 @@ def host_name() -> str:
 
 
 class Heartbeat:
-    """Two threads in each rank that report its progress, and end the process when nobody goes on.
+    """Two threads in each rank that report its progress, and end the process when there is no progress.
 
     The reports go through a ``TCPStore`` of their own in the process of rank 0. Nothing else waits for them.
 
@@ -149,7 +149,7 @@ class Heartbeat:
         self._progress = (self._progress[0] + 1, place, time.monotonic())
 
     def stop(self, error: str = "") -> None:
-        """Ends the watch of this rank, and tells the others if that was not the end of training."""
+        """Stops watching this rank, and tells the others if that was not the end of training."""
         self._stopped.set()
         for thread in self._threads:
             # One may be held up for long in the store of a rank 0 that is dead; it does not outlive the process.

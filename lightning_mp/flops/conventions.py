@@ -16,7 +16,7 @@ _FLOPS_OF_WEIGHT_GRADIENT = 2
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What a convention may ask about a decoder besides its parameter count."""
+    """What a convention may need to know about a decoder besides its parameter count."""
 
     layers: int
     """Number of blocks L."""

@@ -163,7 +163,7 @@ def count_flops(
             is, a list or tuple as positional and a mapping as keyword arguments.
         step: from module and batch to a loss, or to anything whose sum stands for it; by default the module's forward,
             and of its result the attribute ``loss`` if there is one.
-        backward: whether the backward is counted, too.
+        backward: whether to count the backward as well.
         meta: False runs the module where it is, on the numbers of the batch. It must be so where shapes depend on
             numbers, as in a mixture of experts that counts its tokens. Models of Hugging Face whose masks alone depend
             on numbers need no False. Gradients, buffers and the random state are put

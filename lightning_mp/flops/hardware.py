@@ -114,7 +114,7 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
 
 
 def matmul_format(precision: str, *, tf32: bool = False) -> str | None:
-    """The format that matrix products run in, of a Trainer's ``precision``; None if the name does not tell.
+    """The format that matrix products run in, of a Trainer's ``precision``; None if the name does not determine it.
 
     Args:
         precision: ``trainer.precision``, such as "bf16-mixed".
@@ -136,7 +136,7 @@ def device_peak(
 
     Args:
         device: that the run is on.
-        precision: ``trainer.precision``, which tells the format where it was not counted.
+        precision: ``trainer.precision``, which gives the format where it was not counted.
         counted_format: the format in which most products ran, if they were counted; TF32 counts as "fp32".
         given: a peak that the user knows.
 

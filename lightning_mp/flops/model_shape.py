@@ -100,8 +100,8 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
         context_tokens: sequence length.
 
     Raises:
-        ValueError: the convention is unknown, asks for a shape that the module does not tell, or has no formula for
-            the module's attention or mixture of experts.
+        ValueError: the convention is unknown, needs a shape that the module does not have, or has no formula for the
+            module's attention or mixture of experts.
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"Unknown FLOPs convention {convention!r}. Use one of {', '.join(CONVENTIONS)}, or 'exact'.")

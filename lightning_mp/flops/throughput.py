@@ -119,11 +119,11 @@ class Rates:
 
         Example:
             >>> Rates(tokens_per_second=1200.0, nonpad_tokens_per_second=1000.0, mfu=0.4).summary()
-            '1,200 tokens/s, 1,000 of them no padding, MFU 40.0%'
+            '1,200 tokens/s, 1,000 of them without padding, MFU 40.0%'
         """
         parts = [f"{self.tokens_per_second:,.0f} {unit}s/s"] if self.tokens_per_second is not None else []
         if unit == "token" and self.nonpad_tokens_per_second is not None:
-            parts.append(f"{self.nonpad_tokens_per_second:,.0f} of them no padding")
+            parts.append(f"{self.nonpad_tokens_per_second:,.0f} of them without padding")
         parts += [
             f"{label} {value:.1%}"
             for label, value in (("MFU", self.mfu), ("HFU", self.hfu), ("goodput", self.goodput))
@@ -220,7 +220,7 @@ class Throughput:
         return asdict(self.totals)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from saved totals; the window starts anew.
+        """Continues from saved totals; the window starts over.
 
         Raises:
             ValueError: if the state is not one of :meth:`state_dict`.

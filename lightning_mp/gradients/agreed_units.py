@@ -47,8 +47,8 @@ class AgreedUnits:
 
     Ranks compare by one reduction of two numbers per optimizer step, largest and smallest checksum; where units lie on
     several meshes (experts, copies beside tensor parallelism), by one for each dimension of each mesh. On a CPU the
-    answer is there before the step is made. Elsewhere it is read at the next step, so that nobody waits for the device,
-    and before the optimizer's state goes into a checkpoint.
+    answer is there before the step is made. Elsewhere it is read at the next step, so that nothing waits for the
+    device, and before the optimizer's state goes into a checkpoint.
 
     Args:
         model: as the strategy has wrapped it.
@@ -104,7 +104,7 @@ class AgreedUnits:
         """Compares what this rank has run since the last time; to be called on all ranks when the gradients are there.
 
         Raises:
-            MisconfigurationException: on all ranks, if they differed now or, where nobody waits, the last time.
+            MisconfigurationException: on all ranks, if they differed now or, without a wait, the last time.
         """
         self.settle()
         with_gradient = [id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

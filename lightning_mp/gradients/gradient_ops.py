@@ -113,8 +113,9 @@ def replicas(gradient: Tensor, *, ranks_per_parameter: int, plain_replicas: int)
     if ranks_per_parameter % mesh.size():
         raise ValueError(
             f"A gradient lies on a mesh of {mesh.size()} ranks {tuple(mesh.shape)}, and {ranks_per_parameter} ranks are"
-            " said to hold the same parameters: it must be a multiple. Give the number of ranks of one pipeline stage,"
-            " or of the process group that steps together (lightning_mp.gradients.replication.GradientReplication)."
+            " declared to have the same parameters: it must be a multiple. Give the number of ranks of one pipeline"
+            " stage, or of the process group that steps together"
+            " (lightning_mp.gradients.replication.GradientReplication)."
         )
     copies = [mesh.size(axis) for axis, placement in enumerate(gradient.placements) if placement.is_replicate()]
     return math.prod(copies) * (ranks_per_parameter // mesh.size())

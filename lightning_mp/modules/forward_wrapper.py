@@ -14,5 +14,5 @@ def unwrap_forward(module: nn.Module, wrapper: "partial[Any]") -> None:
         return
     inner = wrapper.args[0]
     del module.forward
-    if module.forward != inner:  # it was set on the instance, by somebody else
+    if module.forward != inner:  # it was set on the instance, by other code
         module.forward = inner

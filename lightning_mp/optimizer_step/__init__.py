@@ -1,1 +1,1 @@
-"""From "backward is done" to "stepped or skipped", and who is told."""
+"""From "backward is done" to "stepped or skipped", and the hooks that follow."""

@@ -28,7 +28,7 @@ def found_by_unscaling(
 def check_step_past_the_plugin(
     optimizer: Optimizer, plugin: object, scaler: "torch.amp.GradScaler | None", model: "pl.LightningModule"
 ) -> None:
-    """For the moment before a step that somebody else makes, before a weight is changed.
+    """To be called before a step that bypasses the plugin changes a weight.
 
     ``scaler.step`` is right: it has unscaled and checked the gradients. Without a scale a warning says what is missing.
 

@@ -38,7 +38,7 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
 def refuse_closures_under_a_scale(optimizer: Optimizer, plugin: object) -> None:
     """Refuses what is known to evaluate the loss several times in one step, where there is a loss scale.
 
-    What it evaluates itself would be scaled, and it would use those gradients without anybody to unscale them.
+    What it evaluates itself would be scaled, and it would use those gradients without anything to unscale them.
 
     Raises:
         MisconfigurationException: for LBFGS, and for a ``step`` that cannot do without its closure.

@@ -124,7 +124,7 @@ class GradientEpilogue:
 
         Args:
             normalisation: makes the gradient of a window the exact mean; None for 1.
-            max_norm: largest two-norm over all parameters and ranks; None where nobody clips, or clips later.
+            max_norm: largest two-norm over all parameters and ranks; None where nothing is clipped, or later.
         """
         factor = normalisation
         if self.scale is not None and self._unscaled_found is None:

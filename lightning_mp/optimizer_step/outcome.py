@@ -1,4 +1,4 @@
-"""What came of an optimizer step: :class:`StepOutcome`, and who is told.
+"""The outcome of an optimizer step: :class:`StepOutcome`, and the hooks that get it.
 
 Lightning has no hook after the optimizer step, and nothing in it knows whether a step was skipped. Here every attempt
 ends in a :class:`StepOutcome`. It makes learning-rate schedulers and averaged weights hold on a skip, and reaches every
@@ -198,7 +198,7 @@ class StepOutcomeDispatcher:
             self.settle()
 
     def settle(self) -> None:
-        """Reads the outcome of the last step, if it is not known yet: rolls back on a skip, then tells everybody."""
+        """Reads the outcome of the last step, if it is not known yet: rolls back on a skip, then calls the hooks."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

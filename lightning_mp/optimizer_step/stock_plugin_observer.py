@@ -20,7 +20,7 @@ __all__ = ["StockPluginObserver"]
 class StockPluginObserver:
     """Wraps ``trainer.precision_plugin.optimizer_step`` on the instance and sees what happened in it.
 
-    The optimizer's own public hook tells whether its ``step`` ran. If it ran with ``optimizer.found_inf`` set (fused
+    The optimizer's own public hook shows whether its ``step`` ran. If it ran with ``optimizer.found_inf`` set (fused
     optimizers), the flag decides, and is read one step late like everywhere else. There is no gradient norm: that would
     cost a pass, which only the guard pays.
 

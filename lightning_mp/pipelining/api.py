@@ -55,9 +55,13 @@ def pipelined_loss(module: "pl.LightningModule", batch: Any) -> Tensor:
 
 
 def pipelined_metrics(module: "pl.LightningModule", batch: Any) -> Mapping[str, Tensor]:
-    """The same, with the other scalars that ``pipeline_loss`` returns in its mapping, such as an accuracy.
+    """The mean loss of a batch, and the other scalars that ``pipeline_loss`` returns, such as an accuracy.
 
     All of them are taken to be means: over microbatches they are weighted as the loss is, by tokens or by samples.
+
+    Args:
+        module: as for :func:`pipelined_loss`.
+        batch: the batch that the step received.
     """
     runner = _runner_of(module)
     if runner is not None:
@@ -71,6 +75,10 @@ def pipelined_output(module: "pl.LightningModule", batch: Any) -> Any:
 
     Under PipelineParallelStrategy it is sent to all stages, so for logits of a large vocabulary, return only what you
     need of them from ``pipeline_loss``.
+
+    Args:
+        module: as for :func:`pipelined_loss`.
+        batch: the batch that the step received.
     """
     runner = _runner_of(module)
     if runner is not None:

@@ -27,7 +27,7 @@ class LastStageBroadcast:
         self._names: dict[bool, list[str]] = {}
 
     def scalars(self, values: dict[str, Tensor], *, training: bool) -> dict[str, Tensor]:
-        """One small broadcast; the names are told with the first batch.
+        """One small broadcast; the names are sent with the first batch.
 
         Args:
             values: fp32 scalars on the last stage, anything elsewhere.

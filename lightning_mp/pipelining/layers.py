@@ -18,7 +18,7 @@ __all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers",
 
 _HOW = (
     " Define `def pipeline_layers(self): return [self.embedding, *self.blocks, self.head]`: modules that run one after"
-    " the other, each on what the one before returned; names of modules or globs over them ('blocks.*') will do, too,"
+    " the other, each on what the one before returned; names of modules or globs over them ('blocks.*') also work,"
     " and lightning_mp.pipelining.PipelineLayer(function, *modules) where there is code between modules."
 )
 
@@ -136,7 +136,7 @@ def _fitting(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     parts = dict(named_modules(module))
     found = [(name, part) for name, part in parts.items() if name and fnmatchcase(name, pattern)]
     # By names only: after the split other classes stand in some of the places.
-    # A glob fits what is inside of the modules that it is about, too.
+    # A glob also matches what is inside the modules that it matches.
     outer = [(name, part) for name, part in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if not outer:
         raise MisconfigurationException(

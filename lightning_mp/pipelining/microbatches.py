@@ -76,7 +76,7 @@ def batch_digest(batch: Any) -> list[Any]:
 
 
 def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any]:
-    """Compares a batch over the stages of one pipeline, and lets them tell each other something.
+    """Compares a batch over the stages of one pipeline, and lets them exchange a value.
 
     Args:
         batch: of this stage.
@@ -84,7 +84,7 @@ def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any
         what: this stage's word.
 
     Returns:
-        What every stage said.
+        The value of every stage.
 
     Raises:
         MisconfigurationException: on all stages, if their batches are not the same.

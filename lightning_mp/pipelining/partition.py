@@ -1,4 +1,4 @@
-"""Splits a model into stages: which parameters each stage holds, and what the others are told about it."""
+"""Splits a model into stages: which parameters each stage has, and what the others know about it."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 

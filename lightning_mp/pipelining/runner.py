@@ -207,7 +207,7 @@ class PipelineRunner:
     # -- what stages tell each other -----------------------------------------------------------------------------------
 
     def _compare(self, batch: Any) -> None:
-        """With the first batch of a loop or an epoch; also whether anybody has frozen or unfrozen weights."""
+        """With the first batch of a loop or an epoch; also whether weights were frozen or unfrozen."""
         now = (self._trainer.state.stage, self._trainer.current_epoch)
         if self._pipeline.stages == 1 or now == self._compared:
             return

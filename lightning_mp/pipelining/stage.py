@@ -16,7 +16,7 @@ __all__ = ["Stage", "StageModule"]
 
 
 class StageModule(nn.Module):
-    """The layers of a stage, one after the other, on the microbatch that it is told the number of.
+    """The layers of a stage, one after the other, on the microbatch with the number that it is given.
 
     Batches may be anything, and torch splits tensors only: so what travels through its schedule is numbers of
     microbatches, and each stage looks its microbatch up in the batch, which it has.

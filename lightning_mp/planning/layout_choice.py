@@ -76,10 +76,11 @@ def choose_layouts(
     dtype: str | None = None,
     checkpointed: Sequence[bool] = (False, True),
 ) -> list[LayoutChoice]:
-    """Every usual layout, those that fit first, of these the fastest, and of the others those that lack least.
+    """Every usual layout, those that fit first, fastest first, then the others, closest to fitting first.
 
     Where no machine is known, those that fit come in the order of
-    :func:`~lightning_mp.planning.parallelism.parallel_plan.usual_layouts`, recomputed blocks last.
+    :func:`~lightning_mp.planning.parallelism.parallel_plan.usual_layouts`, recomputed blocks after those that are not,
+    and tensor and pipeline parallelism, which need fast links or many micro-batches, last.
 
     Args:
         config: the model.
@@ -97,7 +98,7 @@ def choose_layouts(
         ValueError: a precision is unknown.
 
     Example:
-        405 billion parameters do not fit on 8 GPUs of 80 GB, however they are shared:
+        405 billion parameters do not fit on 8 GPUs of 80 GB, however they are divided:
 
         >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
         >>> {choice.verdict for choice in choose_layouts(config, 8, memory_bytes=80e9)}
@@ -137,7 +138,7 @@ class ChipChoice:
 def choose_chips(
     config: DecoderConfig, gpus: int = 1, *, context_tokens: int = 4096, precision: object = "bf16-mixed"
 ) -> list[ChipChoice]:
-    """On which chips a model can be trained, with so many of them.
+    """On which chips a model can be trained, with that many of them.
 
     Args:
         config: the model.
@@ -169,7 +170,7 @@ def enough_gpus(
     Example:
         >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
         >>> enough_gpus(config, 8, memory_bytes=80e9, context_tokens=4096, precision="bf16-mixed")[0]
-        256
+        512
     """
     while gpus <= _MOST_GPUS:
         layouts = choose_layouts(
@@ -192,12 +193,13 @@ def _sequences_of_all(choice: LayoutChoice) -> int:
 
 
 def _rank(choice: LayoutChoice) -> tuple[float, ...]:
-    """What fits by its time, where that is not known with recomputing last; the rest by its bytes."""
+    """What fits by its time; where that is not known, whole layers first, recomputed ones after; the rest by bytes."""
     verdict = _VERDICTS.index(choice.verdict) if choice.verdict is not None else 0
     if choice.verdict is None or verdict > 0:
         return verdict, choice.memory.total_bytes
     seconds = choice.plan.seconds_at_least if choice.plan is not None else float("inf")
-    return verdict, seconds, choice.layout.checkpointed
+    ranks = choice.layout.layout
+    return verdict, seconds, ranks.tensor * ranks.stages > 1, choice.layout.checkpointed
 
 
 def _plan(

@@ -33,7 +33,7 @@ class TrainingRun:
         tokens: D, repeated ones counted each time.
         flops: C = 6 N D.
         loss: predicted, in nats per token; None where the law has none.
-        optimum: the best model of the same compute.
+        optimum: the best model for the same compute.
         unique_tokens: to draw from; None where no limit was given.
     """
 
@@ -150,10 +150,10 @@ def training_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
-    """How long a compute takes on GPUs; pairs are from the best to the worst utilisation.
+    """How long a number of FLOPs takes on GPUs; pairs are from the best to the worst utilisation.
 
     Attributes:
-        chip: the chip that was meant.
+        chip: the chip.
         gpus: how many.
         dtype: format of matrix products.
         peak_flops_per_second: of one chip in it, dense.
@@ -184,7 +184,7 @@ def run_time(
     mfu: _Quantity | None = None,
     price: _Quantity | None = None,
 ) -> RunTime:
-    """Time, GPU hours and cost of a compute.
+    """Time, GPU hours and cost of a number of FLOPs.
 
     Args:
         flops: C.

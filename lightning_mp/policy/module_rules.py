@@ -134,7 +134,7 @@ class ForwardRules:
         self._wrapped.append((module, wrapper))
 
     def detach(self) -> None:
-        """Gives every module its own forward back, unless somebody else has wrapped ours meanwhile."""
+        """Restores every module's own forward, unless other code has wrapped it meanwhile."""
         for module, wrapper in reversed(self._wrapped):
             unwrap_forward(module, wrapper)
         self._wrapped.clear()

@@ -1,4 +1,4 @@
-"""Which modules of a model somebody means: by class, by the name of one, or by a glob over names."""
+"""Which modules of a model are meant: by class, by the name of one, or by a glob over names."""
 
 import importlib
 from collections import Counter
@@ -61,7 +61,7 @@ def select_modules(
         every: of all that were found, take the first of each ``every``.
 
     Raises:
-        ValueError: if a pattern matches nothing, or nothing but what lies inside of modules that others fit.
+        ValueError: if a pattern matches nothing, or only modules inside those that others match.
 
     Example:
         >>> from torch import nn

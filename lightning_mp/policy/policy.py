@@ -154,8 +154,8 @@ def _check_against_model(
     if rule.kind == "op":
         if rule.bare and any(name == rule.pattern for name, _ in names):
             raise ValueError(
-                f"Rule {number + 1} of the policy, {rule}, is about an operation, but the model has a module of that"
-                f" name, too. Write 'op:{rule.text}' or 'module:{rule.text}'."
+                f"Rule {number + 1} of the policy, {rule}, is about an operation, but the model also has a module of"
+                f" that name. Write 'op:{rule.text}' or 'module:{rule.text}'."
             )
         return
     matched = [module for name, module in names if rule.matches(name, module)]

@@ -16,7 +16,7 @@ from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS, operation
 __all__ = ["LOW", "Dtype", "PolicyRules", "Rule", "dtype_name", "parse_rules"]
 
 LOW: Literal["low"] = "low"
-"""The 16-bit dtype of whoever applies the policy."""
+"""The 16-bit dtype of the plugin that applies the policy."""
 
 Dtype = torch.dtype | Literal["low"]
 """What a rule asks for."""

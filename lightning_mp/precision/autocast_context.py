@@ -38,7 +38,7 @@ class AutocastRun:
         dtype: the 16-bit dtype.
         policy: rules to apply to the model.
         opaque: see :class:`~lightning_mp.policy.applied.AppliedPolicy`.
-        cache_frozen: whether frozen weights are cast once and kept. Not where a strategy gathers weights anew.
+        cache_frozen: whether frozen weights are cast once and kept. Not where a strategy gathers weights again.
         cache_weights: whether trainable weights are cast once per forward, or at every use.
 
     Raises:

@@ -343,7 +343,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 return
         rank_zero_warn(
             f"The checkpoint holds no loss scale under {type(self).__qualname__!r}, {_STOCK_STATE_KEYS[0]!r} or"
-            f" {_STOCK_STATE_KEYS[1]!r} (was it trained in another precision?): the scale starts anew at"
+            f" {_STOCK_STATE_KEYS[1]!r} (was it trained in another precision?): the scale starts again at"
             f" {self.scaler.get_scale():g}."
         )
 

@@ -181,7 +181,7 @@ class Float8Precision(FullWeightsPrecision):
             self._end_run()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """bf16 autocast for everything besides the fp8 products, with its weight cache on."""
+        """bf16 autocast for everything except the fp8 products, with its weight cache on."""
         return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=True)
 
     def _why_not_after_a_run(self) -> str | None:

@@ -7,7 +7,7 @@ convolutional module with a frozen parameter runs, under autocast, on a 16-bit c
 The module itself stays as it is: its parameters, their names, the state dict. The copies cost 2 bytes per frozen
 parameter beside its 4.
 
-A copy is made when it is first needed. It is made anew when the weight was written to (the tensor's version counts
+A copy is made when it is first needed. It is made again when the weight was written to (the tensor's version counts
 that), moved or replaced, and when another loop takes over (training, validation, ...): what was written through
 ``weight.data``, which torch does not count, is seen there and not before. In a model without frozen weights so is a
 frozen parameter that was put in the place of a trained one; until then torch casts it.
@@ -102,7 +102,7 @@ class FrozenWeightCache:
     Args:
         modules: those whose weights autocast runs in 16 bit. Of linear and convolutional modules (not transposed ones,
             and padded with zeros) the frozen parameters are kept; other modules, subclasses with a forward of their
-            own, parametrized modules, and those whose ``forward`` somebody else has set are left to autocast.
+            own, parametrized modules, and those whose ``forward`` was replaced are left to autocast.
         dtype: the 16-bit dtype.
         device_type: of the run.
     """
@@ -190,7 +190,7 @@ def _operation_of(module: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def _forward_is_its_own(module: nn.Module) -> bool:
-    """Whether nobody has set the module's forward, but perhaps a policy that lets it run in 16 bit."""
+    """Whether the module's forward is its own, or set by a policy that lets it run in 16 bit."""
     forward = vars(module).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func is run_covered)
 

@@ -42,7 +42,7 @@ class StepPlan:
         plugin: asked to clip where a module clips through Lightning's hook.
         scaler: the loss scaler, if there is one.
         dispatcher: told what came of each step, if this is a fit.
-        controller: knows by what a window is normalised, if somebody weighs micro-batches.
+        controller: knows by what a window is normalised, if micro-batches are weighted.
         epilogue: makes the epilogue of a step, of the loss scale.
         in_kernel: the optimizer's own kernel multiplies gradients, and skips.
         may_evaluate: the optimizer may evaluate the loss itself.
@@ -142,7 +142,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     """Makes gradients ready to be stepped with: reduced, decided on, planned for and shown.
 
     Returns:
-        The items of the window over all ranks, where somebody counts them.
+        The items of the window over all ranks, where they are counted.
     """
     plan, model, trainer = step.plan, step.plan.model, step.plan.model.trainer
     controller = plan.controller

@@ -67,9 +67,9 @@ class TrainedWeights:
             raise MisconfigurationException(
                 f"{self._plugin} trains fp32 weights, and {len(parameters)} of {trained} trainable parameters are fp16:"
                 f" {self._listed(parameters)}. The optimizer would step them in fp16, where Adam's epsilon and small"
-                " second moments are 0 and weights become NaN. Load the model in fp32 (torch_dtype=torch.float32, or"
-                " module.float()), or use MasterWeightsPrecision('16-true'), which keeps fp32 masters of fp16 weights."
-                " Frozen weights may stay in fp16."
+                " second moments are 0 and weights become NaN. Load the model in fp32 (from_pretrained(...,"
+                " dtype=torch.float32), or module.float()), or use MasterWeightsPrecision('16-true'), which keeps fp32"
+                " masters of fp16 weights. Frozen weights may stay in fp16."
             )
 
     def _warn_of_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -85,5 +85,6 @@ class TrainedWeights:
             f"{self._plugin} trains fp32 weights, and {len(trained)} parameters that the optimizer trains are bf16:"
             f" {self._listed([parameter for parameter, _ in trained])}. A step of the size of the learning rate is"
             f" rounded away in {lost:,} of their {elements:,} elements. Load the model in fp32"
-            " (torch_dtype=torch.float32, or module.float()), or use MasterWeightsPrecision('bf16-true')."
+            " (from_pretrained(..., dtype=torch.float32), or module.float()), or use"
+            " MasterWeightsPrecision('bf16-true')."
         )

@@ -102,7 +102,7 @@ class FoundScheduler:
     Attributes:
         name: its class.
         setting: the argument that was read.
-        planned: how many calls it was planned for.
+        planned: how many calls it was planned for; ``math.inf`` where the length of the run was not known.
         interval: what Lightning calls it after: "step" or "epoch".
         frequency: after every how many of these.
         after_its_end: what it does when it is called more often.
@@ -110,7 +110,7 @@ class FoundScheduler:
 
     name: str
     setting: str
-    planned: int
+    planned: int | float
     interval: str
     frequency: int = 1
     after_its_end: AfterItsEnd = "stays"

@@ -1,5 +1,6 @@
 """Checks of how long the run is: against schedulers, a budget, a checkpoint, and the memory of one step."""
 
+import math
 from collections.abc import Iterator
 
 from lightning_mp.core.messages import listed
@@ -23,6 +24,9 @@ def check_schedulers(found: Found) -> Iterator[PreflightFinding]:
     if found.run.is_manual:
         return
     for scheduler in found.schedulers:
+        if scheduler.planned == math.inf:
+            yield _never_falls(scheduler)
+            continue
         in_epochs = scheduler.interval == "epoch"
         calls = found.run.epochs if in_epochs else found.run.steps
         if calls is None:
@@ -48,6 +52,16 @@ def check_schedulers(found: Found) -> Iterator[PreflightFinding]:
                 else ": self.trainer.estimated_stepping_batches knows the number of optimizer steps."
             ),
         )
+
+
+def _never_falls(scheduler: FoundScheduler) -> PreflightFinding:
+    return PreflightFinding(
+        "warning",
+        "scheduler_length",
+        f"{scheduler.name}({scheduler.setting}=inf) never changes the learning rate: without max_epochs and max_steps"
+        " the Trainer does not know how many optimizer steps the run has.",
+        "With ChinchillaBudget use TokenLearningRate(WarmupCosine()), which follows the budget; else give max_steps.",
+    )
 
 
 def _slack(calls: int) -> float:

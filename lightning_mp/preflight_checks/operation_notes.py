@@ -1,4 +1,4 @@
-"""What the operations of a step tell: by what a loss was divided, and whether random numbers are drawn anew."""
+"""What the operations of a step show: by what a loss was divided, and whether random numbers are drawn again."""
 
 from typing import Any
 

@@ -1,15 +1,17 @@
 """For how many calls learning-rate schedulers were planned, read off what ``configure_optimizers`` returned."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 from torch.optim import lr_scheduler
 
 from lightning_mp.core import private_api
 from lightning_mp.preflight_checks.found import AfterItsEnd, FoundScheduler
 
-__all__ = ["read_schedulers", "schedulers_in"]
+__all__ = ["read_schedulers", "schedulers_in", "schedulers_longer_than"]
 
 # Attribute with the number of calls, and what torch's code does after it (torch/optim/lr_scheduler.py).
 _PLANNED: tuple[tuple[type, str, AfterItsEnd], ...] = (
@@ -64,7 +66,7 @@ def read_schedulers(configured: Any) -> tuple[FoundScheduler, ...]:
         FoundScheduler(
             name=type(part).__name__,
             setting=setting,
-            planned=int(planned + offset),
+            planned=planned + offset if planned == math.inf else int(planned + offset),
             interval=interval,
             frequency=frequency,
             after_its_end=after,
@@ -72,6 +74,19 @@ def read_schedulers(configured: Any) -> tuple[FoundScheduler, ...]:
         for scheduler, interval, frequency in schedulers_in(configured)
         for part, offset in _parts(scheduler)
         for setting, planned, after in _planned(part)
+    )
+
+
+def schedulers_longer_than(steps: int, trainer: "pl.Trainer") -> tuple[FoundScheduler, ...]:
+    """Those of a run that are called after optimizer steps, and were planned for more than ``steps`` of them."""
+    configured = [
+        {"lr_scheduler": {"scheduler": one.scheduler, "interval": one.interval, "frequency": one.frequency}}
+        for one in trainer.lr_scheduler_configs
+    ]
+    return tuple(
+        found
+        for found in read_schedulers(configured)
+        if found.interval == "step" and found.planned * found.frequency > steps
     )
 
 

@@ -314,7 +314,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         rank_zero_warn(message, category=RuntimeWarning)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, then ours; ``GradScaler.load_state_dict`` takes it too."""
+        """torch's five entries, then those of this class; ``GradScaler.load_state_dict`` takes it too."""
         if not self._enabled:
             return {}
         return super().state_dict() | {

@@ -98,8 +98,8 @@ def refuse_half_of_a_tie(model: nn.Module, units: Iterable[str], instead: str) -
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Children of one class in an ``nn.ModuleList`` or ``nn.ModuleDict``, at least two: a transformer's blocks.
 
-    Of lists inside of each other the outer one counts, unless its children are lists themselves, which nobody calls.
-    Blocks that share parameters with the rest are left out.
+    Of lists inside of each other the outer one counts, unless its children are lists themselves, which are never
+    called. Blocks that share parameters with the rest are left out.
 
     Example:
         >>> repeated_blocks(nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}))

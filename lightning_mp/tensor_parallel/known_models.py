@@ -82,7 +82,7 @@ def automatic_styles(model: nn.Module, *, sequence: bool = False) -> dict[str, S
 
     Args:
         model: the model.
-        sequence: whether to split along the sequence besides.
+        sequence: whether to split along the sequence as well.
     """
     found: dict[str, Style] = {}
     for name, module in named_modules(model):

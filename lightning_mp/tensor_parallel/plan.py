@@ -57,7 +57,7 @@ def read_plan(plan: Plan | None) -> Plan:
 
 
 def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
-    """The style of each layer that is split, by its name, in the order of the model. The first rule that fits wins.
+    """The style of each layer that is split, by its name, in the order of the model. The first rule that matches wins.
 
     A rule with "auto" or "auto_sequence" on the right gives layers what these plans give them, so that
     ``{"*.lm_head": "column_gather", "*": "auto"}`` is the automatic plan with another head. "whole" leaves a layer
@@ -163,7 +163,7 @@ def _refuse_other_parameters(name: str, layer: nn.Module) -> None:
         others = [inner for inner, _ in layer.named_parameters() if inner not in ("weight", "bias")]
         raise ValueError(
             f"{_OWNER}(tensor_parallel_plan=...): {name} has {listed(others, most=12)} (weight_norm,"
-            " spectral_norm or another parametrization), from which its weight is computed anew, and only plain weights"
+            " spectral_norm or another parametrization), from which its weight is recomputed, and only plain weights"
             " and biases are split. Let it be 'whole', with the layers that share its split, or remove the"
             " parametrization (torch.nn.utils.parametrize.remove_parametrizations)."
         )

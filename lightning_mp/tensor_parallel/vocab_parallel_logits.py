@@ -1,4 +1,4 @@
-"""Logits of which each rank holds the columns of some tokens: whole for whoever looks, in parts for the loss."""
+"""Logits of which each rank holds the columns of some tokens: whole for any other reader, in parts for the loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ class VocabParallelLogits(InParts):
 
     ``F.cross_entropy`` is computed on the parts. Casts, changes of shape, rows taken out and arithmetic leave it in
     parts. Everything else gets the whole, gathered at once from the ranks, so all of them have to do it; ``detach()``
-    does so, too, and what it gives is a plain tensor that one rank alone can use.
+    does so as well, and its result is a plain tensor that one rank alone can use.
 
     Writing into a view of single columns (``logits[..., 3].zero_()``) is lost; ``logits[..., 3] = 0`` is not.
     """

@@ -47,7 +47,7 @@ class VocabParallelSplit:
 
 
 class InParts(Tensor):
-    """A tensor with the size of the whole and the memory of this rank's part; what it can do is said in subclasses."""
+    """A tensor with the size of the whole and the memory of this rank's part; subclasses define what it can do."""
 
     part: Tensor
     dim_of_vocabulary: int

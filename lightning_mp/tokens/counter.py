@@ -104,7 +104,7 @@ class TokenCounter:
         tokens: target tokens.
         input_tokens: tokens shown to the model, padding included.
         nonpad_tokens: those of them that an attention mask does not hide.
-        samples: samples; 0 where nobody asked for them.
+        samples: samples; 0 where they are not needed.
         skipped_tokens: target tokens of windows whose optimizer step was skipped.
         repeated_tokens: target tokens of windows after the first epoch.
         windows: windows closed.

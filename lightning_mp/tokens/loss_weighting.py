@@ -85,8 +85,9 @@ class Weighting:
         if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
                 f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: there is no integer"
-                " tensor with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a"
-                " batch to its number of tokens."
+                " tensor with two dimensions or more at batch['labels'] or batch[1]. Give the labels that place in the"
+                " batch, or pass count=, a function from a batch to its number of tokens; with it ChinchillaBudget also"
+                " needs landing='ceil' or landing='floor', or trim=."
             )
         weight_by = self.weight_by
         if weight_by == "auto":

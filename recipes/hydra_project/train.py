@@ -6,7 +6,7 @@ which is what YAML files and overrides have.
     pip install hydra-core
     cd recipes/hydra_project
     python train.py
-    python train.py precision.precision=bf16-mixed precision.scaler=null 'accumulation.schedule={"0": 1}'
+    python train.py precision.precision=bf16-mixed precision.scaler=null accumulation.schedule.0=1
 
 What you should see, apart from the numbers:
 

@@ -291,10 +291,10 @@ def check_noise(name: str, saved_on: int, resumed_on: int, first: Found, second:
         assert ours == pytest.approx(theirs, rel=1e-3), name
 
 
-QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1), ("partial gradient", 2, 2)]
+QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1)]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
 @pytest.mark.parametrize(("name", "saved_on", "resumed_on"), [*QUICK, *((name, 1, 1) for name in RECIPES)])
 def test_a_resumed_run_ends_as_one_that_did_not_stop(
@@ -308,7 +308,8 @@ def test_a_resumed_run_ends_as_one_that_did_not_stop(
 @pytest.mark.parametrize(
     ("strategy", "saved_on", "resumed_on"),
     [
-        *((strategy, a, b) for strategy in ("ddp", "fsdp2") for a in (1, 2, 4) for b in (1, 2, 4)),
+        # one rank alone has no strategy, and is above
+        *((strategy, a, b) for strategy in ("ddp", "fsdp2") for a in (1, 2, 4) for b in (1, 2, 4) if a * b > 1),
         *(("fsdp1", a, b) for a, b in [(2, 1), (1, 2)]),
     ],
 )

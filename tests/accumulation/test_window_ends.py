@@ -206,7 +206,9 @@ def test_a_number_of_steps_that_cannot_be_known_is_warned_of() -> None:
 
     module = AsksOnce()
     trainer = quiet_trainer(callbacks=[AccumulationScheduler({0: 1, 20: 3}, unit="token")], max_epochs=2)
-    with pytest.warns(UserWarning, match=r"AccumulationScheduler.estimated_steps\(trainer\) says why.*tokens"):
+    with pytest.warns(
+        UserWarning, match=r"AccumulationScheduler.estimated_steps\(trainer\) could not replace it.*tokens"
+    ):
         trainer.fit(module, loader(token_batches([5] * 6)))
     assert module.estimate == 12
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import lightning as L
 import torch
+from all_callbacks import all_callbacks
 from bench_schedule import Cell, Group, Measurement
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, OverflowMonitor, TF32Precision
 from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.planning import flops_per_token
 
 CLIP = 1.0
 LEARNING_RATE = 3e-4
@@ -58,10 +60,10 @@ class Workload:
     def tokens_per_step(self) -> int:
         return self.batch_size * self.config.block_tokens
 
-    def batches(self, count: int) -> Iterator[list[Tensor]]:
+    def batches(self, count: int, rows: int | None = None) -> Iterator[list[Tensor]]:
         """Random token ids that already lie on the device, so that no data loading is timed."""
         generator = torch.Generator().manual_seed(1)
-        shape = (self.batch_size, self.config.block_tokens)
+        shape = (rows or self.batch_size, self.config.block_tokens)
         ids = torch.randint(0, self.config.vocab, shape, generator=generator).to(self.device)
         for _ in range(count):
             yield [ids, ids.roll(-1, dims=1)]
@@ -199,14 +201,14 @@ class TimerCallback(L.Callback):
 class Batches:
     """A sized iterable of the workload's batches, for the Trainer."""
 
-    def __init__(self, workload: Workload, count: int) -> None:
-        self.workload, self.count = workload, count
+    def __init__(self, workload: Workload, count: int, rows: int | None = None) -> None:
+        self.workload, self.count, self.rows = workload, count, rows
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        return self.workload.batches(self.count)
+        return self.workload.batches(self.count, self.rows)
 
 
 def train_lightning(
@@ -221,7 +223,7 @@ def train_lightning(
     def train(runner: TrainingRunner, stopwatch: Stopwatch) -> torch.amp.GradScaler | None:
         device = runner.workload.device
         precision = plugin(runner.precision, device.type)
-        with _quiet_lightning():
+        with quiet_lightning():
             trainer = L.Trainer(
                 accelerator="gpu" if device.type == "cuda" else "cpu",
                 devices=1,
@@ -240,7 +242,8 @@ def train_lightning(
     return train
 
 
-def _stock_plugin(precision: str, device: str) -> Precision | None:
+def stock_plugin(precision: str, device: str) -> Precision | None:
+    """Lightning's own, None for fp32 and TF32."""
     if precision not in AUTOCAST_DTYPES:
         return None
     # Made by hand because Trainer(precision="16-mixed") turns into bf16 on a CPU; on CUDA it makes this very plugin.
@@ -248,7 +251,8 @@ def _stock_plugin(precision: str, device: str) -> Precision | None:
     return MixedPrecision(precision, device, scaler)  # type: ignore[arg-type]
 
 
-def _our_plugin(precision: str, device: str) -> Precision:
+def our_plugin(precision: str, device: str) -> Precision:
+    """The same of this package."""
     return AutocastPrecision(precision)  # type: ignore[arg-type]
 
 
@@ -264,8 +268,8 @@ class Row:
     switches_tf32_on: bool = False
 
 
-def make_group(workload: Workload, precision: str, compiled: bool) -> Group:
-    """All recipes of one precision, or the other plugins beside autocast."""
+def make_group(workload: Workload, precision: str, compiled: bool, model: str = "") -> Group:
+    """All recipes of one precision, or the other plugins beside autocast; `model` is named if not the report's."""
     rows = _other_plugins() if precision == OTHER_PLUGINS else _one_precision(precision)
     cells = [
         Cell(
@@ -278,13 +282,21 @@ def make_group(workload: Workload, precision: str, compiled: bool) -> Group:
         )
         for row in rows
     ]
-    return Group(precision, compiled, cells, on_enter=torch.compiler.reset if compiled else lambda: None)
+    flops = training_flops_per_token(workload.config)[1]
+    return Group(precision, compiled, cells, torch.compiler.reset if compiled else lambda: None, model, flops)
+
+
+def training_flops_per_token(config: GPTConfig) -> tuple[int, int]:
+    """Parameters that take part in matmuls (blocks and head, which the token table shares), and PaLM's operations."""
+    parameters = 12 * config.layers * config.width**2 + config.vocab * config.width
+    context = {"layers": config.layers, "width": config.width, "context_tokens": config.block_tokens}
+    return parameters, flops_per_token(parameters, **context, convention="palm")
 
 
 def _one_precision(precision: str) -> list[Row]:
     stock_clips_fused = precision not in AUTOCAST_DTYPES  # Lightning 2.6 refuses both together under autocast
     stock = Row(
-        "stock", precision, train_lightning(_stock_plugin, fused=stock_clips_fused, clip=CLIP), stock_clips_fused
+        "stock", precision, train_lightning(stock_plugin, fused=stock_clips_fused, clip=CLIP), stock_clips_fused
     )
     plain = Row("plain", precision, train_plain(fused=True, clip=CLIP))
     if precision == "tf32":
@@ -292,13 +304,15 @@ def _one_precision(precision: str) -> list[Row]:
         return [Row("ours, TF32Precision", precision, ours, switches_tf32_on=True), stock, plain]
     if precision not in AUTOCAST_DTYPES:
         return [stock, plain]
-    monitored = train_lightning(_our_plugin, fused=True, clip=CLIP, callbacks=lambda: [OverflowMonitor()])
-    unclipped = train_lightning(_stock_plugin, fused=True, clip=None)
+    monitored = train_lightning(our_plugin, fused=True, clip=CLIP, callbacks=lambda: [OverflowMonitor()])
+    everything = train_lightning(our_plugin, fused=True, clip=CLIP, callbacks=lambda: list(all_callbacks().values()))
+    unclipped = train_lightning(stock_plugin, fused=True, clip=None)
     return [
-        Row("ours", precision, train_lightning(_our_plugin, fused=True, clip=CLIP)),
+        Row("ours", precision, train_lightning(our_plugin, fused=True, clip=CLIP)),
         stock,
         plain,
         Row("ours, OverflowMonitor", precision, monitored),
+        Row("ours, all callbacks", precision, everything),
         Row("stock, no clipping", precision, unclipped, clip=None),
     ]
 
@@ -313,13 +327,14 @@ def _other_plugins() -> list[Row]:
         return trained(lambda *_: MasterWeightsPrecision(precision, storage=storage))
 
     return [
-        Row("ours", "bf16-mixed", trained(_our_plugin)),
+        Row("ours", "bf16-mixed", trained(our_plugin)),
         Row("plain", "bf16-mixed", train_plain(fused=True, clip=CLIP)),
         Row("ours, MasterWeightsPrecision fp32", "bf16-true", masters("bf16-true", "fp32")),
         Row("ours, MasterWeightsPrecision remainder", "bf16-true", masters("bf16-true", "remainder")),
         Row("ours, MasterWeightsPrecision fp16", "16-true", masters("16-true", "fp32")),
         Row("stock", "bf16-true", trained(lambda *_: HalfPrecision("bf16-true"))),
         Row("ours, Float8Precision rowwise", "fp8-mixed", trained(lambda *_: Float8Precision("rowwise"))),
+        Row("ours, Float8Precision tensorwise", "fp8-mixed", trained(lambda *_: Float8Precision("tensorwise"))),
     ]
 
 
@@ -347,7 +362,7 @@ def _matmul_precision(setting: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_lightning() -> Iterator[None]:
+def quiet_lightning() -> Iterator[None]:
     """Keeps the Trainer's banner out of the output; errors pass."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level

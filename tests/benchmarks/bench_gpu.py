@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-for folder in (REPOSITORY, Path(__file__).resolve().parent):
+for folder in (REPOSITORY, REPOSITORY / "tests" / "support", Path(__file__).resolve().parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

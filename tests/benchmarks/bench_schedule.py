@@ -64,11 +64,14 @@ class Group:
     compiled: bool
     cells: list[Cell]
     on_enter: Callable[[], None] = lambda: None
+    model: str = ""
+    """Empty for the model that the report is about."""
+    flops_per_token: int | None = None
 
     @property
     def title(self) -> str:
         """Heading of the group's table."""
-        return f"{self.precision}, {'compiled' if self.compiled else 'eager'}"
+        return ", ".join([*filter(None, [self.model]), self.precision, "compiled" if self.compiled else "eager"])
 
 
 @dataclass

@@ -76,7 +76,7 @@ def train(
     [
         (1, sleep, "on_before_backward", "hangs, last seen at on_train_batch_start of micro-batch 2 in epoch 0"),
         pytest.param(1, stop, "on_before_backward", "does not answer", marks=pytest.mark.full),
-        (0, stop, "on_before_backward", "does not answer"),
+        pytest.param(0, stop, "on_before_backward", "does not answer", marks=pytest.mark.full),
         pytest.param(
             *(0, sleep, "on_train_batch_end", "last seen at on_before_optimizer_step of micro-batch 1 in epoch 0"),
             marks=pytest.mark.full,

@@ -22,6 +22,10 @@ def alone():
     return TinyClassifier()
 
 
+def of_a_size(size, *, width=2):
+    return TinyClassifier()
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -47,7 +51,12 @@ def text(tmp_path_factory):
         (["--text", "nowhere.txt"], "the text 'nowhere.txt' cannot be read"),
         (["--module", "compared_models"], "--module must be written PACKAGE:FUNCTION"),
         (["--module", "nowhere:example"], "--module nowhere:example cannot be imported (No module named 'nowhere')"),
-        (["--module", f"{__name__}:alone"], "must return (module, data), got TinyClassifier"),
+        (
+            ["--module", f"{__name__}:alone"],
+            "must return (module, data) or (module, data, val_data), got ",
+        ),
+        (["--module", f"{__name__}:TINY"], ":TINY must be a function, got ['--params', '9264',"),
+        (["--module", f"{__name__}:of_a_size"], ":of_a_size must be a function without arguments, but it needs size"),
         (["--accelerator", "tpu"], "--accelerator 'tpu' is not available here"),
     ],
 )

@@ -36,6 +36,7 @@ def test_two_runs_of_the_evidence_agree_to_the_bit(evidence, tmp_path, capsys):
     assert "A quick run" in page
     assert "2 paired seeds of 4 steps" in page
     assert "| bf16-masters | " in page
+    assert "Not run yet: `make evidence ARGS='--parts vision'`." in page
     assert json.loads((tmp_path / "quality_text.json").read_text())["sizes"]["seeds"] == 2
     assert (tmp_path / "quality_text.png").is_file()
 
@@ -89,7 +90,7 @@ def test_failed_and_unclear_results_stand_in_the_table_of_verdicts(monkeypatch, 
     [
         ({}, ""),
         ({"seeds": 20}, ""),
-        ({"seeds": 3, "steps": 60}, "Smaller than the default run: steps 60 instead of 500, seeds 3 instead of 10."),
+        ({"seeds": 3, "steps": 60}, "Smaller than the default run: steps 60 instead of 300, seeds 3 instead of 10."),
     ],
 )
 def test_a_smaller_run_says_so(evidence, sizes, text):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_mp.demo.model import GPT, GPTConfig, config_for_parameters, generate
 from lightning_mp.demo.module import LanguageModel
-from lightning_mp.demo.settings import count_optimizer_steps
+from lightning_mp.demo.settings import Settings
 
 CONFIG = GPTConfig(layers=2, heads=2, width=32, block_tokens=16)
 
@@ -130,7 +130,10 @@ def test_only_matrices_decay():
 
 @pytest.mark.parametrize("schedule", [{0: 1}, {0: 4}, {0: 1, 200: 2}, {0: 3, 2: 1, 5: 4}], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2, 7, 200, 201, 994])
-def test_optimizer_steps_are_counted_as_they_are_made(micro_batches, schedule):
+def test_optimizer_steps_are_counted_as_they_are_made(monkeypatch, micro_batches, schedule):
+    monkeypatch.setattr("lightning_mp.demo.settings.ACCUMULATION", schedule)
+    settings = Settings(params=9264, batch_size=1, tokens_per_parameter=micro_batches * 128 / 9264)
+    assert settings.micro_batches == micro_batches
     steps = left = 0
     for index in range(micro_batches):
         if left == 0:
@@ -139,7 +142,7 @@ def test_optimizer_steps_are_counted_as_they_are_made(micro_batches, schedule):
         if left == 0 or index == micro_batches - 1:
             steps += 1
             left = 0
-    assert count_optimizer_steps(micro_batches, schedule) == steps
+    assert settings.optimizer_steps == steps
 
 
 def test_generation_keeps_the_prompt_and_follows_the_seed():

@@ -18,6 +18,7 @@ import lightning_mp.demo.settings
 from lightning_mp import OverflowMonitor, WarmupCosine
 from lightning_mp.__main__ import main
 from lightning_mp.demo.data import HeldOutBatches, TextBatches, TextData, load_file
+from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.prepare import latest_run, prepare
 from lightning_mp.demo.run import assemble, fit, run_job
 from lightning_mp.demo.settings import Settings, peak_learning_rate
@@ -111,6 +112,11 @@ def test_a_run_lands_exactly_on_its_budget_and_leaves_its_files(uninterrupted):
     assert (folder / "sample.txt").read_text(encoding="utf-8").startswith("def ")
     assert "val/loss" in (folder / "csv" / "version_0" / "metrics.csv").read_text()
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_the_trained_model_is_read_without_a_trainer(uninterrupted):
+    model = LanguageModel.load_from_checkpoint(latest_run(uninterrupted), map_location="cpu", weights_only=True)
+    assert _equal(dict(model.state_dict()), dict(_checkpoint(uninterrupted)["state_dict"]))
 
 
 def test_the_plan_foretells_the_steps_and_the_learning_rate_ends_with_the_budget(uninterrupted):

@@ -91,6 +91,15 @@ def test_a_recipe_does_what_it_says(name, capsys, monkeypatch):
     assert CLAIMS[name](*numbers(last)), numbers(last)
 
 
+def test_the_commands_of_the_hydra_recipe_are_what_hydra_reads():
+    """Hydra's grammar has no quoted keys, so `schedule={"0": 1}` is an error on its command line."""
+    hydra = pytest.importorskip("hydra")
+    lines = [line.split() for line in docstring("hydra_project").splitlines() if line.startswith("    python train.py")]
+    with hydra.initialize_config_dir(str(RECIPES / "hydra_project"), version_base=None):
+        configs = [hydra.compose("config", overrides=line[2:]) for line in lines]
+    assert [dict(config.accumulation.schedule) for config in configs] == [{"0": 2, "1": 4}, {"0": 1, "1": 4}]
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path, capsys, monkeypatch):

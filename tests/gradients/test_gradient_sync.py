@@ -57,8 +57,7 @@ def test_fsdp2_reduces_as_asked_and_ends_at_the_weights_of_ddp(sync: Any, precis
         trainer.fit(module, loader(token_batches(COUNTS[rank])))
         return full(module), counter.counts
 
-    ours, counts = run_ranks(lambda rank: train(rank, True), 2)[0]
-    theirs, _ = run_ranks(lambda rank: train(rank, False), 2)[0]
+    (ours, counts), (theirs, _) = run_ranks(lambda rank: (train(rank, True), train(rank, False)), 2)[0]
     assert counts == ([2, 2, 2] if sync == "window" else [6, 6, 2])
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,9 @@ from transformers import BatchEncoding, LlavaConfig, LlavaForConditionalGenerati
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
 from lightning_mp.tokens.loss_weighting import CountFunction
 
+# the projects' schedule is not what is tested here, and longer than a budget of some steps
+pytestmark = pytest.mark.filterwarnings("ignore:LambdaLR.num_training_steps=100. is planned for many more")
+
 
 class Lbfgs(TokenModel):
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -220,9 +220,9 @@ def test_toy_run_measures_every_cell(toy_run: tuple[subprocess.CompletedProcess[
     assert record["status"] == "finished with gaps: see the notes"
     assert record["toy"] is True
     recipes = [[cell["recipe"] for cell in group["cells"]] for group in record["groups"]]
-    mixed = ["ours", "stock", "plain", "ours, OverflowMonitor", "stock, no clipping"]
+    mixed = ["ours", "stock", "plain", "ours, OverflowMonitor", "ours, all callbacks", "stock, no clipping"]
     others = ["ours", "plain", *(f"ours, MasterWeightsPrecision {kind}" for kind in ("fp32", "remainder", "fp16"))]
-    others += ["stock", "ours, Float8Precision rowwise"]
+    others += ["stock", "ours, Float8Precision rowwise", "ours, Float8Precision tensorwise"]
     assert recipes == [mixed, others, ["ours, TF32Precision", "stock", "plain"], mixed]
     for cell in cells:
         assert len(cell["tokens_per_second"]) == 2

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import lightning_mp
+
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_SHARE_OF_EXTRA_MODULES = 0.10
 # What every install brings; anything else is optional, and imported inside the function that needs it.
@@ -45,6 +47,13 @@ def test_importing_the_package_adds_only_its_own_modules(imported):
 def test_importing_the_package_adds_a_tenth_to_lightning_at_most(imported):
     before, extra = imported
     assert len(extra) <= LARGEST_SHARE_OF_EXTRA_MODULES * len(before)
+
+
+@pytest.mark.parametrize("name", ["compare_precisions", "recommend"])
+def test_a_training_run_does_not_import_what_compares_or_recommends(imported, name):
+    """Types and callbacks bring the files of the other questions before a run."""
+    before, extra = imported
+    assert getattr(lightning_mp, name).__module__ not in before | extra
 
 
 def imports_at_start(body: list[ast.stmt]) -> Iterator[str]:

@@ -1,8 +1,10 @@
 """What `make test` leaves to `make test-full`: most cases of a grid, and never a value of a parameter."""
 
 import itertools
+from pathlib import Path
 
 import pytest
+from longest_files import LONGEST_FILES
 from quick_set import covering_cases, slow_cases
 
 STRATEGIES, PRECISIONS, SIZES = ["ddp", "fsdp"], ["fp16", "bf16", "fp32"], [1, 2, 4, 8]
@@ -29,3 +31,9 @@ def test_a_marked_test_says_how_many_cases_are_enough(request, x, y):
     if len(cases) == 9:  # the full set
         assert len(slow_cases(cases)) == 9 - 2
     assert x == y or request.node.get_closest_marker("full")
+
+
+def test_the_files_that_are_begun_first_are_there():
+    there = {path.stem for path in Path(__file__).parents[1].rglob("test_*.py")}
+    assert set(LONGEST_FILES) <= there
+    assert len(set(LONGEST_FILES)) == len(LONGEST_FILES)

@@ -108,7 +108,8 @@ def test_exact_landing_beside_a_count_function_is_refused() -> None:
 
 NO_TOKENS = (
     "Tokens cannot be counted in a batch of type 'list': there is no integer tensor with two dimensions or more at"
-    " batch['labels'] or batch[1]. Pass count=, a function from a batch to its number of tokens."
+    " batch['labels'] or batch[1]. Give the labels that place in the batch, or pass count=, a function from a batch to"
+    " its number of tokens; with it ChinchillaBudget also needs landing='ceil' or landing='floor', or trim=."
 )
 
 

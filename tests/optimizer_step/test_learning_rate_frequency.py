@@ -60,7 +60,7 @@ def test_a_frequency_counts_optimizer_steps(who: str, frequency: int) -> None:
 
 
 def test_lightning_alone_counts_micro_batches() -> None:
-    """What is mended here; if this fails, Lightning has mended it."""
+    """D36, what is mended here; if this fails, Lightning has mended it."""
     module = WithFrequency(2)
     fit(module, accumulate_grad_batches=4)
     assert module.learning_rates == [1e-2 * 0.5**step for step in range(12)]

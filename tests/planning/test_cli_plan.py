@@ -93,7 +93,7 @@ def test_a_plan_far_outside_is_warned_about_beside_the_result(capsys):
 
 
 def test_the_table_of_a_fit(capsys, csv):
-    printed = output(capsys, "fit", csv, "--samples", "100", "--plot", "fit.svg")
+    printed = output(capsys, "fit", csv, "--samples", "100")
     assert printed.err == ""
     assert "fitted to 16 runs: " in printed.out
     constants = {line.split()[0]: line.split()[1:] for line in printed.out.splitlines()[3:9]}
@@ -104,7 +104,12 @@ def test_the_table_of_a_fit(capsys, csv):
     assert "Outliers       1\n" in printed.out
     assert "Forecast test  the 2 runs of most compute, left out and predicted: largest error" in printed.out
     assert "Best model for 6.4e21 FLOPs, " in printed.out
-    assert "The picture is in fit.svg." in printed.out
+
+
+@pytest.mark.full
+def test_the_picture_of_a_fit(capsys, csv):
+    printed = output(capsys, "fit", csv, "--samples", "100", "--plot", "fit.svg")
+    assert "Saved the plot to fit.svg." in printed.out
     assert Path("fit.svg").read_text().startswith("<?xml")
 
 
@@ -121,6 +126,7 @@ def test_json_of_a_fit(capsys, csv):
     assert content["warnings"] == []
 
 
+@pytest.mark.full
 def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
     printed = output(capsys, "fit", csv, "--samples", "100", "--flops", "1e26")
     assert "times outside the models that 'fit' was fitted to" in printed.err
@@ -135,7 +141,10 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
         ("plan --flops 0", "--flops must be a positive finite number, got '0'"),
         ("plan --flops nan", "--flops must be a positive finite number, got 'nan'"),
         ("plan --params -5", "--params must be a positive finite number, got '-5'"),
-        ("plan --tokens 20billions", "--tokens cannot be read, got '20billions'. Write digits, with K, M, B or T"),
+        (
+            "plan --tokens 20billions",
+            "--tokens cannot be read, got '20billions'. Write digits, optionally with K, M, B or T",
+        ),
         ("plan --flops 21", "21 FLOPs come to 0.23 parameters"),
         ("plan --flops 1e21 --law gopher", "argument --law: invalid choice: 'gopher' (choose from"),
         ("plan --device-hours 10", "--device-hours needs --device and --mfu, got no --device"),

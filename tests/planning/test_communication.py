@@ -147,7 +147,7 @@ def test_gradients_in_16_bit_are_half():
     assert hooked == {("all_reduce", 2, 2 * SIZE.parameters): 1}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("layout", "strategy", "run", "formula"),
     [
@@ -397,7 +397,7 @@ def test_wrong_arguments_are_refused():
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, gradient_sync="step")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`micro_batches` must be a whole number, 1 or more, got 0"):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, micro_batches=0)
-    with pytest.raises(ValueError, match=r"`layers` \(2\) cannot be shared out evenly to 4 stages"):
+    with pytest.raises(ValueError, match=r"`layers` \(2\) cannot be divided evenly over 4 stages"):
         communication_per_step(SIZE, ParallelLayout(stages=4), tokens_per_micro_batch=8)
     with pytest.raises(ValueError, match="Use copies in place of shards"):
         ParallelLayout(stages=2, shards=2)

@@ -178,7 +178,7 @@ def test_time_is_a_range_where_no_mfu_was_measured():
         (lambda: run_time(1, device="t4", dtype="bf16"), "No bf16 peak is known for T4"),
         (
             lambda: decoder_memory(LLAMA_2_7B, MemoryLayout(ParallelLayout(stages=5)), context_tokens=1),
-            "`layers` (32) cannot be shared out evenly to 5 stages",
+            "`layers` (32) cannot be divided evenly over 5 stages",
         ),
     ],
 )

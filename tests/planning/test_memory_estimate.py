@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_models import gpt2
+from lightning.pytorch.demos.boring_classes import BoringModel
 from memory_cells import KEPT, PLUGINS, compare_on_one_device, compare_on_ranks
 from memory_models import MODELS, OPTIMIZERS, Decoder
 from torch import nn
@@ -193,7 +194,7 @@ class Reads(nn.Module):
         ({"optimizer": "adamx"}, "`optimizer` 'adamx' is not known. Use one of adadelta, "),
         ({"optimizer": lambda parameters: 3}, "`optimizer` must make a torch.optim.Optimizer, got int"),
         ({"optimizer": "adafactor"}, "cannot step Adafactor on fake tensors"),
-        ({"step": lambda module, batch: Reads()(module(batch))}, "as by .item(), an `if` on a tensor"),
+        ({"step": lambda module, batch: Reads()(module(batch))}, "by .item(), an `if` on a tensor"),
         ({"step": lambda module, batch: module(batch).detach()}, "found nothing to differentiate"),
     ],
 )
@@ -201,3 +202,13 @@ def test_what_cannot_be_estimated_is_refused(arguments, message):
     with pytest.raises(ValueError) as info:  # noqa: PT011  # the text is read below
         estimate_memory(net(), ROWS, **arguments)
     assert message in str(info.value)
+
+
+def test_an_optimizer_that_wants_a_trainer_is_refused_with_what_to_pass():
+    class Planned(BoringModel):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1 / self.trainer.estimated_stepping_batches)
+
+    with pytest.raises(ValueError, match="configure_optimizers of Planned asks for self.trainer.*Pass optimizer="):
+        estimate_memory(Planned(), torch.ones(2, 32))
+    assert estimate_memory(Planned(), torch.ones(2, 32), optimizer="sgd").peak.total_bytes > 0

@@ -17,6 +17,7 @@ from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction, b
 
 _SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 _GRID = [(stages, micro_batches) for stages in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 4, 7, 16)]
+_STAND_IN = MagicMock(is_last=False, device="cpu")  # one for all stages: each answer of a new one is made anew
 
 
 @lru_cache
@@ -29,10 +30,10 @@ def torch_order(schedule: str, stages: int, micro_batches: int) -> list[list[tup
     order: list[list[tuple[str, int]]] = []
     for stage_index in range(stages):
         acts: list[tuple[str, int]] = []
-        stage = MagicMock(num_stages=stages, stage_index=stage_index, is_last=False, device="cpu")
-        stage.forward_one_chunk.side_effect = lambda index, *_, acts=acts, **__: acts.append(("F", index))
-        stage.backward_one_chunk.side_effect = lambda index, *_, acts=acts, **__: acts.append(("B", index))
-        _SCHEDULES[schedule](stage, micro_batches).step()
+        _STAND_IN.configure_mock(num_stages=stages, stage_index=stage_index)
+        _STAND_IN.forward_one_chunk.side_effect = lambda index, *_, acts=acts, **__: acts.append(("F", index))
+        _STAND_IN.backward_one_chunk.side_effect = lambda index, *_, acts=acts, **__: acts.append(("B", index))
+        _SCHEDULES[schedule](_STAND_IN, micro_batches).step()
         order.append(acts)
     return order
 

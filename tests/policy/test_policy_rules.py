@@ -183,7 +183,7 @@ def test_a_rule_that_an_earlier_one_leaves_nothing_is_an_error():
 def test_a_name_that_is_an_operation_and_a_module_has_to_be_made_clear():
     model = nn.ModuleDict({"softmax": nn.Softmax(-1)})
     with pytest.raises(
-        ValueError, match=r"about an operation, but the model has a module of that name.*'op:softmax' or"
+        ValueError, match=r"about an operation, but the model also has a module of that name.*'op:softmax' or"
     ):
         PrecisionPolicy({"softmax": "fp32"}).resolve(model)
     assert dtypes({"module:softmax": "fp32"}, model) == {"softmax": torch.float32}

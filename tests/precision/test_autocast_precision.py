@@ -379,7 +379,7 @@ def test_a_checkpoint_without_a_scale_warns(tmp_path: Any) -> None:
     trainer = quiet_trainer()
     trainer.fit(Regression(), loader(regression_batches(2)))
     trainer.save_checkpoint(tmp_path / "fp32.ckpt")
-    with pytest.warns(UserWarning, match="holds no loss scale .* starts anew at 1024"):
+    with pytest.warns(UserWarning, match="holds no loss scale .* starts again at 1024"):
         quiet_trainer(plugins=[plugin("16-mixed")], max_epochs=2).fit(
             Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "fp32.ckpt"
         )

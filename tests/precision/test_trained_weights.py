@@ -58,7 +58,7 @@ def test_trainable_fp16_weights_are_refused_at_set_up(plugin: str) -> None:
     before = weights(module)
     with pytest.raises(
         MisconfigurationException,
-        match=r"2 of 4 trainable parameters are fp16: base.weight, base.bias.*torch_dtype=torch.float32"
+        match=r"2 of 4 trainable parameters are fp16: base.weight, base.bias.*from_pretrained\(..., dtype=torch.float32"
         r".*MasterWeightsPrecision\('16-true'\)",
     ):
         fit(PLUGINS[plugin](), module)

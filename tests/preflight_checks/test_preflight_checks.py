@@ -1,5 +1,6 @@
 """Where findings begin and end: checks are functions of what was found, without a Trainer."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_schedules_may_be_a_twentieth_off(planned: int, after: AfterItsEnd, seve
     manual = replace(RUN, is_manual=True)
     assert names(run=manual, schedulers=(one,)) == []
     assert names(run=FoundRun(), schedulers=(one,)) == []
+
+
+def test_a_schedule_without_an_end_never_falls() -> None:
+    """``estimated_stepping_batches`` is inf where nothing but a budget ends the run."""
+    one = FoundScheduler(name="LR", setting="T_max", planned=math.inf, interval="step", after_its_end="rises")
+    for run in (RUN, FoundRun()):
+        [finding] = check_everything(found(run=run, schedulers=(one,)))
+        assert "LR(T_max=inf) never changes the learning rate" in finding.what
+        assert "TokenLearningRate" in finding.cure
 
 
 @pytest.mark.parametrize(

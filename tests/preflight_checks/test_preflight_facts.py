@@ -1,5 +1,6 @@
 """What is read off Trainers, data and schedulers before a fit is what the fit then has."""
 
+import math
 from typing import Any
 
 import pytest
@@ -103,6 +104,8 @@ def test_lengths_of_schedulers_inside_of_others() -> None:
     ]
     [of_hugging_face] = read_schedulers({"lr_scheduler": get_cosine_schedule_with_warmup(optimizer, 5, 80)})
     assert (of_hugging_face.setting, of_hugging_face.planned) == ("num_training_steps", 80)
+    [without_end] = read_schedulers({"lr_scheduler": lr_scheduler.CosineAnnealingLR(optimizer, math.inf)})
+    assert without_end.planned == math.inf
 
 
 @pytest.mark.full

@@ -312,7 +312,7 @@ def overflow_at_the_floor(scaler, number, optimizer=None):
 FLOOR_MESSAGE = (
     r"^The loss scale is at its floor 0\.5 and the last 20 steps in a row still overflowed: the gradients are not"
     r" finite at any scale\. Look for the cause in the model or the data \(OverflowPostMortem names the parameters\),"
-    r" or train in bf16\. LossScaler\(on_floor='warn'\) goes on\.$"
+    r" or train in bf16\. LossScaler\(on_floor='warn'\) continues instead\.$"
 )
 
 

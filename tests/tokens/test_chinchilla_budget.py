@@ -1,5 +1,6 @@
 """ChinchillaBudget: the run ends on its budget to the token, on a window boundary, and goes on after a resume."""
 
+import math
 from typing import Any
 
 import pytest
@@ -44,6 +45,24 @@ def test_it_lands_whatever_the_lengths(tokens: int, lengths: list[int], window: 
     trainer = quiet_trainer(callbacks=[budget, AccumulationScheduler({0: window})], max_epochs=-1)
     trainer.fit(module, loader(token_batches(lengths)))
     assert module.trained_tokens == budget.tokens_seen == tokens
+
+
+@pytest.mark.parametrize(("planned", "is_said"), [(math.inf, True), (1_000, True), (9, False)])
+def test_a_schedule_that_is_much_longer_than_the_budget_is_told(
+    planned: float, is_said: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """``estimated_stepping_batches`` knows nothing of a budget, and the learning rate would stay at its peak."""
+
+    class Cosine(TokenModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = adamw(self.parameters())
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, planned)  # type: ignore[arg-type]
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    spend(ChinchillaBudget(tokens=64), Cosine())
+    said = [str(one.message) for one in recwarn if "CosineAnnealingLR" in str(one.message)]
+    assert len(said) == is_said
+    assert all(f"(T_max={planned:,})" in text and "TokenLearningRate" in text for text in said)
 
 
 def test_the_last_window_is_the_mean_of_what_is_left() -> None:

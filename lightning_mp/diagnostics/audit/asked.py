@@ -40,7 +40,7 @@ class AskedPrecision:
 
     @property
     def base(self) -> str:
-        """The format of products where nothing else is said; "" if that is not known."""
+        """The format of products unless stated otherwise; "" if that is not known."""
         return _FORMAT_OF.get(self.precision.partition("-")[0], "")
 
     def by_policy(self, record: OperationRecord) -> str:

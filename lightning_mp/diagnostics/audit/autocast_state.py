@@ -50,6 +50,6 @@ def infer_autocast(record: OperationRecord, around: str) -> str:
 
 
 def join_autocast(own: Sequence[OperationRecord], entered: Sequence[str]) -> str:
-    """What a module ran under: what its own operations tell, else what was on when it was called."""
+    """What a module ran under: as its own operations show, else what was on when it was called."""
     told = list(dict.fromkeys(record.autocast for record in own if record.autocast != "?"))
     return ", ".join(told or entered) or "?"

@@ -17,8 +17,8 @@ FindingKind = Literal[
 ]
 """What is wrong.
 
-"not_active": mixed precision was asked for, and every product ran in fp32. "fp32_matmul": some did, and nobody asked
-for it. "other_format": a product ran in a 16 bit that nobody asked for. "not_fp8": a layer chosen for fp8 did not
+"not_active": mixed precision was asked for, and every product ran in fp32. "fp32_matmul": some did, unasked.
+"other_format": a product ran in a 16-bit format that was not asked for. "not_fp8": a layer chosen for fp8 did not
 multiply in it. "low_precision": a loss, a softmax or norm that was cast by hand, or the sums of a norm that is written
 by hand ran in 16 bit in a mixed run, and the policy does not say so. "policy": something ran in another format than the
 policy says. "tensor_cores": a large dimension of a layer is no multiple of 8, or of 16 in fp8. "fp64": 64-bit numbers,
@@ -151,7 +151,7 @@ def _fp32_product(operation: str, rows: Sequence[OperationRecord], asked: AskedP
 
 
 def _is_left_to_torch(row: OperationRecord, forward: Sequence[OperationRecord]) -> bool:
-    """Whether nobody but torch decided that a product runs in fp32.
+    """Whether torch alone decided that a product runs in fp32.
 
     ``scaled_dot_product_attention`` without a fused kernel casts 16-bit inputs up. 16 bit does not help a product with
     a vector.

@@ -87,7 +87,7 @@ class AuditReport:
         modules: every module, parents first.
         operations: every operation that computes, in the order of its first call; views and sizes are left out.
         compiled: whether compiled code ran: what the compiler fused into kernels of its own is not in ``operations``.
-        unseen: modules whose weights got gradients though nobody called them where it could be seen.
+        unseen: modules whose weights got gradients although no call of them was seen.
 
     Example:
         >>> report = AuditReport((), (), compiled=False, unseen=())

@@ -269,7 +269,7 @@ class PrecisionWatch:
 
 
 def audit_step(model: nn.Module, step: Callable[[], Any]) -> AuditReport:
-    """Runs one forward and backward and tells the dtypes of every module and operation.
+    """Runs one forward and backward and reports the dtypes of every module and operation.
 
     Args:
         model: see :class:`PrecisionWatch`.

@@ -100,7 +100,7 @@ class NoiseScaleAverage:
     The averages of the first windows are plain means, and later ones forget with a time constant of
     ``average_steps``. The interval of the ratio is Fieller's (E. C. Fieller 1954, "Some Problems in Interval
     Estimation"), which is right also where the denominator is hardly known: windows draw fresh samples, so their
-    scatter around the average tells its standard error.
+    scatter around the average gives its standard error.
 
     Args:
         average_steps: time constant of the averages, in windows.

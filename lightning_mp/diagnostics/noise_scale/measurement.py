@@ -33,7 +33,7 @@ class NoiseWindow:
         first_weight: what the first one's loss was multiplied by to weigh it.
         norms: of single parameters' gradients in the first one.
         small_square: squared norm of the first one's gradient, a scalar tensor; of shards this rank's share of it.
-        big_square: this rank's share of the squared norm of the step's gradient; None where an outcome tells it.
+        big_square: this rank's share of the squared norm of the step's gradient; None where the outcome has it.
         carried: :meth:`numbers` over all ranks of the part before a resume, on rank 0, and zeros on the others; None
             for a window that was not resumed.
     """

@@ -48,7 +48,7 @@ class Trial:
 
     Attributes:
         finite: whether all gradients, and their norms, were.
-        first_overflow: the first tensor that was not; None if there is none or nobody watched.
+        first_overflow: the first tensor that was not; None if there is none or it was not watched.
         error: why the run could not be made; "" if it was.
     """
 

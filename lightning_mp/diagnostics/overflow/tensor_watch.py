@@ -145,7 +145,7 @@ class TensorWatch:
         return before, after
 
     def _caller_of(self, name: str) -> str:
-        """The module that calls ``name``; a checkpoint that computes again is called by nobody, so as before."""
+        """The module that calls ``name``; a checkpoint that recomputes has no caller, so as before."""
         if not self._in_backward:
             self._callers[name] = self._stack[-1][0] if self._stack else ""
         return self._stack[-1][0] if self._stack else self._callers.get(name, "")

@@ -1,4 +1,4 @@
-"""Exponents of what modules put out, and of the gradients that come back to it, for as long as somebody watches."""
+"""Exponents of what modules put out, and of the gradients that come back to it, for as long as they are watched."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -84,7 +84,7 @@ def why_no_fp8(device: DeviceTraits, config: DecoderConfig | None) -> str | None
     if "fp8" not in device.formats:
         return f"{device.name} has no fp8 matrix units."
     if device.generation not in ("Hopper", "Blackwell"):
-        return "It multiplies in fp8, too, but no gain in training is published for it: measure before you take it."
+        return "It also multiplies in fp8, but no gain in training is published for it: measure before you take it."
     if config is None:
         return "fp8 pays for large matrix products only: give the shape of the model to have it considered."
     if config.width < LARGE_WIDTH:

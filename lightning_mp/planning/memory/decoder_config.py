@@ -1,4 +1,4 @@
-"""The shape of a decoder as its configuration tells it: parameters, and what one token saves for backward."""
+"""The shape of a decoder from its configuration: parameters, and what one token saves for backward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ class DecoderConfig:
     def of_parameters(
         cls, parameters: float, *, layers: int = 0, width: int = 0, vocabulary: int = 32000, tied_head: bool = False
     ) -> "DecoderConfig":
-        """A dense decoder of about so many parameters, for a question that tells no more.
+        """A dense decoder of about that many parameters, for a question that gives nothing else.
 
         Args:
             parameters: all of them.

@@ -1,4 +1,4 @@
-"""Memory per GPU of a decoder that is told by its shape, by part, for layouts of any number of GPUs.
+"""Memory per GPU of a decoder given by its shape, by part, for layouts of any number of GPUs.
 
 Formulas, for questions that are asked before there is a module; with a module
 :func:`~lightning_mp.planning.memory.estimate.estimate_memory` measures. Layouts are those of
@@ -140,7 +140,7 @@ def decoder_memory(
     row = find_precision(precision)
     ranks = layout.layout
     if config.layers % ranks.stages:
-        raise ValueError(f"`layers` ({config.layers}) cannot be shared out evenly to {ranks.stages} stages.")
+        raise ValueError(f"`layers` ({config.layers}) cannot be divided evenly over {ranks.stages} stages.")
     dense, experts = _weights_of_rank(config, layout)
 
     def per_rank(divided_over: int) -> float:
@@ -165,6 +165,13 @@ def largest_micro_batch(
     config: DecoderConfig, layout: MemoryLayout, memory_bytes: float, *, context_tokens: int, precision: object
 ) -> int:
     """The most sequences of one data rank that fit with the allocator at its worst; 0 if not even one does.
+
+    Args:
+        config: the model.
+        layout: how it is divided over GPUs.
+        memory_bytes: of one GPU.
+        context_tokens: length of a sequence.
+        precision: as in :func:`decoder_memory`.
 
     Example:
         >>> config = DecoderConfig(layers=12, width=768, vocabulary=50257, gated=False, tied_head=True)

@@ -1,13 +1,13 @@
 """Which storages are alive while operations run, how many bytes they have, and what each of them is for."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 from weakref import ReferenceType, ref
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from lightning_mp.core.nested_tensors import tensors_in
 
@@ -27,7 +27,7 @@ Part = Literal[
     "communication buffers",
 ]
 """What memory is for. ``weight casts`` are copies of weights in the format of matrix products; ``activations`` are
-saved for backward; ``temporaries`` are all other results of operations, for as long as somebody holds them. The last
+saved for backward; ``temporaries`` are all other results of operations, for as long as they are referenced. The last
 two come with several ranks: weights that FSDP2 has gathered, and the buckets of DDP or the reductions of FSDP2."""
 
 PARTS: tuple[Part, ...] = (
@@ -65,9 +65,10 @@ class MemorySample:
 
 
 class LiveStorages:
-    """Follows storages from the operation that makes them until nobody holds them any more.
+    """Follows storages from the operation that makes them until they are no longer referenced.
 
-    Each storage counts once, with all of its bytes, however many tensors view it.
+    Each storage counts once, with all of its bytes, however many tensors view it. A sparse tensor has none: its indices
+    and values are results of operations too, and count as such.
 
     Example:
         >>> import torch
@@ -101,7 +102,7 @@ class LiveStorages:
             tensors: known ones or new ones.
             unless: leave storages alone that are one of these already.
         """
-        for tensor in tensors:
+        for tensor in _with_storage(tensors):
             storage = tensor.untyped_storage()
             key = id(storage)
             known = self._known.get(key)
@@ -119,10 +120,11 @@ class LiveStorages:
     def after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         """For ``private_api.observe_dispatch``: what an operation has made, and how much is alive now."""
         is_cast = operation.overloadpacket.__name__ == "_to_copy"
-        for tensor in tensors_in(result):
+        for tensor in _with_storage(tensors_in(result)):
             if id(tensor.untyped_storage()) in self._known:
                 continue
-            of_weight = is_cast and any(self._part_of(source) == "weights" for source in tensors_in(args))
+            sources = _with_storage(tensors_in(args))
+            of_weight = is_cast and any(self._part_of(source) == "weights" for source in sources)
             self.add("weight casts" if of_weight and self.phase == "forward" else "temporaries", [tensor])
         self.sample()
 
@@ -148,3 +150,7 @@ class LiveStorages:
                 self._count(known[2], -known[1])
 
         return forget
+
+
+def _with_storage(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors if tensor.layout == strided)

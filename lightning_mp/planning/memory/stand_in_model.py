@@ -171,7 +171,7 @@ def _rules(policy: PrecisionPolicy | None, device_type: str) -> PrecisionPolicy 
 
 
 def _fp8_layers(module: nn.Module) -> list[nn.Linear]:
-    """The layers that ``Float8Precision`` chooses when it is told nothing."""
+    """The layers that ``Float8Precision`` chooses by default."""
     linears = list(dict.fromkeys(part for _, part in named_modules(module) if isinstance(part, nn.Linear)))
     others = {id(p) for part in module.modules() if part not in linears for p in part.parameters(recurse=False)}
     return [

@@ -28,7 +28,7 @@ def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None)
             None asks the module's ``configure_optimizers``, and takes AdamW where there is none.
 
     Raises:
-        ValueError: the name is unknown, or what was made is no optimizer.
+        ValueError: the name is unknown, what was made is no optimizer, or ``configure_optimizers`` wants a Trainer.
 
     Example:
         >>> make_optimizers(nn.Linear(2, 2), "sgd")[0].__class__.__name__
@@ -36,13 +36,25 @@ def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None)
     """
     configure = getattr(module, "configure_optimizers", None)
     if optimizer is None and callable(configure):
-        found = list(optimizers_in(configure()))
+        found = list(optimizers_in(_configured(module, configure)))
     else:
         found = [_factory(optimizer or "AdamW")([p for p in module.parameters() if p.requires_grad])]
     if not all(isinstance(one, Optimizer) for one in found):
         kinds = ", ".join(type(one).__name__ for one in found)
         raise ValueError(f"`optimizer` must make a torch.optim.Optimizer, got {kinds}. Pass a class or its name.")
     return found
+
+
+def _configured(module: nn.Module, configure: Callable[[], Any]) -> Any:
+    try:
+        return configure()
+    except RuntimeError as error:
+        if "is not attached to a `Trainer`" not in str(error):
+            raise
+        raise ValueError(
+            f"configure_optimizers of {type(module).__name__} asks for self.trainer, and a memory estimate has none."
+            " Pass optimizer=, a class of torch.optim by its name or a function from parameters to an optimizer."
+        ) from error
 
 
 def _factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:

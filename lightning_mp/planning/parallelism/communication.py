@@ -61,7 +61,7 @@ def communication_per_step(
 
     Args:
         size: the model.
-        layout: how the GPUs are shared out.
+        layout: how the GPUs are divided.
         tokens_per_micro_batch: t, of one data rank.
         micro_batches: M, of one data rank per optimizer step; in a pipeline those of one call of the schedule.
         precision: as in the Trainer.
@@ -268,7 +268,7 @@ def _check(
         ("width", size.width, layout.tensor, "tensor-parallel ranks"),
     ):
         if whole % parts:
-            raise ValueError(f"`{name}` ({whole}) cannot be shared out evenly to {parts} {unit}.")
+            raise ValueError(f"`{name}` ({whole}) cannot be divided evenly over {parts} {unit}.")
 
 
 def _check_zero_and_experts(

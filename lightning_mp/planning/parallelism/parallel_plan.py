@@ -43,7 +43,7 @@ class ParallelPlan:
     """One layout of one training step."""
 
     layout: ParallelLayout
-    """How the GPUs are shared out."""
+    """How the GPUs are divided."""
     micro_batches: int
     """Per data rank and optimizer step."""
     transfers: tuple[Transfer, ...]
@@ -111,7 +111,7 @@ def plan_parallelism(
 
     Args:
         size: the model.
-        layout: how the GPUs are shared out.
+        layout: how the GPUs are divided.
         machine: a name from :func:`~lightning_mp.planning.parallelism.interconnects.known_machines`, or one's own.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
@@ -173,6 +173,11 @@ def usual_layouts(gpus: int, gpus_per_node: int, *, layers: int) -> list[Paralle
 
     DDP, FSDP over all, FSDP inside the nodes with copies between them, tensor parallel inside the nodes with FSDP
     between them, and pipelines of 8 stages, alone and with tensor parallelism.
+
+    Args:
+        gpus: in all.
+        gpus_per_node: in each node.
+        layers: of the model; 8 stages must divide them.
 
     Example:
         >>> [layout.name for layout in usual_layouts(64, 8, layers=32)]

@@ -25,7 +25,7 @@ _WHITE_SHARES = (0.0, 0.3, 0.6)
 
 @dataclass(frozen=True)
 class CorrelatedNoise:
-    """What residuals tell about their noise: one row per pair of rho and w.
+    """What residuals reveal about their noise: one row per pair of rho and w.
 
     Attributes:
         memory: rho, shape ``[rows]``.

@@ -52,7 +52,7 @@ def fit_scaling_law(
         bootstrap_samples: Resamples of the runs for the intervals.
         confidence: Share of the resamples inside an interval, from percentile to percentile. Such intervals are a
             little wide: in 100 simulated fits each of 20 and of 36 runs, with Gaussian noise of 1% in the loss, those
-            of 80, 90 and 95% held the true constants in 84 to 93, 93 to 98 and 96 to 99.
+            of 80, 90 and 95% contained the true constants in 84 to 93, 93 to 98 and 96 to 99.
         seed: Of the resampling.
 
     Raises:

@@ -28,11 +28,11 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_fit(fit: ScalingLawFit, path: str | Path, flops: float | None = None) -> None:
-    """Writes the picture; its format is that of the name.
+    """Writes the plot; the file name sets the format.
 
     Args:
         fit: A fit.
-        path: The picture, such as "fit.png".
+        path: The image file, such as "fit.png".
         flops: Where the frontier ends; ten times the largest run when None.
     """
     build_figure(fit, flops).savefig(path, dpi=150)

@@ -42,14 +42,14 @@ _BETA_LOW, _BETA_HIGH, _BETAS = 0.05, 1.5, 200
 
 @dataclass(frozen=True, slots=True)
 class LossForecast:
-    """The loss to expect at a number of tokens.
+    """The expected loss after a number of tokens.
 
     Attributes:
         tokens: where.
         loss: the expected loss, the mean that single batches scatter around.
         low: lower end of the band.
         high: upper end of the band.
-        confidence: how often such a band holds the expected loss, if the run follows the law.
+        confidence: how often such a band contains the expected loss, if the run follows the law.
         e: fitted loss that more tokens cannot reduce.
         b: fitted B.
         beta: fitted exponent.
@@ -108,13 +108,13 @@ def forecast_loss(
     """Forecasts the loss at ``at_tokens`` from the points of a run so far.
 
     The first 5% of the tokens so far are left out as warm-up. More than 200 points are first averaged in groups of
-    about equal length. The law knows nothing of a learning rate that still falls: with a decay ahead the run
-    ends below the forecast, by a few percent.
+    about equal length. The law does not know about a learning rate that is still to decay: such a run ends below the
+    forecast, by a few percent.
 
-    In simulations the bands of 90 and 95% held the truth as often as they say, within 3 points in 100, for noise
-    without memory and with one of 0.8 and 0.95 from point to point. With few points, or noise that is a moving average,
-    they hold it more often. Give losses as they were logged: a smoothed loss lags behind its tokens, most at the start
-    of a run, and the law does not know that.
+    In simulations the bands of 90 and 95% contained the true loss as often as they claim, within 3 points in 100, for
+    uncorrelated noise and for an autocorrelation of 0.8 and 0.95 between points. With few points, or noise that is a
+    moving average, they contain it more often. Give losses as they were logged: a smoothed loss lags behind its tokens,
+    most at the start of a run, which the law does not model.
 
     Args:
         tokens: tokens trained on at each point, growing.

@@ -66,7 +66,7 @@ def compute_optimal(
     repetition: RepetitionLaw | None = None,
     law: str | ScalingLaw = DEFAULT_LAW,
 ) -> ComputeOptimal:
-    """The compute-optimal model for exactly one of: a compute, a model size, a number of tokens, device hours.
+    """The compute-optimal model for exactly one of: a compute budget, a model size, a number of tokens, device hours.
 
     Args:
         flops: Training compute C = 6 N D.

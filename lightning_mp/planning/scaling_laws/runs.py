@@ -64,6 +64,9 @@ def read_runs(runs: RunsLike) -> tuple[Run, ...]:
     D = C / 6 N. With both, ``tokens`` is taken, and the two must agree to a factor of two. Case and other columns do
     not matter. Values are separated by commas, semicolons or tabs, as the header is; decimals have a point.
 
+    Args:
+        runs: the path of a CSV file, or the records: mappings or :class:`Run`.
+
     Raises:
         ValueError: A column is missing, a value is not a positive finite number, or parameters and tokens cannot be
             single ones, as where tokens are given in billions; the message names the place.

@@ -1,4 +1,4 @@
-"""fp32 gradients of 16-bit parameters, for as long as somebody works on them.
+"""fp32 gradients of 16-bit parameters, for as long as they are worked on.
 
 The true gradient of an fp16 run with a loss scale of 2^16 often does not fit into fp16 at all: what is below 6e-8 would
 become zero. So whatever changes gradients (unscaling, normalising, clipping, a user's hook) is given fp32 copies.

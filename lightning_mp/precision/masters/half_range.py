@@ -74,7 +74,7 @@ class HalfRange:
         self._told: set[Tensor] = set()
 
     def look(self, weights: Sequence[Tensor]) -> None:
-        """Takes the weights after a step; tells of those of the step before."""
+        """Takes the weights after a step; reports those of the step before."""
         self.tell()
         present = [w for w in weights if local_shard(w.detach()).numel()]
         if present:

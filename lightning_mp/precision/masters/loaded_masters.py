@@ -72,7 +72,7 @@ def warn_of_other_weights(differing: int, masters: int) -> None:
 
 
 def warn_of_rounded_weights(precision: str) -> None:
-    """Says that a checkpoint was read in 16 bit where somebody has fp32 numbers."""
+    """Warns that a checkpoint was read in 16 bit although fp32 values exist."""
     rank_zero_warn(
         f"This run continues from weights that were rounded as in {precision!r}: the run that wrote the checkpoint had"
         " fp32 masters, and they were not read with the optimizer states. Was it saved without them"

@@ -182,7 +182,7 @@ class MasterHooks:
         )
 
     def swap_out(self) -> None:
-        """Puts the 16-bit parameters back and writes them anew, if masters are lent; safe to call at any time."""
+        """Puts the 16-bit parameters back and writes them again, if masters are swapped in; can be called any time."""
         lent, self._lent = self._lent, {}
         self._versions, self._marks, self._depth = {}, [], 0
         if not lent:

@@ -105,9 +105,9 @@ class MasterStore(ABC):
     """The masters of a set of 16-bit parameters.
 
     The parameters stay what they are all the time. A master is lent to the optimizer for one step as an fp32 parameter
-    of its own; when it comes back, the weight is written anew, once.
+    of its own; when it comes back, the weight is written again, once.
 
-    A parameter that was changed in place by somebody else (``load_state_dict``, clamping under ``torch.no_grad``) is
+    A parameter that was changed in place by other code (``load_state_dict``, clamping under ``torch.no_grad``) is
     noticed by torch's version counter, and its master follows, see :func:`refine`. Changes through ``parameter.data``
     are hidden from that counter by torch.
     """
@@ -136,8 +136,8 @@ class MasterStore(ABC):
         Args:
             parameter: fp16 or bf16 parameter.
             value: any floating-point dtype and device; may be kept, not copied.
-            given: it is the weight itself as somebody gave it in fp32, not what a 16-bit weight says of it. Until the
-                next step it counts more than what a checkpoint has.
+            given: it is the weight as it was given in fp32, not what a 16-bit weight keeps of it. Until the next step
+                it counts more than what a checkpoint has.
         """
         value = value.detach().to(device=parameter.device, dtype=torch.float32)
         self._kept[parameter] = self._new(parameter, value)

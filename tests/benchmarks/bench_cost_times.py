@@ -1,0 +1,67 @@
+"""Time ratios: ways to train that are measured in turn in one run, and imports in fresh interpreters."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from bench_cells import Workload, make_group
+from bench_schedule import Budget, Group, Ratio, run_groups
+
+from lightning_mp.demo.model import GPTConfig
+
+PRECISIONS = ("bf16-mixed", "16-mixed")
+SIZES = {
+    "small": (GPTConfig(layers=2, heads=2, width=64, block_tokens=64), 4),
+    "middle": (GPTConfig(layers=4, heads=4, width=256, block_tokens=128), 4),
+}
+"""Model and sequences per step."""
+TOY = {"toy": (GPTConfig(layers=1, heads=2, width=16, block_tokens=16, vocab=64), 2)}
+
+_IMPORTS = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+begin = time.perf_counter()
+import lightning.pytorch
+between, modules = time.perf_counter(), len(sys.modules)
+import lightning_mp
+print(json.dumps([between - begin, time.perf_counter() - between, modules, len(sys.modules) - modules]))
+"""
+
+
+def time_imports(repository: Path, repeats: int) -> tuple[Ratio, int, int]:
+    """How many times as long `import lightning_mp` takes as `import lightning.pytorch`, and modules of both.
+
+    Each repeat is a new interpreter that imports Lightning first and then the package, which adds to it.
+    """
+    ratios, modules, added = [], 0, 0
+    for _ in range(repeats):
+        command = [sys.executable, "-c", _IMPORTS, str(repository)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        lightning_seconds, extra_seconds, modules, added = json.loads(done.stdout.splitlines()[-1])
+        ratios.append((lightning_seconds + extra_seconds) / lightning_seconds)
+    return Ratio(median(ratios), min(ratios), max(ratios), repeats), modules, added
+
+
+def time_steps(
+    sizes: dict[str, tuple[GPTConfig, int]],
+    *,
+    repeats: int,
+    segment_seconds: float,
+    on_progress: Callable[[str], None],
+) -> dict[str, list[Group]]:
+    """Groups of cells by size of the model, one per precision; an error stands in its cell."""
+    found = {}
+    for size, (config, batch_size) in sizes.items():
+        workload = Workload(
+            config, batch_size, torch.device("cpu"), "eager", 2, segment_seconds, min_steps=2, max_steps=200
+        )
+        groups = [make_group(workload, precision, compiled=False) for precision in PRECISIONS]
+        budget = Budget(600.0, time.monotonic)
+        run_groups(groups, repeats=repeats, budget=budget, on_progress=lambda text, s=size: on_progress(f"{s}: {text}"))
+        found[size] = groups
+    return found

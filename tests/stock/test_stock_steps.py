@@ -1,0 +1,307 @@
+"""What torch's scaler and Lightning's precision plugins make of an optimizer step, with ours beside each.
+
+A test that fails here says that upstream has changed: then rewrite the row of docs/defects.md that it names.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from gradient_counter import CountGradientTraffic
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from small_models import Regression, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_mp import AutocastPrecision, LossScaler
+
+SCALE = 1024.0
+PLUGINS: dict[str, Callable[[], Precision]] = {
+    "stock": lambda: MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=SCALE)),
+    "ours": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=SCALE)),
+}
+
+
+def both(measure: Callable[[Precision], Any]) -> tuple[Any, Any]:
+    """Of Lightning's plugin and of ours."""
+    return measure(PLUGINS["stock"]()), measure(PLUGINS["ours"]())
+
+
+class OneWeight(pl.LightningModule):
+    """A weight of 1 whose gradient is the batch; SGD with a rate of 1, so that it tells what was stepped with."""
+
+    fused = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return self.weight * batch
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0, fused=self.fused)
+
+
+def moved(module: OneWeight, plugin: Precision, batches: list[float], **arguments: Any) -> float:
+    """How far the weight went down."""
+    trainer = quiet_trainer(plugins=[plugin], **arguments)
+    trainer.fit(module, loader([torch.tensor(value) for value in batches]))
+    return 1.0 - module.weight.item()
+
+
+def test_a_skipped_step_advances_the_learning_rate() -> None:
+    """D07."""
+
+    def rates(plugin: Precision) -> tuple[list[float], int]:
+        module = Regression(sgd, scheduler=lambda o: LambdaLR(o, lambda step: 0.5**step), overflows=(1,))
+        trainer = quiet_trainer(plugins=[plugin])
+        trainer.fit(module, loader(regression_batches(4)))
+        return [rate / 1e-2 for rate in module.learning_rates], trainer.global_step
+
+    stock, ours = both(rates)
+    assert stock == (pytest.approx([1, 0.25, 0.125]), 4)
+    assert ours == (pytest.approx([1, 0.5, 0.25]), 4)
+
+
+@contextmanager
+def noted_averages(monkeypatch: pytest.MonkeyPatch, module: Regression) -> Iterator[list[int]]:
+    """How many steps had been made when an average was taken."""
+    found: list[int] = []
+    update = AveragedModel.update_parameters
+
+    def noting(average: AveragedModel, model: nn.Module) -> None:
+        found.append(len(module.learning_rates))
+        update(average, model)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AveragedModel, "update_parameters", noting)
+        yield found
+
+
+@pytest.mark.parametrize(("every", "stock", "ours"), [(1, [1, 1, 2, 3], [1, 2, 3]), (2, [1, 2], [1, 3])])
+def test_weights_are_averaged_by_attempts(
+    every: int, stock: list[int], ours: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D08, and D58 where every second step is averaged, from the first on. The second of four attempts is skipped."""
+
+    def averages(plugin: Precision) -> list[int]:
+        module = Regression(sgd, overflows=(1,))
+        with noted_averages(monkeypatch, module) as found:
+            average = EMAWeightAveraging(decay=0.5, update_every_n_steps=every)
+            quiet_trainer(plugins=[plugin], callbacks=[average]).fit(module, loader(regression_batches(4)))
+        return found
+
+    assert both(averages) == (stock, ours)
+
+
+class TwoOptimizers(pl.LightningModule):
+    """The first one's gradient is infinite, the second one's is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.bad, self.good = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.bad * torch.inf + self.good)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([weight], lr=1.0) for weight in (self.bad, self.good)]
+
+
+def test_the_second_optimizer_is_unscaled_by_another_scale() -> None:
+    """D09: by the half of the scale that its gradients have."""
+
+    def second(plugin: Precision) -> float:
+        module = TwoOptimizers()
+        quiet_trainer(plugins=[plugin]).fit(module, loader([torch.ones(())]))
+        assert module.bad.item() == 1.0
+        return 1.0 - module.good.item()
+
+    assert both(second) == (2.0, 1.0)
+
+
+def test_manual_optimization_clips_scaled_gradients() -> None:
+    """D10."""
+
+    class Manual(OneWeight):
+        automatic_optimization = False  # type: ignore[assignment]
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.weight * batch)
+            self.clip_gradients(optimizer, 0.5, "value")  # type: ignore[arg-type]
+            optimizer.step()  # type: ignore[union-attr]
+
+    assert both(lambda plugin: moved(Manual(), plugin, [1.0])) == (pytest.approx(0.5 / SCALE, rel=1e-3), 0.5)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_clipping_is_refused_with_a_fused_optimizer(precision: Any) -> None:
+    """D11."""
+    fp16 = precision == "16-mixed"
+    stock = MixedPrecision(precision, "cpu", GradScaler("cpu", init_scale=SCALE) if fp16 else None)
+    ours = AutocastPrecision(precision, scaler=LossScaler(init_scale=SCALE) if fp16 else None)
+    batches = regression_batches(1)
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        quiet_trainer(plugins=[stock], gradient_clip_val=1.0).fit(Regression(fused_adamw), loader(batches))
+    module = Regression(fused_adamw)
+    before = weights(module)
+    quiet_trainer(plugins=[ours], gradient_clip_val=1.0).fit(module, loader(batches))
+    assert not any(map(torch.equal, weights(module), before))
+
+
+def test_hooks_see_scaled_gradients_of_a_fused_optimizer() -> None:
+    """D12."""
+
+    class Looking(OneWeight):
+        fused = True
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            assert self.weight.grad is not None
+            self.seen = self.weight.grad.item()
+
+    def seen(plugin: Precision) -> float:
+        module = Looking()
+        assert moved(module, plugin, [0.5]) == 0.5
+        return module.seen
+
+    assert both(seen) == (0.5 * SCALE, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_window_without_a_loss_at_its_end_is_thrown_away() -> None:
+    """D13: in fp32 three of four micro-batches are stepped with."""
+
+    class NoneAtTheEnd(OneWeight):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+            return None if batch_idx == 3 else super().training_step(batch, batch_idx)
+
+    def stepped(plugin: Precision) -> float:
+        return moved(NoneAtTheEnd(), plugin, [1.0] * 4, accumulate_grad_batches=4)
+
+    assert stepped(Precision()) == 0.75
+    assert both(stepped) == (0.0, 0.75)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_fsdp_precision_refuses_a_scaler_and_clipping_by_norm_and_keeps_16_bit() -> None:
+    """D14, D17, D18, D49."""
+    scaler = GradScaler("cpu")
+    with pytest.raises(ValueError, match="does not use a scaler"):
+        FSDPPrecision("16-mixed", scaler=scaler)  # type: ignore[arg-type]
+    stock, ours = FSDPPrecision("16-mixed"), AutocastPrecision("16-mixed", scaler=scaler)
+    assert ours.scaler is scaler
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="is currently not supported"):
+        stock.clip_gradients(optimizer, 1.0)
+    stocks, config = stock.mixed_precision_config, ours.mixed_precision_config
+    assert (stocks.reduce_dtype, stocks.buffer_dtype) == (torch.float16, torch.float16)
+    assert (config.reduce_dtype, config.buffer_dtype) == (torch.float32, torch.float32)
+    assert stock.forward_context().device == "cuda"  # type: ignore[attr-defined]
+    assert FSDPPrecision("16-true").scaler is None
+
+
+def test_model_parallel_strategy_refuses_16_mixed() -> None:
+    """D19: the plugin of the same precision is accepted."""
+    with pytest.raises(ValueError, match="does not support .*'16-mixed'"):
+        quiet_trainer(strategy=ModelParallelStrategy(), precision="16-mixed")
+    trainer = quiet_trainer(strategy=ModelParallelStrategy(), plugins=[PLUGINS["ours"]()])
+    assert isinstance(trainer.precision_plugin, AutocastPrecision)
+
+
+def test_autocast_casts_a_weight_at_every_use() -> None:
+    """D22: the last layer's weight and bias in both forwards, the others' too."""
+
+    class Twice(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.net(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    def casts(plugin: Precision) -> int:
+        module = Twice()
+        counter = CountGradientTraffic(module)
+        quiet_trainer(plugins=[plugin], callbacks=[counter]).fit(module, loader(regression_batches(3)))
+        return counter.rows[-2].weight_casts
+
+    assert both(casts) == (2 * 4, 4)
+
+
+def test_another_plugins_scale_is_lost_on_resume(tmp_path: Any) -> None:
+    """D23: the state is stored under the name of the plugin's class."""
+
+    class Renamed(MixedPrecision):
+        pass
+
+    trainer = quiet_trainer(plugins=[PLUGINS["stock"]()])
+    trainer.fit(Regression(overflows=(0,)), loader(regression_batches(2)))
+    trainer.save_checkpoint(tmp_path / "stock.ckpt")
+
+    def scale(plugin: Any) -> float:
+        resumed = quiet_trainer(plugins=[plugin], max_epochs=2)
+        resumed.fit(Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "stock.ckpt")
+        return float(plugin.scaler.get_scale())
+
+    assert scale(Renamed("16-mixed", "cpu", GradScaler("cpu", init_scale=SCALE))) == SCALE
+    assert scale(PLUGINS["ours"]()) == SCALE / 2
+
+
+def test_a_module_that_calls_the_closure_itself_is_never_stepped() -> None:
+    """D48."""
+
+    class OwnStep(OneWeight):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer_closure()
+            optimizer.step()
+
+    assert both(lambda plugin: moved(OwnStep(), plugin, [0.25] * 2)) == (0.0, 0.5)
+
+
+@contextmanager
+def nan_in_fresh_memory() -> Iterator[None]:
+    """What torch leaves uninitialised is NaN, and not by chance the zeros of a new page."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_momentum_of_a_fused_optimizer_is_uninitialised_after_a_skipped_first_step() -> None:
+    """D47."""
+
+    def trained(scaler: GradScaler) -> Tensor:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9, fused=True)
+        for factor in (torch.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return weight.detach()
+
+    with nan_in_fresh_memory():
+        assert trained(GradScaler("cpu", init_scale=8.0)).isnan().all()
+        assert trained(LossScaler("cpu", init_scale=8.0)).tolist() == [0.5] * 3
+
+
+def test_clipping_by_an_infinite_norm_makes_nan_and_zeros_of_gradients() -> None:
+    """D52: of every one that is infinite, and zero of the finite ones. Here such a step is skipped."""
+    gradients = [torch.ones(2), torch.tensor([torch.inf])]
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    assert [p.grad.tolist() for p in parameters] == [[0.0, 0.0], [pytest.approx(torch.nan, nan_ok=True)]]  # type: ignore[union-attr]
+    assert moved(OneWeight(), PLUGINS["ours"](), [torch.inf], gradient_clip_val=1.0) == 0.0

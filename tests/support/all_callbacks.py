@@ -1,0 +1,34 @@
+"""The callbacks of the package that a long run would carry, all of them at once."""
+
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mp import (
+    AccumulationScheduler,
+    ChinchillaBudget,
+    MFUMonitor,
+    OverflowMonitor,
+    OverflowPostMortem,
+    UnderflowMonitor,
+)
+from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
+from lightning_mp.lr_schedule.schedules import WarmupCosine
+
+__all__ = ["all_callbacks"]
+
+
+def all_callbacks(window: int = 1) -> dict[str, Callback]:
+    """New ones, by class name.
+
+    Args:
+        window: micro-batches per optimizer step.
+    """
+    callbacks: list[Callback] = [
+        OverflowMonitor(),
+        OverflowPostMortem(),
+        UnderflowMonitor(),
+        MFUMonitor(),
+        AccumulationScheduler({0: window}),
+        ChinchillaBudget(tokens="1B"),
+        TokenLearningRate(WarmupCosine()),
+    ]
+    return {type(callback).__name__: callback for callback in callbacks}
