@@ -5,9 +5,8 @@ import textwrap
 from dataclasses import asdict
 from typing import Any, get_args
 
-from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of, memory_of, refuse_other_units
 from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
-from lightning_mp.core.quantities import parse_bytes
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Recommendation
@@ -84,7 +83,7 @@ def _answer(arguments: argparse.Namespace) -> Recommendation:
     config = config_of(arguments)
     if config is not None and arguments.params is not None:
         raise ValueError("Pass --params, or the shape of a decoder, not both")
-    memory = arguments.memory_bytes
+    refuse_other_units(arguments.params, "model")
     return recommend(
         arguments.device,
         gpus=count_of(arguments.gpus, "gpus"),
@@ -92,7 +91,7 @@ def _answer(arguments: argparse.Namespace) -> Recommendation:
         goal=arguments.goal,
         context_tokens=count_of(arguments.context_tokens, "context_tokens"),
         tokens_per_step=arguments.tokens_per_step,
-        memory_bytes=None if memory is None else parse_bytes(memory, "memory_bytes"),
+        memory_bytes=memory_of(arguments.memory_bytes),
         blocks=arguments.blocks,
     )
 

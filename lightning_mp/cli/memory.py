@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from lightning_mp.cli.imported_function import import_function
 from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.picture_file import check_picture
 from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, decoder_memory
@@ -87,6 +88,8 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
             context_tokens=count_of(arguments.context_tokens, "context_tokens"),
             precision=arguments.precision,
         )
+    if arguments.plot is not None:
+        check_picture(arguments.plot, "--plot")
     module, batch, step = _made_by(arguments.module)
     estimate = estimate_memory(
         module,

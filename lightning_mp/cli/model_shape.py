@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
-from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.quantities import parse_bytes, parse_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
-__all__ = ["SHAPE_OPTIONS", "add_shape", "config_of", "count_of"]
+__all__ = ["SHAPE_OPTIONS", "add_shape", "config_of", "count_of", "memory_of", "refuse_other_units"]
 
 SHAPE_OPTIONS = {
     "layers": "--layers",
@@ -19,6 +19,9 @@ SHAPE_OPTIONS = {
     "active_experts": "--active-experts",
 }
 """The option behind each number."""
+
+_FEWEST = 1000
+_LEAST_BYTES = 1e6
 
 
 def add_shape(group: "argparse._ArgumentGroup") -> None:
@@ -65,3 +68,30 @@ def count_of(text: str | None, name: str) -> int:
     if value != int(value):
         raise ValueError(f"`{name}` must be a whole number, got {text!r}.")
     return int(value)
+
+
+def refuse_other_units(text: str | None, name: str) -> None:
+    """Parameters and tokens are counted one by one.
+
+    Raises:
+        ValueError: so few of them are billions or millions.
+    """
+    if text is not None and parse_quantity(text, name) < _FEWEST:
+        raise ValueError(
+            f"`{name}` must be single ones, {_FEWEST:,} or more, got {text!r}. For billions write {text.strip()}B,"
+            f" for millions {text.strip()}M."
+        )
+
+
+def memory_of(text: str | None) -> float | None:
+    """Bytes of one device; None where nothing was written.
+
+    Raises:
+        ValueError: it cannot be read, or so few bytes are gigabytes.
+    """
+    if text is None:
+        return None
+    size = parse_bytes(text, "memory_bytes")
+    if size < _LEAST_BYTES:
+        raise ValueError(f"`memory_bytes` of {text!r} is less than a megabyte. Write {text.strip()}GB for gigabytes.")
+    return size

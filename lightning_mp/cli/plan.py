@@ -1,18 +1,29 @@
 """``lightning-mp plan``: what a training run takes, from whatever numbers are known of it."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
-from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of, memory_of, refuse_other_units
 from lightning_mp.cli.plan_text import as_json, print_answer
 from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
+from lightning_mp.core.number_formats import number_format
 from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts, machine_with
+from lightning_mp.flops.hardware import Chip
+from lightning_mp.planning.layout_choice import (
+    ChipChoice,
+    LayoutChoice,
+    choose_chips,
+    choose_layouts,
+    enough_gpus,
+    machine_with,
+)
 from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.precision_storage import PRECISIONS
-from lightning_mp.planning.scaling_laws.device_budget import chip_of, device_budget
+from lightning_mp.planning.memory.decoder_memory import MemoryLayout
+from lightning_mp.planning.memory.precision_storage import PRECISIONS, find_precision
+from lightning_mp.planning.scaling_laws.device_budget import chip_of, device_budget, dtype_on
 from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware, inference_aware_optimum
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal
 from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, LAWS
@@ -22,16 +33,17 @@ from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, t
 __all__ = ["Answer", "add_plan_command"]
 
 _DESCRIPTION = """\
-Plans a training run. Give one of --flops, --params, --tokens and --device-hours for the compute-optimal run, or two of
-model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and cost,
-and memory and communication per layout on --gpus; with the shape of the model and no --device, which chips would do.
-Numbers may be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
+Plans a training run. Give one of --flops, --params, --tokens, --device-hours and --cost for the compute-optimal run, or
+two of model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and
+cost, and memory and communication per layout on --gpus; with a model and no --device, which chips would do. Numbers may
+be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
 
 _EXAMPLES = """\
 examples:
   lightning-mp plan --flops 1e21
   lightning-mp plan --params 7B --device h100 --gpus 64
   lightning-mp plan --params 8B --tokens 15T --device h100 --gpus 1024 --mfu 40% --price 2.5
+  lightning-mp plan --cost 100_000 --price 2.5 --device h100 --mfu 40%
   lightning-mp plan --config config.json --tokens 1T --device h100 --gpus 64 --precision bf16-masters
   lightning-mp plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T"""
 
@@ -40,6 +52,7 @@ _OPTIONS = {
     "parameters": "--params",
     "tokens": "--tokens",
     "device_hours": "--device-hours",
+    "cost": "--cost",
     "device": "--device",
     "mfu": "--mfu",
     "dtype": "--dtype",
@@ -48,12 +61,13 @@ _OPTIONS = {
     "law": "--law",
     "gpus": "--gpus",
     "price": "--price",
+    "memory_bytes": "--memory-bytes",
     "precision": "--precision",
     "context_tokens": "--context",
     "tokens_per_step": "--tokens-per-step",
     **SHAPE_OPTIONS,
 }
-_FEWEST = 1000
+_TOKENS_PER_STEP = 2**22
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
 
 
@@ -67,9 +81,13 @@ class Answer:
     assumed_shape: bool
     time: RunTime | None
     inference: InferenceAware | None
-    layouts: list[LayoutChoice] | None
-    memory_bytes: int | None
-    chips: list[ChipChoice] | None
+    precision: str
+    context_tokens: int
+    layouts: list[LayoutChoice] | None = None
+    tokens_per_step: int | None = None
+    memory_bytes: float | None = None
+    enough: tuple[int, MemoryLayout] | None = None
+    chips: list[ChipChoice] | None = None
 
 
 def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -86,6 +104,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     target.add_argument("--params", metavar="N", dest="parameters", help="model size")
     target.add_argument("--tokens", metavar="D", help="training tokens")
     target.add_argument("--device-hours", metavar="H", help="hours times devices, with --device and --mfu")
+    target.add_argument("--cost", metavar="P", help="to spend on device hours, with --price, --device and --mfu")
     add_shape(parser.add_argument_group("shape of a decoder, for memory (in place of --params)"))
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", metavar="CHIP", help="h100, a100, 'RTX 4090', ...: time and GPU hours")
@@ -96,10 +115,15 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="T",
         help="format of the matmuls: bf16 (default; fp16 on chips without it), fp16, fp8, tf32 or fp32",
     )
+    machine.add_argument(
+        "--memory-bytes", metavar="B", help="of one GPU, such as 40GB; default the larger size of the chip"
+    )
     machine.add_argument("--price", metavar="P", help="of one GPU for an hour: cost")
-    machine.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
+    machine.add_argument(
+        "--precision", choices=list(PRECISIONS), help="default bf16-mixed; 16-mixed on chips without bf16 units"
+    )
     machine.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
-    machine.add_argument("--tokens-per-step", metavar="T", default="4194304", help="over all GPUs (default 2^22)")
+    machine.add_argument("--tokens-per-step", metavar="T", help="over all GPUs (default about 2^22)")
     parser.add_argument("--law", choices=list(LAWS), default=DEFAULT_LAW, help=f"default {DEFAULT_LAW}")
     parser.add_argument(
         "--unique-tokens", metavar="U", help="all the tokens there are; beyond them, tokens are repeated"
@@ -126,29 +150,57 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         if "parameters" in given:
             raise ValueError("`parameters` follows from the shape of the model. Leave it out, or leave the shape out.")
         given["parameters"] = config.active_parameters
-    _check_machine(arguments, config)
-    _check_units(arguments)
-    optimum, run = _sizes(arguments, given)
+    if arguments.cost is not None:
+        given["device_hours"] = _hours_for(arguments, hours_given="device_hours" in given)
+    _check_machine(arguments, model_given="parameters" in given)
+    for name in ("parameters", "tokens", "unique_tokens"):
+        refuse_other_units(getattr(arguments, name), name)
+    chip = None if arguments.device is None else chip_of(arguments.device)
+    precision, dtype = _formats(arguments.precision, arguments.dtype, chip)
+    optimum, run = _sizes(arguments, given, dtype)
     size = run or optimum
     assert size is not None
     gpus, wanted = count_of(arguments.gpus, "gpus"), arguments.inference_tokens
     time = None
-    if arguments.device is not None:
-        machine = {"device": arguments.device, "gpus": gpus, "dtype": arguments.dtype}
-        time = run_time(size.flops, **machine, mfu=arguments.mfu, price=arguments.price)
-    assumed = _assumed_shape(size) if config is None and arguments.device is not None else None
-    memory, layouts, chips = _on_machine(arguments, config or assumed, gpus)
-    return Answer(
+    if chip is not None:
+        time = run_time(size.flops, device=chip.name, gpus=gpus, dtype=dtype, mfu=arguments.mfu, price=arguments.price)
+    needs_shape = chip is not None or "parameters" in given
+    assumed = _assumed_shape(size) if config is None and needs_shape else None
+    answer = Answer(
         optimum=optimum,
         run=run,
         config=config or assumed,
         assumed_shape=assumed is not None,
         time=time,
         inference=None if wanted is None else _inference(size, wanted),
-        layouts=layouts,
-        memory_bytes=memory,
-        chips=chips,
+        precision=precision,
+        context_tokens=count_of(arguments.context_tokens, "context_tokens"),
     )
+    return _on_machine(answer, arguments, chip, gpus, dtype)
+
+
+def _hours_for(arguments: argparse.Namespace, *, hours_given: bool) -> float:
+    """Device hours that the cost pays."""
+    if hours_given:
+        raise ValueError("`device_hours` follow from `cost` and `price`. Leave one of the two out.")
+    for name in ("price", "device", "mfu"):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"`cost` needs `price` of one GPU for an hour, `device` and `mfu`, got no `{name}`.")
+    return parse_quantity(arguments.cost, "cost") / parse_quantity(arguments.price, "price")
+
+
+def _formats(precision: str | None, dtype: str | None, chip: Chip | None) -> tuple[str, str | None]:
+    """The precision, and the format of its matrix products on the chip; fp8 is timed at the bf16 peak.
+
+    MFU is reported against the bf16 peak, of fp8 runs too: at twice the peak they reach less.
+    """
+    if chip is None:
+        return precision or "bf16-mixed", dtype
+    if precision is None:
+        return ("bf16-mixed" if "bf16" in chip.peak_flops else "16-mixed"), dtype_on(chip, dtype)
+    row = find_precision(precision)
+    dtype_on(chip, "fp8" if row.fp8 else None)
+    return precision, dtype_on(chip, dtype or number_format(row.compute_dtype).name)
 
 
 def _assumed_shape(size: TrainingRun | ComputeOptimal) -> DecoderConfig | None:
@@ -159,40 +211,51 @@ def _assumed_shape(size: TrainingRun | ComputeOptimal) -> DecoderConfig | None:
 
 
 def _on_machine(
-    arguments: argparse.Namespace, config: DecoderConfig | None, gpus: int
-) -> tuple[int | None, list[LayoutChoice] | None, list[ChipChoice] | None]:
-    """Memory of the chip and the layouts on it; without a chip the chips that would do."""
+    answer: Answer, arguments: argparse.Namespace, chip: Chip | None, gpus: int, dtype: str | None
+) -> Answer:
+    """With memory of the chip and the layouts on it; without a chip with the chips that would do."""
+    config, context, precision = answer.config, answer.context_tokens, answer.precision
     if config is None:
-        return None, None, None
-    context, precision = count_of(arguments.context_tokens, "context_tokens"), arguments.precision
-    if arguments.device is None:
-        return None, None, choose_chips(config, gpus, context_tokens=context, precision=precision)
-    chip = chip_of(arguments.device).name
-    memory = chip_memory_bytes(chip)
+        return answer
+    if chip is None:
+        return replace(answer, chips=choose_chips(config, gpus, context_tokens=context, precision=precision))
+    memory = memory_of(arguments.memory_bytes) or chip_memory_bytes(chip.name)
+    step = count_of(arguments.tokens_per_step, "tokens_per_step")
+    if arguments.tokens_per_step is None:
+        step = ceil(_TOKENS_PER_STEP / (gpus * context)) * gpus * context  # whole sequences on every GPU
     layouts = choose_layouts(
         config,
         gpus,
-        machine=machine_with(chip),
+        machine=machine_with(chip.name),
         memory_bytes=memory,
         context_tokens=context,
-        tokens_per_step=count_of(arguments.tokens_per_step, "tokens_per_step"),
+        tokens_per_step=step,
         precision=precision,
+        dtype=arguments.dtype and dtype,
     )
-    return memory, layouts, None
+    enough = None
+    if memory is not None and layouts[0].verdict != "fits":
+        enough = enough_gpus(config, gpus, memory_bytes=memory, context_tokens=context, precision=precision)
+    return replace(answer, layouts=layouts, tokens_per_step=step, memory_bytes=memory, enough=enough)
 
 
-def _sizes(arguments: argparse.Namespace, given: dict[str, Any]) -> tuple[ComputeOptimal | None, TrainingRun | None]:
+def _sizes(
+    arguments: argparse.Namespace, given: dict[str, Any], dtype: str | None
+) -> tuple[ComputeOptimal | None, TrainingRun | None]:
     law, unique = arguments.law, arguments.unique_tokens
     if len(given) != 2:
-        hours = {"device": arguments.device, "mfu": arguments.mfu, "dtype": arguments.dtype}
+        hours = {"device": arguments.device, "mfu": arguments.mfu, "dtype": dtype}
         extra = hours if "device_hours" in given else {}
         return compute_optimal(**given, **extra, unique_tokens=unique, law=law), None
     if "device_hours" in given:
         hours_given = given.pop("device_hours")
         if arguments.device is None or arguments.mfu is None:
             missing = "device" if arguments.device is None else "mfu"
-            raise ValueError(f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both.")
-        budget = device_budget(hours_given, device=arguments.device, mfu=arguments.mfu, dtype=arguments.dtype or "bf16")
+            raise ValueError(
+                f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both; where"
+                " no MFU was measured, 0.3 and 0.5 give the usual range."
+            )
+        budget = device_budget(hours_given, device=arguments.device, mfu=arguments.mfu, dtype=dtype)
         given = {**given, "flops": budget.flops}
     return None, training_run(**given, unique_tokens=unique, law=law)
 
@@ -212,19 +275,9 @@ def _inference(size: TrainingRun | ComputeOptimal, inference_tokens: str) -> Inf
     )
 
 
-def _check_units(arguments: argparse.Namespace) -> None:
-    for name in ("parameters", "tokens", "unique_tokens"):
-        text = getattr(arguments, name)
-        if text is not None and parse_quantity(text, name) < _FEWEST:
-            raise ValueError(
-                f"`{name}` must be single ones, {_FEWEST:,} or more, got {text!r}. For billions write {text.strip()}B,"
-                f" for millions {text.strip()}M."
-            )
-
-
-def _check_machine(arguments: argparse.Namespace, config: DecoderConfig | None) -> None:
-    for name in ("mfu", "dtype", "price", "gpus"):
-        if name == "gpus" and config is not None:
+def _check_machine(arguments: argparse.Namespace, *, model_given: bool) -> None:
+    for name in ("mfu", "dtype", "price", "memory_bytes", "gpus"):
+        if name == "gpus" and model_given:
             continue  # without a chip the answer is which chips would do
         if getattr(arguments, name) is not None and arguments.device is None:
             raise ValueError(f"`{name}` needs a chip. Pass `device`, such as h100, or leave `{name}` out.")

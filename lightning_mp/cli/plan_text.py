@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_mp.cli.text import print_table
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.live_storages import PARTS
 from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal
@@ -20,31 +21,34 @@ _TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "h
 _MEMORY_CONVENTIONS = """\
 Memory: live tensors of the fullest GPU at the end of a forward of one sequence, by formulas; the range is for the
 allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
-worst. Step: not shorter than this at the chip's and the links' peaks. Hides: bytes on the wire take no longer than
-computing, and nothing is awaited. ZeRO-1 and 2 send as DeepSpeed does: gradients reduced into shards, by ZeRO-2 in
-every micro-batch, and new weights gathered. EP sends tokens to their experts and back, evenly distributed. No strategy
-of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
+worst. Step: of {tokens} tokens, not shorter than this at the chip's and the links' peaks. Hides: bytes on the wire
+take no longer than computing, and nothing is awaited. ZeRO-1 and 2 send as DeepSpeed does: gradients reduced into
+shards, by ZeRO-2 in every micro-batch, and new weights gathered. EP sends tokens to their experts and back, evenly
+distributed. No strategy of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
 
 
 def print_answer(answer: "Answer") -> None:
     """Every part that was asked about."""
+    size = answer.optimum or answer.run
+    assert size is not None
     if answer.optimum is not None:
-        _print_plan(answer.optimum)
+        _print_plan(answer.optimum, _of_all(answer.config))
         note = repetition_note(answer.optimum.tokens, answer.optimum.unique_tokens)
     else:
         assert answer.run is not None
-        _print_run(answer.run)
+        _print_run(answer.run, _of_all(answer.config))
         note = answer.run.repetition_note
     if note is not None:
         print(f"\nRepeated data (Muennighoff et al. 2023): {note}")
     if answer.time is not None:
         _print_time(answer.time)
     if answer.inference is not None:
-        _print_inference(answer.inference)
+        unique = size.unique_tokens
+        _print_inference(answer.inference, repeats=unique is not None and answer.inference.tokens > unique)
     if answer.layouts is not None:
         _print_layouts(answer)
     if answer.chips is not None:
-        _print_chips(answer.chips)
+        _print_chips(answer, answer.chips)
 
 
 def as_json(answer: "Answer") -> dict[str, Any]:
@@ -74,9 +78,11 @@ def as_json(answer: "Answer") -> dict[str, Any]:
         best = answer.inference
         names = ("parameters", "tokens", "inference_tokens", "lifetime_flops", "lifetime_flops_before", "saving")
         content["inference_aware"] = {name: getattr(best, name) for name in names}
+    if answer.config is not None:
+        content |= {"precision": answer.precision, "context_tokens": answer.context_tokens}
+        content["assumed_shape"] = asdict(answer.config) if answer.assumed_shape else None
     if answer.layouts is not None:
-        content["memory_bytes"] = answer.memory_bytes
-        content["assumed_shape"] = asdict(answer.config) if answer.assumed_shape and answer.config is not None else None
+        content |= {"memory_bytes": answer.memory_bytes, "tokens_per_step": answer.tokens_per_step}
         content["layouts"] = [_layout_as_json(choice) for choice in answer.layouts]
     if answer.chips is not None:
         content["chips"] = [
@@ -106,11 +112,18 @@ def _layout_as_json(choice: LayoutChoice) -> dict[str, Any]:
     }
 
 
-def _print_run(run: TrainingRun) -> None:
+def _of_all(config: DecoderConfig | None) -> str:
+    """Of a mixture: N counts what a token meets."""
+    if config is None or not config.experts:
+        return ""
+    return f" active of {format_quantity(config.parameters)}"
+
+
+def _print_run(run: TrainingRun, of_all: str) -> None:
     best = run.optimum
     print(f"A run under {run.law.name}: {run.law.source}\n")
     rows = [
-        ("parameters N", format_quantity(run.parameters), format_quantity(best.parameters)),
+        ("parameters N", f"{format_quantity(run.parameters)}{of_all}", format_quantity(best.parameters)),
         ("tokens D", format_quantity(run.tokens), format_quantity(best.tokens)),
         ("tokens per parameter", f"{run.tokens / run.parameters:.3g}", f"{best.tokens_per_parameter:.3g}"),
         ("FLOPs 6 N D", _flops(run.flops), _flops(best.flops)),
@@ -137,9 +150,9 @@ def _print_time(time: RunTime) -> None:
 
 
 def _duration(hours: tuple[float, float]) -> str:
-    days = hours[1] >= 48
-    scaled = (hours[0] / 24, hours[1] / 24) if days else hours
-    return f"{_pair(scaled)} {'days' if days else 'hours'}"
+    units = (("years", 24 * 365.25), ("days", 24), ("hours", 1))
+    unit, size = next(((unit, size) for unit, size in units if hours[1] >= 2 * size), units[-1])
+    return f"{_pair((hours[0] / size, hours[1] / size))} {unit}"
 
 
 def _pair(values: tuple[float, float]) -> str:
@@ -147,11 +160,12 @@ def _pair(values: tuple[float, float]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _print_inference(best: InferenceAware) -> None:
+def _print_inference(best: InferenceAware, *, repeats: bool) -> None:
     print(
         f"\nWith {format_quantity(best.inference_tokens)} tokens of inference the same loss is cheapest with"
         f" {format_quantity(best.parameters)} parameters on {format_quantity(best.tokens)} tokens:"
         f" {best.saving:.0%} less compute over the life (Sardana et al. 2024)."
+        + (" Repeated tokens count as new ones in this." if repeats else "")
     )
 
 
@@ -161,11 +175,7 @@ def _print_layouts(answer: "Answer") -> None:
     config = answer.config
     assert config is not None
     if answer.assumed_shape:
-        print(
-            f"\nNo shape was given. Assumed, in the proportions of Llama 2: {config.layers} layers, width"
-            f" {config.width}, {config.heads} heads,\n{config.ffn_width} in the MLP, a vocabulary of"
-            f" {config.vocabulary}. Pass --config, or --layers, --width and --vocab, for yours."
-        )
+        _print_assumed(config)
     if answer.memory_bytes:
         fitting = [choice for choice in answer.layouts if choice.verdict == "fits"]
         first = answer.layouts[0]
@@ -173,9 +183,12 @@ def _print_layouts(answer: "Answer") -> None:
             f"\nIt fits: {len(fitting)} of {len(answer.layouts)} layouts, of which {first.layout.name} comes first."
             if fitting
             else f"\nIt {first.verdict} with this many GPUs; {first.layout.name} is the closest."
-            + (" Only the allocator decides." if first.verdict == "may fit" else " Take more GPUs, or larger ones.")
+            + _what_would_do(answer, first.verdict)
         )
-    print(f"\nLayouts, on GPUs {has}; those that do not fit come last:\n")
+    print(
+        f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, on GPUs {has};"
+        " those that do not fit come last:\n"
+    )
     print_table(
         (
             "layout",
@@ -197,12 +210,36 @@ def _print_layouts(answer: "Answer") -> None:
         if choice.left_out:
             reasons.setdefault(choice.left_out, []).append(choice.layout.name)
     for reason, names in reasons.items():
-        print(f"\nWithout a time: {'; '.join(names)}. {reason[0].upper()}{reason[1:].rstrip('.')}.")
-    print(f"\n{_MEMORY_CONVENTIONS}")
+        said = reason.replace("`tokens_per_step`", "--tokens-per-step")
+        print(f"\nWithout a time: {'; '.join(names)}. {said[0].upper()}{said[1:].rstrip('.')}.")
+    tokens = "no" if answer.tokens_per_step is None else format_quantity(answer.tokens_per_step)
+    print(f"\n{_MEMORY_CONVENTIONS.format(tokens=tokens)}")
 
 
-def _print_chips(chips: list[ChipChoice]) -> None:
-    print("\nChips, with the layout on them that takes most sequences at once (of each data rank):\n")
+def _print_assumed(config: DecoderConfig | None) -> None:
+    assert config is not None
+    print(
+        f"\nNo shape was given. Assumed, in the proportions of Llama 2: {config.layers} layers, width"
+        f" {config.width}, {config.heads} heads,\n{config.ffn_width} in the MLP, a vocabulary of"
+        f" {config.vocabulary}. Pass --config, or --layers, --width and --vocab, for yours."
+    )
+
+
+def _what_would_do(answer: "Answer", verdict: str | None) -> str:
+    decides = " Only the allocator decides." if verdict == "may fit" else ""
+    if answer.enough is None:
+        return f"{decides} Take larger GPUs, a shorter --context, or --precision bf16-remainder."
+    gpus, layout = answer.enough
+    return f"{decides} {gpus} GPUs would do: {layout.name}."
+
+
+def _print_chips(answer: "Answer", chips: list[ChipChoice]) -> None:
+    if answer.assumed_shape:
+        _print_assumed(answer.config)
+    print(
+        f"\nChips, in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, with the layout"
+        " that takes most sequences at once (of each data rank):\n"
+    )
     rows = [
         (
             ", ".join(row.chips),
@@ -266,11 +303,11 @@ def _as_json(plan: ComputeOptimal) -> dict[str, Any]:
     return content
 
 
-def _print_plan(plan: ComputeOptimal) -> None:
+def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
     law = plan.law
     print(f"Compute-optimal under {law.name}: {law.source}\n")
     lines = [
-        ("parameters N", f"{format_quantity(plan.parameters)} ({law.counts})"),
+        ("parameters N", f"{format_quantity(plan.parameters)}{of_all} ({law.counts})"),
         ("tokens D", format_quantity(plan.tokens)),
         ("tokens per parameter", f"{plan.tokens_per_parameter:.3g}"),
         ("FLOPs 6 N D", _flops(plan.flops)),

@@ -35,12 +35,14 @@ def parse_quantity(value: str | SupportsFloat, name: str) -> float:
 
 
 _FLOP_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18, "Z": 1e21, "Y": 1e24}
-_FLOPS = re.compile(r"(?P<number>[^A-Za-z\s]+(?:[eE][+-]?\d+)?)\s?(?P<unit>[KMGTPEZY]?)(?P<kind>FLOPs?|F-?days?)", re.I)
+_FLOPS = re.compile(
+    r"(?P<number>[^A-Za-z\s]+(?:[eE][+-]?\d+)?)\s?(?P<unit>[KMGTPEZY]?)(?P<kind>FLOPs?|F(LOPs?)?(/s)?-?days?)", re.I
+)
 _SECONDS_PER_DAY = 86_400
 
 
 def parse_flops(value: str | SupportsFloat, name: str) -> float:
-    """Reads an amount of compute: a quantity, or one with the unit FLOP or FLOP/s-days.
+    """Reads an amount of compute: a quantity, or one with the unit FLOP, or F-days for FLOP/s over days.
 
     Raises:
         ValueError: it is no positive number.
@@ -48,9 +50,13 @@ def parse_flops(value: str | SupportsFloat, name: str) -> float:
     Example:
         >>> parse_flops("1e21", "flops"), parse_flops("1EFLOP", "flops"), parse_flops("5PF-days", "flops")
         (1e+21, 1e+18, 4.32e+20)
+        >>> parse_flops("5 PFLOP/s-days", "flops")
+        4.32e+20
     """
     match = _FLOPS.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
+        if isinstance(value, str) and "f" in value.lower().replace("inf", ""):
+            raise ValueError(f"`{name}` cannot be read, got {value!r}. Write 1e21, 1EFLOP or 5PF-days.")
         return parse_quantity(value, name)
     days = _SECONDS_PER_DAY if "day" in match["kind"].lower() else 1
     return parse_quantity(match["number"], name) * _FLOP_UNITS[match["unit"].upper()] * days
@@ -67,7 +73,10 @@ def parse_fraction(value: str | SupportsFloat, name: str) -> float:
         (0.4, 0.4)
     """
     if isinstance(value, str) and value.strip().endswith("%"):
-        share = parse_quantity(value.strip()[:-1], name) / 100
+        percent = _number(value.strip()[:-1], name)
+        if not percent > 0:
+            raise ValueError(f"`{name}` must be a positive finite number, got {value!r}.")
+        share = percent / 100
     else:
         share = parse_quantity(value, name)
     if share > 1:

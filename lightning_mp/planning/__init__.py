@@ -12,6 +12,7 @@ from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
 from lightning_mp.planning.memory.estimate import MemoryEstimate
+from lightning_mp.planning.memory.latent_attention import LatentAttention
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
@@ -54,6 +55,7 @@ __all__ = [
     "FrontierLaw",
     "InferenceAware",
     "LAWS",
+    "LatentAttention",
     "LayoutChoice",
     "Machine",
     "MemoryEstimate",

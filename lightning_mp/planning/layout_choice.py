@@ -6,6 +6,7 @@ from itertools import product
 from typing import get_args
 
 from lightning_mp.flops.conventions import flops_per_token
+from lightning_mp.flops.hardware import matmul_format, peak_flops
 from lightning_mp.planning.memory.chip_memory import chips_by_memory
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import (
@@ -14,16 +15,17 @@ from lightning_mp.planning.memory.decoder_memory import (
     decoder_memory,
     largest_micro_batch,
 )
-from lightning_mp.planning.memory.precision_storage import find_precision
+from lightning_mp.planning.memory.precision_storage import PrecisionStorage, find_precision
 from lightning_mp.planning.parallelism.communication import Precision
 from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
 from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
 
-__all__ = ["ChipChoice", "LayoutChoice", "choose_chips", "choose_layouts", "machine_with"]
+__all__ = ["ChipChoice", "LayoutChoice", "choose_chips", "choose_layouts", "enough_gpus", "machine_with"]
 
 _VERDICTS = ("fits", "may fit", "does not fit")
 _GPUS_PER_NODE = 8
+_MOST_GPUS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,14 @@ def choose_layouts(
     context_tokens: int = 4096,
     tokens_per_step: int = 2**22,
     precision: object = "bf16-mixed",
+    dtype: str | None = None,
     checkpointed: Sequence[bool] = (False, True),
 ) -> list[LayoutChoice]:
     """Every usual layout, those that fit first, fastest first, then the others, closest to fitting first.
+
+    Where no machine is known, those that fit come in the order of
+    :func:`~lightning_mp.planning.parallelism.parallel_plan.usual_layouts`, recomputed blocks after those that are not,
+    and tensor and pipeline parallelism, which need fast links or many micro-batches, last.
 
     Args:
         config: the model.
@@ -83,6 +90,8 @@ def choose_layouts(
         context_tokens: length of a sequence.
         tokens_per_step: over all GPUs.
         precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        dtype: format of matrix products, for the peak that bounds a step; None is that of ``precision``, fp32 without
+            TF32 in "32-true".
         checkpointed: with and without recomputed blocks.
 
     Raises:
@@ -105,7 +114,7 @@ def choose_layouts(
             plan, left_out = None, None
             if machine is not None:
                 try:
-                    plan = _plan(config, layout, machine, tokens_per_step, context_tokens, row.name)
+                    plan = _plan(config, layout, machine, tokens_per_step, context_tokens, row, dtype)
                 except ValueError as error:
                     left_out = str(error)
             memory = decoder_memory(config, layout, context_tokens=context_tokens, precision=row)
@@ -153,34 +162,74 @@ def choose_chips(
     return found
 
 
+def enough_gpus(
+    config: DecoderConfig, gpus: int, *, memory_bytes: float, context_tokens: int, precision: object
+) -> tuple[int, MemoryLayout] | None:
+    """GPUs, doubled until one sequence fits in a layout that this package runs, and the simplest one; None if never.
+
+    Example:
+        >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
+        >>> enough_gpus(config, 8, memory_bytes=80e9, context_tokens=4096, precision="bf16-mixed")[0]
+        512
+    """
+    while gpus <= _MOST_GPUS:
+        layouts = choose_layouts(
+            config, gpus, memory_bytes=memory_bytes, context_tokens=context_tokens, precision=precision
+        )
+        for choice in layouts:
+            if choice.verdict == "fits" and _is_run_here(choice.layout):
+                return gpus, choice.layout
+        gpus *= 2
+    return None
+
+
+def _is_run_here(layout: MemoryLayout) -> bool:
+    both = layout.layout.tensor > 1 and layout.layout.stages > 1
+    return layout.zero_stage == 0 and layout.expert_ranks == 1 and not both
+
+
 def _sequences_of_all(choice: LayoutChoice) -> int:
     return (choice.largest_micro_batch or 0) * choice.layout.layout.data_ranks
 
 
-def _rank(choice: LayoutChoice) -> tuple[float, float, float]:
+def _rank(choice: LayoutChoice) -> tuple[float, ...]:
+    """What fits by its time; where that is not known, whole layers first, recomputed ones after; the rest by bytes."""
     verdict = _VERDICTS.index(choice.verdict) if choice.verdict is not None else 0
-    seconds = choice.plan.seconds_at_least if choice.plan is not None and verdict == 0 else float("inf")
-    return verdict, seconds, choice.memory.total_bytes
+    if choice.verdict is None or verdict > 0:
+        return verdict, choice.memory.total_bytes
+    seconds = choice.plan.seconds_at_least if choice.plan is not None else float("inf")
+    ranks = choice.layout.layout
+    return verdict, seconds, ranks.tensor * ranks.stages > 1, choice.layout.checkpointed
 
 
 def _plan(
-    config: DecoderConfig, layout: MemoryLayout, machine: Machine, step: int, context_tokens: int, precision: str
+    config: DecoderConfig,
+    layout: MemoryLayout,
+    machine: Machine,
+    step: int,
+    context_tokens: int,
+    row: PrecisionStorage,
+    dtype: str | None,
 ) -> ParallelPlan:
+    precision = _on_the_wire(row.name)
     traffic = None
     if layout.expert_ranks > 1:
-        traffic = ExpertTraffic(layout.expert_ranks, config.experts * config.expert_weights, config.active_experts)
+        traffic = ExpertTraffic(layout.expert_ranks, config.routed_weights // config.layers, config.active_experts)
     plan = plan_parallelism(
         config.size,
         layout.layout,
         machine,
         tokens_per_step=step,
         context_tokens=context_tokens,
-        precision=_on_the_wire(precision),
+        precision=precision,
         zero_stage=layout.zero_stage,
         experts=traffic,
         recomputed=layout.checkpointed,
     )
-    return replace(plan, compute_seconds=plan.compute_seconds * _met_share(config, context_tokens))
+    planned = peak_flops(machine.chip, matmul_format(precision) or row.compute_dtype)
+    taken = peak_flops(machine.chip, dtype or ("fp8" if row.fp8 else row.compute_dtype))
+    share = _met_share(config, context_tokens)
+    return replace(plan, compute_seconds=plan.compute_seconds * share * planned / taken)
 
 
 def _met_share(config: DecoderConfig, context_tokens: int) -> float:

@@ -6,7 +6,7 @@ from typing import SupportsFloat
 
 from lightning_mp.core.quantities import parse_flops, parse_fraction, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
-from lightning_mp.planning.scaling_laws.device_budget import chip_of
+from lightning_mp.planning.scaling_laws.device_budget import chip_of, dtype_on
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal, warn_far_outside
 from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, find_law
 from lightning_mp.planning.scaling_laws.repetition import MUENNIGHOFF_2023
@@ -204,10 +204,7 @@ def run_time(
         66
     """
     chip = chip_of(device)
-    if dtype is None:
-        dtype = "bf16" if "bf16" in chip.peak_flops else "fp16"
-    if dtype not in chip.peak_flops:
-        raise ValueError(f"No {dtype} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
+    dtype = dtype_on(chip, dtype)
     low, high = USUAL_MFU if mfu is None else (parse_fraction(mfu, "mfu"),) * 2
     fastest, slowest = (flops / (share * chip.peak_flops[dtype]) / _SECONDS_PER_HOUR for share in (high, low))
     each = None if price is None else parse_quantity(price, "price")

@@ -35,7 +35,9 @@ class FoundData:
     is_limited: bool = False
 
 
-def look_at_data(data: Any, module: "pl.LightningModule", *, data_ranks: int, shards_samples: bool) -> FoundData:
+def look_at_data(
+    data: Any, module: "pl.LightningModule", *, data_ranks: int, shards_samples: bool, trainer: Any = None
+) -> FoundData:
     """The first micro-batch, and the number of them.
 
     Of a map-style data set the first batch is fetched in this process, without the loader's workers. The states of the
@@ -47,6 +49,7 @@ def look_at_data(data: Any, module: "pl.LightningModule", *, data_ranks: int, sh
         module: is asked where there are no data.
         data_ranks: ranks that see different data.
         shards_samples: whether Lightning will give each rank its part of the samples.
+        trainer: what a data module finds as its ``trainer``.
 
     Raises:
         ValueError: if there are no data, or no batch in them.
@@ -63,6 +66,7 @@ def look_at_data(data: Any, module: "pl.LightningModule", *, data_ranks: int, sh
     elif isinstance(data, pl.LightningDataModule):
         # setup() writes into the object, and Lightning will call it again.
         own = copy(data)
+        own.trainer = trainer if trainer is not None else own.trainer
         own.setup("fit")
         given = _asked(own, type(data).__name__, "Define it, or pass a loader or a batch.")
         found = look_at_data(given, module, data_ranks=data_ranks, shards_samples=shards_samples)

@@ -62,6 +62,7 @@ class TrainerLook:
             self._module,
             data_ranks=data_ranks_of(self._trainer),
             shards_samples=private_loop_api.uses_distributed_sampler(self._trainer),
+            trainer=StandInTrainer(self._trainer, {}),
         )
 
     def report(self, at_data: Callable[[], FoundData], ckpt_path: str | Path | None) -> PreflightReport:

@@ -164,7 +164,7 @@ def section_of_times(toy: bool, repeats: int, segment_seconds: float) -> list[st
     rows = [row for size, groups in timed.items() for group in groups for row in _time_rows(size, group)]
     shapes = "; ".join(
         f"{size} is {config.parameters:,} parameters, {batch} x {config.block_tokens} tokens per step"
-        for size, (config, batch) in sizes.items()
+        for size, (config, batch, _) in sizes.items()
     )
     return [
         "## Time",

@@ -14,13 +14,14 @@ from bench_schedule import Budget, Group, Ratio, run_groups
 
 from lightning_mp.demo.model import GPTConfig
 
-PRECISIONS = ("bf16-mixed", "16-mixed")
+BOTH = ("bf16-mixed", "16-mixed")
+# a CPU takes minutes for the middle model's few steps in fp16
 SIZES = {
-    "small": (GPTConfig(layers=2, heads=2, width=64, block_tokens=64), 4),
-    "middle": (GPTConfig(layers=4, heads=4, width=256, block_tokens=128), 4),
+    "small": (GPTConfig(layers=2, heads=2, width=64, block_tokens=64), 4, BOTH),
+    "middle": (GPTConfig(layers=4, heads=4, width=256, block_tokens=128), 4, BOTH[:1]),
 }
-"""Model and sequences per step."""
-TOY = {"toy": (GPTConfig(layers=1, heads=2, width=16, block_tokens=16, vocab=64), 2)}
+"""Model, sequences per step, and precisions."""
+TOY = {"toy": (GPTConfig(layers=1, heads=2, width=16, block_tokens=16, vocab=64), 2, BOTH)}
 
 _IMPORTS = """
 import json, sys, time
@@ -48,7 +49,7 @@ def time_imports(repository: Path, repeats: int) -> tuple[Ratio, int, int]:
 
 
 def time_steps(
-    sizes: dict[str, tuple[GPTConfig, int]],
+    sizes: dict[str, tuple[GPTConfig, int, tuple[str, ...]]],
     *,
     repeats: int,
     segment_seconds: float,
@@ -56,11 +57,11 @@ def time_steps(
 ) -> dict[str, list[Group]]:
     """Groups of cells by size of the model, one per precision; an error stands in its cell."""
     found = {}
-    for size, (config, batch_size) in sizes.items():
+    for size, (config, batch_size, precisions) in sizes.items():
         workload = Workload(
             config, batch_size, torch.device("cpu"), "eager", 2, segment_seconds, min_steps=2, max_steps=200
         )
-        groups = [make_group(workload, precision, compiled=False) for precision in PRECISIONS]
+        groups = [make_group(workload, precision, compiled=False) for precision in precisions]
         budget = Budget(600.0, time.monotonic)
         run_groups(groups, repeats=repeats, budget=budget, on_progress=lambda text, s=size: on_progress(f"{s}: {text}"))
         found[size] = groups

@@ -206,9 +206,9 @@ def lose_marker(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "damage", "message"),
     [
-        (write_file, split_file, r"passes over .*new\.ckpt: the file ends too early.*delete it"),
+        (write_file, split_file, r"skips .*new\.ckpt: the file ends too early.*delete it"),
         *[
-            (write_directory, damage, r"passes over .*new\.ckpt: it has no valid \.complete\.json.*AtomicCheckpoints")
+            (write_directory, damage, r"skips .*new\.ckpt: it has no valid \.complete\.json.*AtomicCheckpoints")
             for damage in (split_shard, lose_shard, split_marker, lose_marker)
         ],
     ],

@@ -152,7 +152,7 @@ def test_without_atomic_checkpoints_a_kill_breaks_the_last_one(
     """The kills above do harm: the strategy alone writes a directory in place, over the checkpoint before it."""
     run = Run("model parallel", tmp_path / "checkpoints", only_last=True, callbacks=list)
     assert run.killed(0, partial(kill_at_file_event, run, 4, 5))
-    with pytest.warns(UserWarning, match=r"passes over .*last\.ckpt: it has no valid \.complete\.json"):
+    with pytest.warns(UserWarning, match=r"skips .*last\.ckpt: it has no valid \.complete\.json"):
         assert latest_checkpoint(run.folder) is None
     by_hand = replace(run, ckpt_path=run.folder / "last.ckpt")
     assert (by_hand.folder / "last.ckpt" / "meta.pt").exists(), "it looks whole"

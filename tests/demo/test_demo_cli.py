@@ -186,7 +186,7 @@ def test_resuming_from_an_unusable_checkpoint_is_refused(capsys, finished_run):
 def test_a_checkpoint_that_ends_too_early_is_passed_over(capsys, finished_run):
     whole, cut = latest_run(finished_run), finished_run / "version_0" / "checkpoints" / "cut.ckpt"
     cut.write_bytes(whole.read_bytes()[:1000])
-    with pytest.warns(UserWarning, match=r"passes over .*cut.ckpt: the file ends too early"):
+    with pytest.warns(UserWarning, match=r"skips .*cut.ckpt: the file ends too early"):
         assert main(["demo", "--resume", "--out", str(finished_run)]) == 0
     assert "has spent its whole budget already" in capsys.readouterr().out
 

@@ -59,6 +59,11 @@ def test_formats_are_those_of_torch(capsys):
     [
         ("advise --device h900", "--device 'h900' is not known. Use cpu, mps or one of V100"),
         ("advise --device t4 --gpus 1.5", "--gpus must be a whole number, got '1.5'"),
+        (
+            "advise --device t4 --params 1.5",
+            "--params must be single ones, 1,000 or more, got '1.5'. For billions write",
+        ),
+        ("advise --device a100 --memory-bytes 40", "--memory-bytes of '40' is less than a megabyte. Write 40GB"),
         ("advise --device t4 --params x", "--params cannot be read, got 'x'"),
         ("advise --device t4 --params 1B --layers 2 --width 64 --vocab 9", "pass --params, or the shape of a decoder"),
         ("advise --device t4 --layers 2", "needs `layers`, --width and --vocab"),

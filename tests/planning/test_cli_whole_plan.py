@@ -96,6 +96,90 @@ def test_without_a_chip_the_answer_is_which_chips_would_do(capsys):
     assert "FSDP 8, checkpointed" in row
 
 
+def test_parameters_alone_are_enough_for_chips(capsys):
+    found = content(capsys, "plan --params 1B")
+    assert found["assumed_shape"]["layers"] == 16
+    assert {row["memory_bytes"] // 10**9 for row in found["chips"] if row["layout"]} >= {80, 141}
+    printed = output(capsys, "plan --params 7B --gpus 8 --context 2048").out
+    assert "No shape was given. Assumed, in the proportions of Llama 2: 32 layers" in printed
+    assert "Chips, in bf16-mixed with Adam and sequences of 2048 tokens, with the layout that takes most" in printed
+
+
+def test_what_does_not_fit_is_told_how_many_gpus_would_do(capsys):
+    printed = output(capsys, f"plan {SHAPE} --tokens 15T --device h100 --gpus 8").out
+    said = re.search(r"does not fit with this many GPUs; .* is the closest\. (\d+) GPUs would do: (.*)\.", printed)
+    assert said is not None, printed
+    enough = int(said[1])
+    for gpus, verdict in ((enough, "fits"), (enough // 2, "does not fit")):
+        rows = content(capsys, f"plan {SHAPE} --tokens 15T --device h100 --gpus {gpus}")["layouts"]
+        ours = [row for row in rows if "ZeRO" not in row["name"] and not re.search("TP.*PP", row["name"])]
+        assert (ours[0]["verdict"] == "fits") is (verdict == "fits")
+    assert said[2] in {
+        row["name"] for row in content(capsys, f"plan {SHAPE} --tokens 1T --device h100 --gpus {enough}")["layouts"]
+    }
+
+
+def test_without_known_links_recomputing_comes_last(capsys):
+    names = [row["name"] for row in content(capsys, "plan --params 1B --device mi300x --gpus 8")["layouts"]]
+    in_layers = [name for name in names if name.startswith(("TP", "PP"))]
+    assert (names[0], names[-len(in_layers) :]) == ("DDP 8", in_layers)
+    for part in (names[: -len(in_layers)], in_layers):
+        assert [name.endswith("checkpointed") for name in part] == sorted(
+            name.endswith("checkpointed") for name in part
+        )
+    assert "16 GPUs would do: FSDP 16, checkpointed." in output(capsys, "plan --params 7B --device 4090 --gpus 4").out
+
+
+def test_steps_are_whole_sequences_on_any_number_of_gpus(capsys):
+    found = content(capsys, "plan --params 1B --device h100 --gpus 24")
+    assert (found["tokens_per_step"] % (24 * 4096), found["tokens_per_step"] // 2**22) == (0, 1)
+    assert all(row["seconds_at_least"] for row in found["layouts"])
+    assert "Step: of 4.23M tokens, not shorter" in output(capsys, "plan --params 1B --device h100 --gpus 24").out
+    odd = output(capsys, "plan --params 1B --device h100 --gpus 24 --tokens-per-step 1M").out
+    assert "--tokens-per-step (1000000) is no multiple of 4096 tokens in a micro-batch on 24 data ranks" in odd
+
+
+def test_a_smaller_board_of_a_chip(capsys):
+    words = f"plan {SMALL} --tokens 10B --device a100 --context 1024"
+    large, small = (content(capsys, words + more) for more in ("", " --memory-bytes 40GB"))
+    assert (large["memory_bytes"], small["memory_bytes"]) == (80e9, 40e9)
+    assert large["layouts"][0]["largest_micro_batch"] > 2 * small["layouts"][0]["largest_micro_batch"] > 0
+
+
+def test_money_buys_device_hours(capsys):
+    bought = content(capsys, "plan --cost 100_000 --price 2.5 --device h100 --mfu 40%")
+    hours = content(capsys, "plan --device-hours 40K --device h100 --mfu 40%")
+    assert bought["flops"] == hours["flops"] == pytest.approx(40e3 * 3600 * 0.4 * 989.4e12)
+    assert bought["time"]["cost"] == pytest.approx([1e5, 1e5])
+    seven = content(capsys, "plan --params 7B --cost 100_000 --price 2.5 --device h100 --mfu 40%")
+    assert seven["tokens"] == pytest.approx(bought["flops"] / (6 * 7e9))
+
+
+def test_formats_follow_the_chip_and_the_precision(capsys):
+    turing = content(capsys, f"plan {SMALL} --device t4 --device-hours 1000 --mfu 30%")
+    assert (turing["precision"], turing["time"]["dtype"]) == ("16-mixed", "fp16")
+    one = f"plan {SMALL} --tokens 10B --device h100 --gpus 8"
+    times, steps = {}, {}
+    for precision in ("bf16-mixed", "32-true", "fp8-mixed"):
+        found = content(capsys, f"{one} --precision {precision}")
+        times[precision] = found["time"]["dtype"]
+        rows = {row["name"]: row["seconds_at_least"] for row in found["layouts"]}
+        steps[precision] = rows["DDP 8"]
+    assert times == {"bf16-mixed": "bf16", "32-true": "fp32", "fp8-mixed": "bf16"}
+    assert steps["32-true"] == pytest.approx(steps["bf16-mixed"] * 989.4 / 66.9)
+    assert steps["fp8-mixed"] == pytest.approx(steps["bf16-mixed"] * 989.4 / 1978.9)
+    tf32 = content(capsys, f"{one} --precision 32-true --dtype tf32")
+    assert tf32["time"]["dtype"] == "tf32"
+    assert tf32["layouts"][0]["seconds_at_least"] < steps["32-true"] / 7
+
+
+def test_of_a_mixture_n_is_what_a_token_meets(capsys):
+    printed = output(
+        capsys, "plan --layers 32 --width 4096 --kv-heads 8 --ffn 14336 --vocab 32000 --experts 8 --tokens 1T"
+    ).out
+    assert "12.9B active of 46.7B" in printed
+
+
 def test_305_epochs_are_commented_on(capsys):
     printed = output(capsys, "plan --params 1B --tokens 305B --unique-tokens 1B").out
     assert "305 epochs: they are worth 16.4 epochs of new tokens. Further epochs stopped paying after 36" in printed
@@ -108,6 +192,11 @@ def test_inference_makes_the_model_smaller(capsys):
     assert found["inference_aware"]["parameters"] == pytest.approx(7e9, rel=0.1)
     printed = output(capsys, "plan --params 13B --inference-tokens 2T --law hoffmann-3").out
     assert "16% less compute over the life (Sardana et al. 2024)" in printed
+
+
+def test_inference_beside_repeated_data_says_what_it_leaves_out(capsys):
+    printed = output(capsys, "plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T").out
+    assert "(Sardana et al. 2024). Repeated tokens count as new ones in this." in printed
 
 
 def test_memory_measures_a_module_and_draws_it(capsys, monkeypatch):
@@ -161,10 +250,34 @@ def test_every_verb_has_examples_and_json(capsys):
         ("plan --flops 1e21 --unique-tokens 10", "--unique-tokens must be single ones, 1,000 or more, got '10'"),
         ("plan --flops 1e21 --gpus 8", "--gpus needs a chip. Pass --device"),
         ("plan --flops 1e21 --device h100 --gpus 1.5", "--gpus must be a whole number, got '1.5'"),
+        (
+            "plan --flops 1e21 --device t4 --precision bf16-mixed",
+            "no bf16 peak is known for T4. Known for it: fp32, fp16",
+        ),
+        ("plan --flops 1e21 --device a100 --precision fp8-mixed", "no fp8 peak is known for A100"),
+        ("plan --flops 5PF/weeks", "--flops cannot be read, got '5PF/weeks'. Write 1e21, 1EFLOP or 5PF-days"),
+        ("plan --flops 1e21 --device h100 --mfu -5%", "--mfu must be a positive finite number, got '-5%'"),
+        ("plan --layers 2 --width 64 --vocab 100 --heads 3", "(64) must be a multiple of --heads, got 3"),
+        ("plan --flops 1e21 --device rtx", "no peak FLOP/s are known for the device 'rtx'"),
+        ("plan --flops 1e21 --memory-bytes 40GB", "--memory-bytes needs a chip. Pass --device"),
+        (
+            "plan --flops 1e21 --device a100 --memory-bytes 40",
+            "--memory-bytes of '40' is less than a megabyte. Write 40GB",
+        ),
+        ("plan --flops 1e21 --device a100 --memory-bytes -1GB", "--memory-bytes must be a positive finite number"),
+        ("plan --cost 1000 --device h100 --mfu 0.4", "--cost needs --price of one GPU for an hour"),
+        ("plan --cost 1K --price 2 --device h100", "got no --mfu"),
+        ("plan --cost 1K --price 2 --device h100 --mfu 0.4 --device-hours 9", "--device-hours follow from --cost"),
+        ("plan --device-hours 9 --device h100", "where no MFU was measured, 0.3 and 0.5 give the usual range"),
         ("plan --config none.json --tokens 1B", "none.json cannot be read or written (No such file"),
         ("plan --flops 1e21 --inference-tokens 1T --law kaplan", "--inference-tokens needs a law that predicts a loss"),
         ("plan --flops 1e21 --device h100 --mfu 140%", "--mfu is a fraction of the whole, over 0 and at most 1"),
         ("memory", "pass one of --module, --config and the shape"),
+        (
+            "memory --module json:loads --plot step.doc",
+            "--plot step.doc cannot be drawn: its name must end with one of",
+        ),
+        ("memory --module json:loads --plot none/step.png", "--plot none/step.png: there is no folder none"),
         ("memory --module json", "--module must be written PACKAGE:FUNCTION"),
         ("memory --module nothing_here:example", "--module nothing_here:example cannot be imported"),
         ("memory --layers 2 --width 8 --vocab 8 --ranks 2", "--ranks belongs to --module"),

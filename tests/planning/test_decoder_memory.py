@@ -168,7 +168,10 @@ def test_time_is_a_range_where_no_mfu_was_measured():
             lambda: DecoderConfig(layers=1, width=8, vocabulary=8, experts=2, active_experts=3),
             "`active_experts` (3) must be at most `experts`, got 2",
         ),
-        (lambda: DecoderConfig.from_hugging_face({"n_layer": 2}), "does not contain hidden_size, vocab_size"),
+        (
+            lambda: DecoderConfig.from_hugging_face({"n_layer": 2}),
+            "does not contain hidden_size, num_attention_heads, vocab_size",
+        ),
         (lambda: MemoryLayout(zero_stage=3), "`zero_stage` must be 0, 1 or 2, got 3. Stage 3 is shards"),
         (lambda: MemoryLayout(ParallelLayout(copies=4), 0, 3), "`expert_ranks` must divide the 4 data ranks, got 3"),
         (lambda: training_run(parameters=1), "Pass exactly two of `parameters`, `tokens` and `flops`"),

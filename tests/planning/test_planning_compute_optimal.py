@@ -66,6 +66,11 @@ def test_device_hours_by_hand():
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("h200", "H200 SXM"),
         ("V100", "V100 SXM2"),
+        ("4090", "RTX 4090"),
+        ("h100-sxm", "H100 SXM"),
+        ("rtx_a6000", "RTX A6000"),
+        ("6000 Ada", "RTX 6000 Ada"),
+        ("TITAN-RTX", "TITAN RTX"),
     ],
 )
 def test_the_chip_of_a_name(name, chip):

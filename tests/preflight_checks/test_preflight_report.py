@@ -115,6 +115,14 @@ class Data(pl.LightningDataModule):
         return loader(self.batches)
 
 
+class DataOfARank(Data):
+    """Reads its Trainer, and writes to it."""
+
+    def setup(self, stage: str) -> None:
+        self.trainer.should_stop = True
+        self.batches = regression_batches(3 * self.trainer.world_size)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -123,13 +131,16 @@ class Data(pl.LightningDataModule):
         iter(regression_batches(2)),
         DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), batch_size=2, shuffle=True),
         Data(),
+        DataOfARank(),
         None,
     ],
-    ids=["a batch", "a tuple", "an iterator", "a loader", "a data module", "the module's own"],
+    ids=["a batch", "a tuple", "an iterator", "a loader", "a data module", "one of a rank", "the module's own"],
 )
 def test_data_in_any_form(data: Any) -> None:
-    module = WithData()
-    assert preflight(quiet_trainer(), module, data) == NOTHING
+    module, trainer = WithData(), quiet_trainer()
+    assert preflight(trainer, module, data) == NOTHING
+    assert not trainer.should_stop
+    assert getattr(data, "trainer", None) is None
     assert not hasattr(module, "asked")
     assert not hasattr(data, "batches")
 

@@ -400,7 +400,7 @@ PROJECTS: dict[str, Project] = {
         options={"ckpt_path": Path("other_groups.ckpt")},
     ),
     "a checkpoint of an fp16 run": Project(
-        *("checkpoint", "warning", "holds a loss scale", "the run before"),
+        *("checkpoint", "warning", "holds a loss scale", "the plugin of the earlier run"),
         trainer=lambda: {"max_epochs": 2},
         options={"ckpt_path": Path("fp16.ckpt")},
     ),

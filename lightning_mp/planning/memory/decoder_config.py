@@ -1,30 +1,21 @@
 """The shape of a decoder from its configuration: parameters, and what one token saves for backward."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_mp.planning.memory.hugging_face_config import decoder_fields, read_config
+from lightning_mp.planning.memory.latent_attention import LatentAttention
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 
 __all__ = ["DecoderConfig"]
 
-# What configurations of Hugging Face call each field; the first that is there counts.
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "width": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_width": ("head_dim",),
-    "ffn_width": ("intermediate_size", "n_inner", "ffn_dim"),
-    "vocabulary": ("vocab_size",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "active_experts": ("num_experts_per_tok",),
-}
 _HEAD_WIDTH = 128
-_WITHOUT_GATES = ("gpt2", "opt", "gpt_neox", "gptj", "bloom", "phi", "falcon")
-_WITH_BIASES = ("gpt2", "opt")
+_MAY_BE_0 = (
+    *("heads", "kv_heads", "head_width", "ffn_width", "experts", "active_experts", "shared_ffn_width"),
+    *("dense_layers", "dense_ffn_width", "positions"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +29,15 @@ class DecoderConfig:
         heads: of queries; one per 128 of width when 0.
         kv_heads: of keys and values; as many as queries when 0.
         head_width: of one head; width over heads when 0.
-        ffn_width: between the two or three matrices of an MLP; 4 widths when 0, or 8/3 with gates.
+        ffn_width: between the two or three matrices of an MLP, of one expert in a mixture; 4 widths when 0, or 8/3
+            with gates.
         gated: the MLP has three matrices.
         experts: MLPs of a mixture; 0 is one dense MLP.
         active_experts: that one token meets.
+        shared_ffn_width: of the MLP that every token meets beside its experts.
+        dense_layers: blocks that have a dense MLP in place of a mixture.
+        dense_ffn_width: of the MLP in these.
+        latent_attention: sizes of multi-head latent attention; None is attention with a key and a value per head.
         tied_head: the output layer is the token table.
         biases: of linear layers and norms.
         positions: learned ones.
@@ -66,6 +62,10 @@ class DecoderConfig:
     gated: bool = True
     experts: int = 0
     active_experts: int = 0
+    shared_ffn_width: int = 0
+    dense_layers: int = 0
+    dense_ffn_width: int = 0
+    latent_attention: LatentAttention | None = None
     tied_head: bool = False
     biases: bool = False
     positions: int = 0
@@ -74,27 +74,45 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "vocabulary"):
             _check_count(name, getattr(self, name), 1)
-        for name in ("heads", "kv_heads", "head_width", "ffn_width", "experts", "active_experts", "positions"):
+        for name in _MAY_BE_0:
             _check_count(name, getattr(self, name), 0)
         heads = self.heads or max(1, self.width // _HEAD_WIDTH)
+        if self.heads and self.width % heads and not (self.head_width or self.latent_attention):
+            raise ValueError(
+                f"`width` ({self.width}) must be a multiple of `heads`, got {heads}, or tell `head_width`."
+            )
         set_ = object.__setattr__
         set_(self, "heads", heads)
         set_(self, "kv_heads", self.kv_heads or heads)
-        set_(self, "head_width", self.head_width or self.width // heads)
+        latent = self.latent_attention
+        set_(self, "head_width", latent.query_width if latent else self.head_width or self.width // heads)
         set_(self, "ffn_width", self.ffn_width or (8 * self.width // 3 if self.gated else 4 * self.width))
         set_(self, "active_experts", self.active_experts or min(2, self.experts))
         if heads % self.kv_heads:
             raise ValueError(f"`heads` ({heads}) must be a multiple of `kv_heads`, got {self.kv_heads}.")
         if self.active_experts > self.experts:
             raise ValueError(f"`active_experts` ({self.active_experts}) must be at most `experts`, got {self.experts}.")
+        if self.dense_layers and not (self.experts and self.dense_ffn_width):
+            raise ValueError(
+                f"`dense_layers` ({self.dense_layers}) are those of a mixture without one: they need `experts` and"
+                f" `dense_ffn_width`, got {self.experts} and {self.dense_ffn_width}."
+            )
+        if self.dense_layers > self.layers:
+            raise ValueError(f"`dense_layers` must be at most `layers` ({self.layers}), got {self.dense_layers}.")
 
     @classmethod
     def from_hugging_face(cls, config: str | Path | Mapping[str, Any]) -> "DecoderConfig":
         """Reads a ``config.json``, or what it holds.
 
+        Mixtures (Mixtral, Qwen, DeepSeek, Llama 4), shared experts and latent attention are read; biases and norms of
+        single heads, less than 0.1% of the parameters, are left out where GPT-2 does not have them.
+
         Raises:
-            ValueError: it is no configuration of a decoder.
+            ValueError: it is no configuration of a decoder of attention and MLPs.
             OSError: the file cannot be read.
+
+        Warns:
+            UserWarning: the kind of model is not known, so that some is taken to be as in Llama.
 
         Example:
             >>> gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
@@ -102,34 +120,7 @@ class DecoderConfig:
             >>> DecoderConfig.from_hugging_face(gpt2).parameters
             124439808
         """
-        if not isinstance(config, Mapping):
-            try:
-                content = json.loads(Path(config).read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                raise ValueError(
-                    f"{config} is not a JSON file. Pass the config.json of a Hugging Face model."
-                ) from None
-            return cls.from_hugging_face(content if isinstance(content, dict) else {})
-        told: Mapping[str, Any] = config.get("text_config", config)
-        found = {
-            field: next((int(told[name]) for name in names if told.get(name)), 0) for field, names in _NAMES.items()
-        }
-        missing = [_NAMES[name][0] for name in ("layers", "width", "vocabulary") if not found[name]]
-        if missing:
-            raise ValueError(
-                f"The configuration does not contain {', '.join(missing)}. Pass the config.json of a decoder, or"
-                " layers, width and vocabulary."
-            )
-        kind = str(told.get("model_type", ""))
-        learned = kind in _WITH_BIASES
-        return cls(
-            **found,
-            gated=kind not in _WITHOUT_GATES,
-            tied_head=bool(told.get("tie_word_embeddings", kind == "gpt2")),
-            biases=learned,
-            positions=int(told.get("n_positions") or told.get("max_position_embeddings") or 0) if learned else 0,
-            dropout=bool(told.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
-        )
+        return cls(**decoder_fields(config if isinstance(config, Mapping) else read_config(config)))
 
     @classmethod
     def of_parameters(
@@ -170,41 +161,58 @@ class DecoderConfig:
             layers=layers,
             width=width,
             vocabulary=vocabulary,
-            heads=heads,
             ffn_width=round(of_mlp / (3 * width)),
             tied_head=tied_head,
         )
 
     @property
     def attention_weights(self) -> int:
-        """Of one block: queries, keys, values and output."""
+        """In matrix products of one block: queries, keys, values and output."""
+        if self.latent_attention is not None:
+            return self.latent_attention.weights(self.width, self.heads)
         return self.width * self.head_width * 2 * (self.heads + self.kv_heads)
 
     @property
     def expert_weights(self) -> int:
-        """Of one MLP."""
-        return (3 if self.gated else 2) * self.width * self.ffn_width
+        """Of one MLP; of a mixture, of one expert."""
+        return self._mlp_weights(self.ffn_width)
+
+    @property
+    def routed_weights(self) -> int:
+        """Of all experts of all blocks; 0 without a mixture."""
+        return (self.layers - self.dense_layers) * self.experts * self.expert_weights if self.experts else 0
+
+    def _mlp_weights(self, ffn_width: int) -> int:
+        return (3 if self.gated else 2) * self.width * ffn_width
 
     @property
     def _block_vectors(self) -> int:
         norms = 2 * self.width * (2 if self.biases else 1)
+        if self.latent_attention is not None:
+            norms += self.latent_attention.norm_weights
         if not self.biases:
             return norms
         return norms + self.head_width * (self.heads + 2 * self.kv_heads) + self.width + self.ffn_width + self.width
 
     @property
     def size(self) -> DecoderSize:
-        """Weights by what a parallel layout does with them."""
-        mlps = self.expert_weights * max(1, self.experts) + self.width * self.experts
+        """Weights by what a parallel layout does with them; blocks that differ count as blocks of their mean."""
+        mixtures = self.layers - self.dense_layers
+        beside_experts = self._mlp_weights(self.shared_ffn_width) + self.width * self.experts  # and the router
+        mlps = self.layers * self.expert_weights
+        if self.experts:
+            dense = self.dense_layers * self._mlp_weights(self.dense_ffn_width)
+            mlps = self.routed_weights + mixtures * beside_experts + dense
+        in_products, rest = divmod(self.layers * self.attention_weights + mlps, self.layers)
         return DecoderSize(
             layers=self.layers,
             width=self.width,
             vocabulary=self.vocabulary,
-            block_matmul_weights=self.attention_weights + mlps,
+            block_matmul_weights=in_products,
             block_norm_weights=self._block_vectors,
             table_weights=self.vocabulary * self.width,
             head_weights=0 if self.tied_head else self.vocabulary * self.width,
-            other_weights=self.width * (2 if self.biases else 1) + self.positions * self.width,
+            other_weights=self.width * (2 if self.biases else 1) + self.positions * self.width + rest,
         )
 
     @property
@@ -216,17 +224,17 @@ class DecoderConfig:
     def active_parameters(self) -> int:
         """Those that one token meets: N of 6 N D."""
         unused = max(0, self.experts - self.active_experts)
-        return self.parameters - self.layers * unused * self.expert_weights
+        return self.parameters - (self.layers - self.dense_layers) * unused * self.expert_weights
 
     def saved_bytes_per_token(
         self, element_bytes: int, residual_bytes: int, *, tensor: int = 1, sequence_parallel: bool = False
     ) -> float:
         """What one block saves for backward of one token, with attention that does not keep its scores.
 
-        Both norms keep their input and what they give to the products; attention its queries, keys, values and
-        output; the MLP what goes in and out of its activation. Dropout keeps masks of one byte. With 2 bytes
-        everywhere, 4 widths in the MLP, as many key heads as query heads, and dropout, this is the 34 bytes per width
-        of Korthikanti et al. 2022.
+        Of blocks that differ it is their mean. Both norms keep their input and what they give to the products;
+        attention its queries, keys, values and output; the MLP what goes in and out of its activation. Dropout keeps
+        masks of one byte. With 2 bytes everywhere, 4 widths in the MLP, as many key heads as query heads, and dropout,
+        this is the 34 bytes per width of Korthikanti et al. 2022.
 
         Args:
             element_bytes: of what products take and give.
@@ -238,9 +246,18 @@ class DecoderConfig:
             Korthikanti et al. 2022, arXiv:2205.05198, equations 2 to 4 without 5 a s / h.
         """
         whole = 2 * (residual_bytes + element_bytes) * self.width + (2 * self.width if self.dropout else 0)
-        attention = element_bytes * 2 * self.head_width * (self.heads + self.kv_heads)
-        mlp = element_bytes * self.ffn_width * (4 if self.gated else 2) * max(1, self.active_experts)
-        return whole / (tensor if sequence_parallel else 1) + (attention + mlp) / tensor
+        if self.latent_attention is not None:
+            of_heads, of_all = self.latent_attention.saved_elements_per_token(self.heads)
+            whole += element_bytes * of_all
+        else:
+            of_heads = 2 * self.head_width * (self.heads + self.kv_heads)
+        mlp_widths: float = self.ffn_width
+        if self.experts:
+            dense = self.dense_layers / self.layers
+            mixture = self.active_experts * self.ffn_width + self.shared_ffn_width
+            mlp_widths = (1 - dense) * mixture + dense * self.dense_ffn_width
+        of_heads_and_mlp = of_heads + (4 if self.gated else 2) * mlp_widths
+        return whole / (tensor if sequence_parallel else 1) + element_bytes * of_heads_and_mlp / tensor
 
 
 def _check_count(name: str, value: object, least: int) -> None:

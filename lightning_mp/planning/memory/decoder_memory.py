@@ -197,7 +197,7 @@ def largest_micro_batch(
 def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> tuple[float, float]:
     """Of the fullest stage, the first or the last, before sharding: all but experts, and experts."""
     size, ranks = config.size, layout.layout
-    experts = config.expert_weights * config.experts
+    experts = config.routed_weights / config.layers
     layers = config.layers / ranks.stages
     dense = (size.block_matmul_weights - experts) / ranks.tensor + size.block_norm_weights
     ends = size.table_weights + size.head_weights if ranks.stages == 1 else max(size.table_weights, size.head_weights)
@@ -216,7 +216,7 @@ def _of_weights_in_use(
         casts = row.activation_bytes * in_products if row.autocast and not row.fp8 else 0.0
         buckets = row.weight_bytes * weights if ranks.copies > 1 and layout.zero_stage == 0 else 0.0
         return {"weight casts": max(0.0, casts), "communication buffers": buckets}
-    experts = config.expert_weights * config.experts
+    experts = config.routed_weights / config.layers
     block = (size.block_matmul_weights - experts + experts / layout.expert_ranks) / ranks.tensor
     head = row.activation_bytes * size.head_weights / ranks.tensor
     outside = head + row.weight_bytes * (size.table_weights / ranks.tensor + size.other_weights)

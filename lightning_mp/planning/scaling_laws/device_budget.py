@@ -1,5 +1,6 @@
 """What a machine can do in a given time: device hours, a chip and an MFU make a compute budget."""
 
+import re
 from dataclasses import dataclass
 from typing import SupportsFloat
 
@@ -7,6 +8,7 @@ from lightning_mp.core.quantities import parse_fraction, parse_quantity
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips
 
 _SECONDS_PER_HOUR = 3600
+_SEPARATORS = re.compile(r"[\s_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class DeviceBudget:
 
 
 def device_budget(
-    device_hours: str | SupportsFloat, *, device: str, mfu: float | str, dtype: str = "bf16"
+    device_hours: str | SupportsFloat, *, device: str, mfu: float | str, dtype: str | None = None
 ) -> DeviceBudget:
     """Turns device hours into FLOPs.
 
@@ -40,7 +42,8 @@ def device_budget(
         device: A name of :func:`~lightning_mp.flops.hardware.known_chips`, or the first word of one: "h100" is
             "H100 SXM", the first of its family in the table. The result says which chip was taken.
         mfu: Model FLOPs utilisation, over 0 and at most 1, or as "40%". Measure it; well-tuned runs reach 0.3 to 0.55.
-        dtype: Format of the matmul inputs: "fp32", "tf32", "bf16", "fp16" or "fp8".
+        dtype: Format of the matmul inputs: "fp32", "tf32", "bf16", "fp16" or "fp8"; None is "bf16", or "fp16" on chips
+            without bf16 units.
 
     Raises:
         ValueError: The chip is unknown or has no figure for the format, or a number is out of range.
@@ -51,8 +54,7 @@ def device_budget(
         ('H100 SXM', '1.42e+21')
     """
     chip = chip_of(device)
-    if dtype not in chip.peak_flops:
-        raise ValueError(f"No {dtype} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
+    dtype = dtype_on(chip, dtype)
     return DeviceBudget(
         device_hours=parse_quantity(device_hours, "device_hours"),
         device=chip.name,
@@ -62,18 +64,46 @@ def device_budget(
     )
 
 
+def dtype_on(chip: Chip, dtype: str | None) -> str:
+    """The format as given, or "bf16" when None, "fp16" on chips without bf16 units.
+
+    Raises:
+        ValueError: the chip has no figure for it.
+
+    Example:
+        >>> dtype_on(chip_of("h100"), None), dtype_on(chip_of("t4"), None)
+        ('bf16', 'fp16')
+    """
+    if dtype is None:
+        dtype = "bf16" if "bf16" in chip.peak_flops else "fp16"
+    if dtype not in chip.peak_flops:
+        raise ValueError(f"No {dtype} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
+    return dtype
+
+
 def chip_of(device: str) -> Chip:
-    """A chip by its name, with or without spaces, or the first of a family: "h100" is "H100 SXM".
+    """A chip by its name, with or without spaces and "RTX", or the first of a family: "h100" is "H100 SXM".
 
     Raises:
         ValueError: it is not known.
+
+    Example:
+        >>> chip_of("h100-sxm").name, chip_of("4090").name, chip_of("v100").name
+        ('H100 SXM', 'RTX 4090', 'V100 SXM2')
     """
-    wanted = "".join(device.lower().split())
-    found = (row for row in known_chips() if wanted in ("".join(row.name.lower().split()), row.name.lower().split()[0]))
-    chip = find_chip(device) or next(found, None)
+    wanted = _SEPARATORS.sub("", device.lower())
+    chip = find_chip(device) or next((row for row in known_chips() if wanted in _spellings(row.name)), None)
     if chip is None:
         raise ValueError(
             f"No peak FLOP/s are known for the device {device!r}. "
             f"Known chips: {', '.join(row.name for row in known_chips())}. For another, give the FLOPs themselves."
         )
     return chip
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """Of a chip's short name: all of it, its family, its number; "rtx" alone is no family."""
+    first, *rest = name.lower().split()
+    family = (first,) if any(character.isdigit() for character in first) else ()
+    number = ("".join(rest),) if first == "rtx" else ()
+    return (_SEPARATORS.sub("", name.lower()), *family, *number)

@@ -75,7 +75,8 @@ def compute_optimal(
         device_hours: Hours times devices; needs ``device`` and ``mfu``.
         device: Chip, such as "h100" or "A100".
         mfu: Model FLOPs utilisation, a fraction.
-        dtype: Format of the matmul inputs, "bf16" when None; only with ``device_hours``.
+        dtype: Format of the matmul inputs, "bf16" when None, "fp16" on chips without bf16 units; only with
+            ``device_hours``.
         unique_tokens: All the tokens there are, when they are fewer than the run would use: they are then repeated.
             Needs a law with a loss, and ``flops`` or ``device_hours``.
         repetition: What repeated tokens are worth; None takes
@@ -172,8 +173,11 @@ def _devices(
         return None
     if device is None or mfu is None:
         missing = "device" if device is None else "mfu"
-        raise ValueError(f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both.")
-    return device_budget(hours, device=device, mfu=mfu, dtype=dtype or "bf16")
+        raise ValueError(
+            f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both; where no MFU was measured,"
+            " 0.3 and 0.5 give the usual range."
+        )
+    return device_budget(hours, device=device, mfu=mfu, dtype=dtype)
 
 
 def _unlimited(law: ScalingLaw, target: str, value: float) -> ComputeOptimal:
