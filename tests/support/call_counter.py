@@ -1,5 +1,6 @@
 """Counts Python calls per micro-batch, in a Trainer and in a loop written by hand."""
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,9 +62,13 @@ class CountCalls(Callback):
 
 @contextmanager
 def _counted(micro_batches: int) -> Iterator[CountCalls]:
+    # finalizers of what earlier tests left behind would be counted, too
+    gc.collect()
+    gc.disable()
     try:
         yield CountCalls(micro_batches)
     finally:
+        gc.enable()
         sys.setprofile(None)
 
 
