@@ -158,6 +158,10 @@ def test_parameters_alone_tell_of_states_but_not_of_activations():
     assert (row.value, row.sure) == ("weights and states fit", "measure it")
     assert "(16 bytes each)" in row.reason
     assert "FSDP2Strategy" in recommend("A100", model="7B", gpus=8).choice("strategy").value
+    full = recommend("t4", model="1B").choice("memory")
+    assert (full.value, full.sure) == ("little room beside weights and states", "measure it")
+    assert "ddp" in recommend("t4", model="500M", gpus=2).choice("strategy").value
+    assert "one GPU may not have that much to spare" in recommend("t4", model="900M", gpus=2).choice("strategy").reason
     alone = recommend("A100", model="70B")
     assert alone.fits is False
     assert "14 GPUs would hold them" in alone.choice("memory").reason

@@ -217,23 +217,29 @@ def _by_states(question: Question, parameters: float, memory_bytes: float) -> La
     else:
         per_parameter = row.bytes_per_parameter(_ADAM_STATE_BYTES)
     states = per_parameter * parameters
-    whole = reserved_range(states)[0] <= memory_bytes
-    shared = reserved_range(states / question.gpus)[0] <= memory_bytes
+    whole = reserved_range(states)[1] <= memory_bytes
+    least, most = reserved_range(states if whole else states / question.gpus)
+    fitting, roomy = least <= memory_bytes, most <= memory_bytes
     kept = f"{format_quantity(parameters)} parameters keep {format_bytes(states)} ({per_parameter} bytes each)"
     choices: list[Choice] = []
     strategy: str | Component | None = None
     if question.gpus > 1:
         strategy = "ddp" if whole else Component("FSDP2Strategy", (("shard", "auto"),))
         value = "ddp" if isinstance(strategy, str) else strategy.python()
-        reason = f"{kept}: {'as much as one GPU holds' if whole else 'more than one GPU has, so they are sharded'}."
-        choices.append(Choice("strategy", value, reason, _DDP if whole else _FSDP, "likely" if whole else "certain"))
-    fitting = whole or shared
+        too_much = "more than one GPU has" if states > memory_bytes else "one GPU may not have that much to spare"
+        reason = f"{kept}: {'as much as one GPU holds' if whole else f'{too_much}, so they are sharded'}."
+        sure: Sure = "certain" if states > memory_bytes else "likely"
+        choices.append(Choice("strategy", value, reason, _DDP if whole else _FSDP, sure))
     reason = f"{kept}; one {question.device} has {format_bytes(memory_bytes)}."
-    if fitting:
+    if roomy:
+        verdict = "weights and states fit"
         reason += " Activations come on top: estimate_memory(module, batch) measures them."
+    elif fitting:
+        verdict = "little room beside weights and states"
+        reason += " Activations and what the allocator adds come on top. Use more GPUs, or a smaller model."
     else:
+        verdict = "does not fit"
         reason += f" {ceil(states / memory_bytes)} GPUs would hold them, without activations."
-    verdict = "weights and states fit" if fitting else "does not fit"
-    sure: Sure = "measure it" if fitting else "certain"
+    sure = "measure it" if fitting else "certain"
     choices.insert(0, Choice("memory", verdict, reason, "calculated: bytes per parameter", sure))
     return LayoutAdvice(choices=tuple(choices), strategy=strategy, fits=None if fitting else False)
