@@ -3,9 +3,9 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["check_picture"]
+from lightning_mp.core.pictures import check_picture_ending
 
-_ENDINGS = (".png", ".pdf", ".svg")
+__all__ = ["check_picture"]
 
 
 def check_picture(path: Path, option: str) -> None:
@@ -14,8 +14,7 @@ def check_picture(path: Path, option: str) -> None:
     Raises:
         ValueError: the ending is not one that can be drawn, there is no such folder, or matplotlib is missing.
     """
-    if path.suffix.lower() not in _ENDINGS:
-        raise ValueError(f"{option} {path} cannot be drawn: its name must end with one of {', '.join(_ENDINGS)}")
+    check_picture_ending(path, option)
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it first")
     if find_spec("matplotlib") is None:

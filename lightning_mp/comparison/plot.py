@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_mp.core.pictures import BLUE, GREEN, GREY, ORANGE, check_picture_ending
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -11,10 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_comparison"]
 
-_SUFFIXES = (".png", ".pdf", ".svg")
-# Okabe and Ito's palette, told apart with every kind of colour blindness: https://jfly.uni-koeln.de/color/
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
-_COLOURS = {"not worse": _GREEN, "worse": _ORANGE, "cannot tell yet": _BLUE}
+_COLOURS = {"not worse": GREEN, "worse": ORANGE, "cannot tell yet": BLUE}
 _SMOOTHED_SHARE = 0.02
 
 
@@ -29,8 +28,7 @@ def draw_comparison(comparison: "PrecisionComparison", path: Path) -> None:
         ValueError: the name of the file has another ending.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"{path} cannot be drawn: its name must end with one of {', '.join(_SUFFIXES)}.")
+    check_picture_ending(path)
     from matplotlib.figure import Figure
 
     has_runs = bool(comparison.quality)
@@ -59,12 +57,12 @@ def _draw_time(panel: "Axes", comparison: "PrecisionComparison") -> None:
     for row, name in enumerate(names):
         cost = comparison.costs[name]
         low, high = cost.time_ratio_range
-        panel.barh(row, cost.time_ratio, color=_BLUE, alpha=0.8)
+        panel.barh(row, cost.time_ratio, color=BLUE, alpha=0.8)
         panel.plot((low, high), (row, row), color="black", linewidth=1.2)
         equal = comparison.time_to_equal_loss(name)
         if equal is not None and row:
-            panel.plot(equal, row, "D", color=_ORANGE, label="to equal loss" if row == 1 else "_")
-    panel.axvline(1, color=_GREY, linestyle="--", linewidth=1)
+            panel.plot(equal, row, "D", color=ORANGE, label="to equal loss" if row == 1 else "_")
+    panel.axvline(1, color=GREY, linestyle="--", linewidth=1)
     panel.set(title="Time per batch, over the baseline's", xlabel="ratio; the line spans the rounds")
     _named_rows(panel, names)
     if panel.get_legend_handles_labels()[0]:
@@ -73,7 +71,7 @@ def _draw_time(panel: "Axes", comparison: "PrecisionComparison") -> None:
 
 def _draw_memory(panel: "Axes", comparison: "PrecisionComparison") -> None:
     names = list(comparison.costs)
-    panel.barh(range(len(names)), [comparison.costs[name].peak_bytes / 2**20 for name in names], color=_BLUE, alpha=0.8)
+    panel.barh(range(len(names)), [comparison.costs[name].peak_bytes / 2**20 for name in names], color=BLUE, alpha=0.8)
     panel.set(title="Peak memory", xlabel="MiB")
     _named_rows(panel, names)
 
@@ -85,12 +83,12 @@ def _draw_differences(panel: "Axes", comparison: "PrecisionComparison") -> None:
         assert difference is not None
         colour = _COLOURS[difference.verdict]
         finite = [each for each in difference.differences if math.isfinite(each)]
-        panel.plot(finite, [row] * len(finite), "|", color=_GREY, markersize=9)
+        panel.plot(finite, [row] * len(finite), "|", color=GREY, markersize=9)
         if all(map(math.isfinite, difference.interval)):
             panel.plot(difference.interval, (row, row), color=colour, linewidth=3, solid_capstyle="butt")
             panel.plot(difference.mean, row, "o", color=colour)
-    panel.axvline(0, color=_GREY, linewidth=1)
-    panel.axvline(comparison.margin, color=_ORANGE, linestyle="--", linewidth=1, label="margin")
+    panel.axvline(0, color=GREY, linewidth=1)
+    panel.axvline(comparison.margin, color=ORANGE, linestyle="--", linewidth=1, label="margin")
     panel.set(title=f"Loss, difference to {comparison.baseline}", xlabel="ticks: seeds; line: interval of the mean")
     _named_rows(panel, [f"{name}\n{comparison.verdict(name)}" for name in names])
     panel.set_ylim(len(names) - 0.5, -0.5)

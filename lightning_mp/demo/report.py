@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.core.messages import listed
+from lightning_mp.core.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE
 from lightning_mp.demo.settings import SCALED_PRECISIONS
 
 if TYPE_CHECKING:
@@ -87,9 +88,6 @@ def _describe_skip(skip: Mapping[str, Any]) -> str:
     return f"{text}, not finite: {listed(skip['parameters'], 2) or 'unknown'}"
 
 
-# Okabe and Ito's palette, told apart with every kind of colour blindness: https://jfly.uni-koeln.de/color/
-_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#555555"
-
 _STYLE: dict[Any, Any] = {"axes.titlelocation": "left", "axes.titleweight": "bold", "axes.grid": True}
 _STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#DDDDDD", "legend.frameon": False}
 
@@ -136,11 +134,11 @@ def build_figure(history: Mapping[str, Any]) -> "Figure":
         skips = [at for at, skipped in zip(steps["tokens"], steps["skipped"], strict=True) if skipped]
         for panel in (loss, scale, rate):
             for number, at in enumerate(skips):
-                panel.axvline(at, color=_PURPLE, linewidth=1.6, zorder=1.5, label="_" * number + "skipped step")
+                panel.axvline(at, color=PURPLE, linewidth=1.6, zorder=1.5, label="_" * number + "skipped step")
             # a run that was cut short fills the picture, and its title says how far it came
             panel.set_xlim(0, max(1, tokens) * 1.02)
             if tokens == budget:
-                panel.axvline(budget, color=_GREEN, linestyle="--", linewidth=1.6, label="budget")
+                panel.axvline(budget, color=GREEN, linestyle="--", linewidth=1.6, label="budget")
         loss.legend(loc="upper right", bbox_to_anchor=(0.97, 1.0))
         rate.set_xlabel("tokens trained on")
         rate.xaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -150,9 +148,9 @@ def build_figure(history: Mapping[str, Any]) -> "Figure":
 
 def _draw_loss(panel: "Axes", history: Mapping[str, Any]) -> None:
     tokens, losses, validation = history["steps"]["tokens"], history["steps"]["train_loss"], history["validation"]
-    panel.plot(tokens, losses, color=_BLUE, alpha=0.25, linewidth=0.8)
-    panel.plot(tokens, smooth(losses, max(1.0, len(losses) / 120)), color=_BLUE, linewidth=2, label="train (smoothed)")
-    panel.plot(validation["tokens"], validation["loss"], "o-", color=_ORANGE, markersize=5, label="validation")
+    panel.plot(tokens, losses, color=BLUE, alpha=0.25, linewidth=0.8)
+    panel.plot(tokens, smooth(losses, max(1.0, len(losses) / 120)), color=BLUE, linewidth=2, label="train (smoothed)")
+    panel.plot(validation["tokens"], validation["loss"], "o-", color=ORANGE, markersize=5, label="validation")
     panel.set(title="Loss", ylabel="nats per byte")
     to_bits: Any = lambda nats: nats / math.log(2)  # noqa: E731
     to_nats: Any = lambda bits: bits * math.log(2)  # noqa: E731
@@ -170,27 +168,27 @@ def _draw_scale(panel: "Axes", history: Mapping[str, Any]) -> None:
         scales = steps["loss_scale"]
         panel.set(title=f"Loss scale: {count}", ylabel="loss scale", ylim=(min(scales) / 2.5, max(scales) * 2.5))
         panel.set_yscale("log", base=2)
-        panel.step(steps["tokens"], scales, where="pre", color=_BLUE)
+        panel.step(steps["tokens"], scales, where="pre", color=BLUE)
         return
     panel.set(title=f"{precision} has no loss scale; gradient norm: {count}", ylabel="gradient norm")
     if not any(steps["grad_norm"]):
-        panel.text(0.5, 0.5, f"not measured in {precision}", transform=panel.transAxes, ha="center", color=_GREY)
+        panel.text(0.5, 0.5, f"not measured in {precision}", transform=panel.transAxes, ha="center", color=GREY)
         return
     panel.set_yscale("log")
-    panel.plot(steps["tokens"], [norm or math.nan for norm in steps["grad_norm"]], color=_BLUE, linewidth=0.9)
+    panel.plot(steps["tokens"], [norm or math.nan for norm in steps["grad_norm"]], color=BLUE, linewidth=0.9)
 
 
 def _draw_learning_rate(panel: "Axes", history: Mapping[str, Any]) -> None:
     tokens, micro_batch_tokens = history["steps"]["tokens"], history["plan"]["micro_batch_tokens"]
-    panel.plot(tokens, history["steps"]["learning_rate"], color=_BLUE, linewidth=2)
+    panel.plot(tokens, history["steps"]["learning_rate"], color=BLUE, linewidth=2)
     panel.set(title="Learning rate", ylabel="learning rate")
     panel.set_ylim(bottom=0)
     step_tokens = [after - before for before, after in zip([0, *tokens], tokens, strict=False)]
     for at, before, after in zip(tokens, step_tokens, step_tokens[1:], strict=False):
         if after > before:
-            panel.axvline(at, color=_GREY, linestyle=":", linewidth=1.2)
+            panel.axvline(at, color=GREY, linestyle=":", linewidth=1.2)
             text = f" {after // micro_batch_tokens} micro-batches per step"
-            panel.annotate(text, (at, 0.06), xycoords=("data", "axes fraction"), color=_GREY, fontsize=9.5)
+            panel.annotate(text, (at, 0.06), xycoords=("data", "axes fraction"), color=GREY, fontsize=9.5)
 
 
 def _title(history: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.core.number_formats import FormatLike, NumberFormat
+from lightning_mp.core.pictures import BLUE, GREY, ORANGE, YELLOW
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, narrow_format
 from lightning_mp.diagnostics.underflow.observation import UnderflowObservation
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to_tensorboard", "plot_exponents", "plot_exponents_by_layer", "plot_observation"]
 
-# Okabe and Ito's palette, told apart with every kind of colour blindness: https://jfly.uni-koeln.de/color/
-_LOST, _SUBNORMAL, _NORMAL, _ZEROS = "#D55E00", "#E69F00", "#0072B2", "#555555"
+_LOST, _SUBNORMAL, _NORMAL, _ZEROS = ORANGE, YELLOW, BLUE, GREY
 _STYLE: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 _ZERO_GAP = 3
 _MAX_LAYERS = 60

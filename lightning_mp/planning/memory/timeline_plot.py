@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_mp.core.pictures import check_picture_ending
 from lightning_mp.planning.memory.live_storages import PARTS
 
 if TYPE_CHECKING:
     from lightning_mp.planning.memory.estimate import MemoryEstimate
 
 __all__ = ["draw_timeline"]
-
-_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def draw_timeline(estimate: "MemoryEstimate", path: Path) -> None:
@@ -24,8 +23,7 @@ def draw_timeline(estimate: "MemoryEstimate", path: Path) -> None:
         ValueError: the name of the file has another ending.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"{path} cannot be drawn: its name must end with one of {', '.join(_SUFFIXES)}.")
+    check_picture_ending(path)
     from matplotlib.figure import Figure
 
     samples = estimate.samples

@@ -1,0 +1,26 @@
+"""What all pictures share: the files that they can be written to, and their colours."""
+
+from pathlib import Path
+
+__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "PICTURE_ENDINGS", "PURPLE", "YELLOW", "check_picture_ending"]
+
+PICTURE_ENDINGS = (".png", ".pdf", ".svg")
+
+# Okabe and Ito's palette, told apart with every kind of colour blindness: https://jfly.uni-koeln.de/color/
+BLUE, ORANGE, GREEN, PURPLE, YELLOW = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
+GREY = "#555555"
+
+
+def check_picture_ending(path: Path, option: str = "") -> None:
+    """Refuses what matplotlib would only refuse once the picture is drawn.
+
+    Args:
+        path: the picture.
+        option: of the command line, that gave it.
+
+    Raises:
+        ValueError: the name has another ending.
+    """
+    if path.suffix.lower() not in PICTURE_ENDINGS:
+        allowed = ", ".join(PICTURE_ENDINGS)
+        raise ValueError(f"{option} {path} cannot be drawn: its name must end with one of {allowed}.".lstrip())
