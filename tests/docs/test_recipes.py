@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import logging
 import re
 import runpy
 import sys
@@ -43,6 +44,9 @@ def numbers(lines):
 def start(name, arguments, capsys, monkeypatch):
     """What `python recipes/NAME.py` prints, from a process that has imported torch already."""
     monkeypatch.setattr(sys, "argv", [str(FILES[name]), *arguments])
+    # Hydra gives the root logger handlers that write to this test's output and folder.
+    monkeypatch.setattr(logging.root, "handlers", logging.root.handlers.copy())
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
     capsys.readouterr()
     runpy.run_path(str(FILES[name]), run_name="__main__")
     return capsys.readouterr().out.splitlines()
