@@ -44,12 +44,23 @@ def numbers(lines):
 def start(name, arguments, capsys, monkeypatch):
     """What `python recipes/NAME.py` prints, from a process that has imported torch already."""
     monkeypatch.setattr(sys, "argv", [str(FILES[name]), *arguments])
-    # Hydra gives the root logger handlers that write to this test's output and folder.
-    monkeypatch.setattr(logging.root, "handlers", logging.root.handlers.copy())
-    monkeypatch.setattr(logging.root, "level", logging.root.level)
     capsys.readouterr()
-    runpy.run_path(str(FILES[name]), run_name="__main__")
+    with root_logger_kept():
+        runpy.run_path(str(FILES[name]), run_name="__main__")
     return capsys.readouterr().out.splitlines()
+
+
+@contextlib.contextmanager
+def root_logger_kept():
+    """Hydra gives it handlers that write to this test's output and folder, where later tests would write too."""
+    handlers, level = logging.root.handlers.copy(), logging.root.level
+    try:
+        yield
+    finally:
+        for handler in set(logging.root.handlers) - set(handlers):
+            handler.close()
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
 
 
 CLAIMS = {
