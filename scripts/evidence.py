@@ -102,7 +102,7 @@ class VisionTransformer(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW whose rate falls along a cosine."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.05)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=5e-3, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
