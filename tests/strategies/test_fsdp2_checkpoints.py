@@ -1,5 +1,6 @@
 """FSDP2Strategy: checkpoints in one file or in shards, and runs that go on with another number of ranks."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ pytestmark = [
 ]
 
 TENSOR = {"tensor_parallel_size": 2}
+KINDS = ("shards", "one file")
 
 
 @pytest.fixture(scope="module")
@@ -38,58 +40,66 @@ def straight() -> dict[str, Any]:
     return train(steps=6)
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["shards", "one-file"])
+def in_legs(legs: list[Any], folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """For each leg, ranks and arguments of the strategy, what its ranks have: once in shards, once in one file.
+
+    Both in the same processes; each leg goes on from the one before, and together they make six steps.
+    """
+
+    def leg(rank: int, number: int) -> list[Any]:
+        ranks, arguments = legs[number]
+        return [
+            train(
+                rank,
+                ranks,
+                fsdp2(save_distributed_checkpoint=kind == "shards", **arguments),
+                steps=6 * (number + 1) // len(legs),
+                ckpt_path=folder / f"{kind} {number - 1}.ckpt" if number else None,
+                save_to=folder / f"{kind} {number}.ckpt",
+            )
+            for kind in KINDS
+        ]
+
+    for number, (ranks, _) in enumerate(legs):
+        by_rank = run_ranks(partial(leg, number=number), ranks)
+        for kind, found in zip(KINDS, map(list, zip(*by_rank, strict=True)), strict=True):
+            assert (folder / f"{kind} {number}.ckpt").is_dir() is (kind == "shards")
+            assert_same_on_ranks(found)
+            yield kind, found
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
 @pytest.mark.full
-def test_a_run_goes_on_with_another_number_of_ranks(sharded: bool, straight: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks(straight: dict[str, Any], tmp_path: Path) -> None:
     """2 -> 4 -> 1 ranks, optimizer with two groups, fp16 scale: as if it had not stopped."""
-    before: Any = None
-    losses: list[list[float]] = []
-    for leg, ranks in enumerate((2, 4, 1)):
-        to = tmp_path / f"{leg}.ckpt"
-
-        def leg_of(rank: int, ranks: int = ranks, leg: int = leg, to: Path = to, before: Any = before) -> Any:
-            strategy = fsdp2(save_distributed_checkpoint=sharded)
-            return train(rank, ranks, strategy, steps=2 * (leg + 1), ckpt_path=before, save_to=to)
-
-        found = run_ranks(leg_of, ranks)
-        assert_same_on_ranks(found)
-        assert to.is_dir() is sharded
-        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-        losses += [list(values) for values in zip(*(rank["losses"] for rank in found), strict=True)]
-        before = to
-    assert [sum(values) / len(values) for values in losses] == pytest.approx(straight["losses"], rel=1e-4)
-    assert_same(found[0], straight)
+    losses: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    last = {}
+    for kind, found in in_legs([(2, {}), (4, {}), (1, {})], tmp_path):
+        of_ranks = zip(*(rank["losses"] for rank in found), strict=True)
+        losses[kind] += [sum(values) / len(values) for values in of_ranks]
+        last[kind] = found[0]
+    for kind in KINDS:
+        assert losses[kind] == pytest.approx(straight["losses"], rel=1e-4), kind
+        assert_same(last[kind], straight)
 
 
-@pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shards", "one-file"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     "legs",
     [
-        pytest.param([(4, {"replicate_size": 2}), (2, TENSOR)], marks=pytest.mark.full),
-        pytest.param([(2, {}), (4, {"replicate_size": 2})], marks=pytest.mark.full),
-        pytest.param([(2, TENSOR), (4, TENSOR), (1, {})], marks=pytest.mark.full),
-        pytest.param([(4, TENSOR), (2, {})], marks=pytest.mark.full),
+        [(4, {"replicate_size": 2}), (2, TENSOR)],
+        [(2, {}), (4, {"replicate_size": 2})],
+        [(2, TENSOR), (4, TENSOR), (1, {})],
+        [(4, TENSOR), (2, {})],
     ],
     ids=["hybrid to tensor", "shards to hybrid", "tensor to 2-D to one", "2-D to shards"],
 )
 def test_a_run_goes_on_with_another_kind_of_parallelism(
-    legs: list[Any], sharded: bool, straight: dict[str, Any], tmp_path: Path
+    legs: list[Any], straight: dict[str, Any], tmp_path: Path
 ) -> None:
-    def leg(rank: int, number: int) -> Any:
-        ranks, arguments = legs[number]
-        return train(
-            rank,
-            ranks,
-            fsdp2(save_distributed_checkpoint=sharded, **arguments),
-            steps=6 * (number + 1) // len(legs),
-            ckpt_path=tmp_path / f"{number - 1}.ckpt" if number else None,
-            save_to=tmp_path / f"{number}.ckpt",
-        )
-
-    for number, (ranks, _) in enumerate(legs):
-        found = run_ranks(partial(leg, number=number), ranks)
-        assert_same_on_ranks(found)
-    assert_same(found[0], straight)
+    last = {kind: found[0] for kind, found in in_legs(legs, tmp_path)}
+    for kind in KINDS:
+        assert_same(last[kind], straight)
 
 
 def test_one_file_goes_to_one_device_and_back(straight: dict[str, Any], tmp_path: Path) -> None:
@@ -158,19 +168,11 @@ def test_an_optimizer_without_state_goes_on(sharded: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("sharded", "storage"),
-    [
-        (True, "remainder"),
-        pytest.param(False, "fp32", marks=pytest.mark.full),
-        pytest.param(True, "fp32", marks=pytest.mark.full),
-        pytest.param(False, "remainder", marks=pytest.mark.full),
-    ],
-)
-def test_masters_go_on(sharded: bool, storage: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("storage", ["remainder", "fp32"])
+def test_masters_go_on(storage: Any, tmp_path: Path) -> None:
     """bf16 weights and their fp32 masters: the same weights as without a stop, to the last bit."""
 
-    def run(rank: int, legs: tuple[int, ...]) -> Any:
+    def run(legs: tuple[int, ...], sharded: bool) -> Any:
         path = None
         for steps in legs:
             module = Regression()
@@ -182,21 +184,21 @@ def test_masters_go_on(sharded: bool, storage: Any, tmp_path: Path) -> None:
                 max_epochs=-1,
             )
             trainer.fit(module, ResumableLoader(regression_batches(6)), ckpt_path=path)
-            path = tmp_path / f"{steps}.ckpt"
+            path = tmp_path / f"{legs} {sharded} {steps}.ckpt"
             trainer.save_checkpoint(path)
         return full_weights(module)
 
-    straight = run_ranks(lambda rank: run(rank, (6,)), 2)[0]
-    for weights in run_ranks(lambda rank: run(rank, (3, 6)), 2):
-        for name, value in straight.items():
-            assert torch.equal(weights[name], value), name
+    def runs(rank: int) -> Any:
+        return run((6,), True), {sharded: run((3, 6), sharded) for sharded in (True, False)}
+
+    for straight, resumed in run_ranks(runs, 2):
+        for sharded, weights in resumed.items():
+            for name, value in straight.items():
+                assert torch.equal(weights[name], value), (sharded, name)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shards", "one-file"])
-def test_what_a_broken_write_leaves_is_the_checkpoint_from_before(sharded: bool, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-
+def test_what_a_broken_write_leaves_is_the_checkpoint_from_before(tmp_path: Path) -> None:
     class Breaks(FSDP2Strategy):
         waits: int | None = None
 
@@ -211,16 +213,20 @@ def test_what_a_broken_write_leaves_is_the_checkpoint_from_before(sharded: bool,
                     raise RuntimeError("planted: the ranks died after their files were written")
             super().barrier(name)
 
-    def run(rank: int) -> Any:
+    def run(rank: int, sharded: bool, path: Path) -> Any:
         train(rank, 2, fsdp2(save_distributed_checkpoint=sharded), steps=2, save_to=path)
         broken = Breaks(process_group_backend="gloo", save_distributed_checkpoint=sharded)
         with pytest.raises(RuntimeError, match="planted"):
             train(rank, 2, broken, steps=4, save_to=path)
         return train(rank, 2, fsdp2(save_distributed_checkpoint=sharded), steps=6, ckpt_path=path, save_to=path)
 
-    found = run_ranks(run, 2)
-    assert len(found[0]["losses"]) == 4  # from step 2 on
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+    paths = {sharded: tmp_path / str(sharded) / "last.ckpt" for sharded in (True, False)}
+    for path in paths.values():
+        path.parent.mkdir()
+    found = run_ranks(lambda rank: [run(rank, *kind) for kind in paths.items()], 2)
+    for path, resumed in zip(paths.values(), found[0], strict=True):
+        assert len(resumed["losses"]) == 4  # from step 2 on
+        assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
 
 
 @pytest.mark.full
@@ -272,10 +278,6 @@ def test_the_latest_checkpoint_is_found_again(callbacks: Any, tmp_path: Path) ->
 
 # -- optimizers whose state is not there as a whole --------------------------------------------------------------------
 
-SHARDED = pytest.mark.parametrize(
-    "sharded", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shards", "one-file"]
-)
-
 
 class SavesFirst(Callback):
     def __init__(self, path: Path) -> None:
@@ -286,40 +288,48 @@ class SavesFirst(Callback):
 
 
 @pytest.mark.full
-@SHARDED
-def test_a_checkpoint_from_before_the_first_step_changes_nothing_and_goes_on(sharded: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_the_first_step_changes_nothing_and_goes_on(tmp_path: Path) -> None:
     """torch makes up a step to see an optimizer's state, and Adam would count it."""
 
     def run(rank: int) -> Any:
-        straight, saved, gone_on = (
-            train(rank, 2, fsdp2(save_distributed_checkpoint=sharded), steps=3, **arguments)["weights"]
-            for arguments in ({}, {"callbacks": [SavesFirst(tmp_path / "a")]}, {"ckpt_path": tmp_path / "a"})
-        )
-        return [(torch.equal(saved[name], w), torch.equal(gone_on[name], w)) for name, w in straight.items()]
+        straight = train(rank, 2, fsdp2(), steps=3)["weights"]
+        same = []
+        for sharded in (True, False):
+            path = tmp_path / str(sharded)
+            for arguments in ({"callbacks": [SavesFirst(path)]}, {"ckpt_path": path}):
+                strategy = fsdp2(save_distributed_checkpoint=sharded)
+                weights = train(rank, 2, strategy, steps=3, **arguments)["weights"]
+                same.append([torch.equal(weights[name], w) for name, w in straight.items()])
+        return same
 
-    assert all(same == (True, True) for rank in run_ranks(run, 2) for same in rank)
+    for ranks in run_ranks(run, 2):
+        assert len(ranks) == 4
+        assert all(all(weights) for weights in ranks)
 
 
 @pytest.mark.full
-@SHARDED
-def test_a_run_goes_on_whose_steps_were_all_skipped(sharded: bool, tmp_path: Path) -> None:
+def test_a_run_goes_on_whose_steps_were_all_skipped(tmp_path: Path) -> None:
     """Its checkpoint contains no state of Adam, which is not fused: fused ones gather it in skipped steps, too."""
 
     def run(rank: int) -> Any:
-        def leg(steps: int, path: Path | None, overflows: tuple[int, ...]) -> Any:
+        def leg(sharded: bool, steps: int, path: Path | None, overflows: tuple[int, ...]) -> Any:
             module = Regression(adamw, overflows=overflows)
             strategy = fsdp2("net.0", save_distributed_checkpoint=sharded)
             trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[fp16()], max_steps=steps, max_epochs=-1)
             trainer.fit(module, ResumableLoader(regression_batches(6)), ckpt_path=path)
-            trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+            trainer.save_checkpoint(tmp_path / f"{sharded} {steps}.ckpt")
             return full_weights(module), len(trainer.optimizers[0].state)
 
-        straight, parameters = leg(6, None, (0, 1))
-        _, with_state = leg(2, None, (0, 1))
-        resumed, _ = leg(6, tmp_path / "2.ckpt", ())
-        return with_state, parameters, all(torch.equal(resumed[name], w) for name, w in straight.items())
+        straight, parameters = leg(True, 6, None, (0, 1))
+        found = []
+        for sharded in (True, False):
+            _, with_state = leg(sharded, 2, None, (0, 1))
+            resumed, _ = leg(sharded, 6, tmp_path / f"{sharded} 2.ckpt", ())
+            same = all(torch.equal(resumed[name], w) for name, w in straight.items())
+            found.append((with_state, parameters, same))
+        return found
 
-    assert run_ranks(run, 2) == [(0, 4, True)] * 2
+    assert run_ranks(run, 2) == [[(0, 4, True)] * 2] * 2
 
 
 @pytest.mark.full
@@ -365,27 +375,26 @@ class GrowsSharded(Grows):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
 
+GROWING: dict[str, tuple[Any, type[Grows]]] = {
+    "FSDP2Strategy": (lambda: fsdp2("net.0"), Grows),
+    "ModelParallelStrategy": (models_own_strategy, GrowsSharded),
+    "FSDP2Strategy, one file": (lambda: fsdp2("net.0", save_distributed_checkpoint=False), Grows),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("make", "module_class"),
-    [
-        (lambda: fsdp2("net.0"), Grows),
-        (models_own_strategy, GrowsSharded),
-        pytest.param(
-            lambda: fsdp2("net.0", save_distributed_checkpoint=False), Grows, marks=pytest.mark.full, id="one file"
-        ),
-    ],
-    ids=["FSDP2Strategy", "ModelParallelStrategy", "FSDP2Strategy, one file"],
-)
-def test_a_parameter_without_state_goes_on_without(make: Any, module_class: Any, tmp_path: Path) -> None:
+def test_a_parameter_without_state_goes_on_without(tmp_path: Path) -> None:
     """The same bits as without a stop; its first step is its first, at step 4 (Kingma and Ba 2015, algorithm 1)."""
 
-    def run(rank: int) -> Any:
+    def run(name: str) -> Any:
+        make, module_class = GROWING[name]
+
         def legs(*steps: int) -> Any:
             path = None
+            folder = tmp_path / f"{name}, {len(steps)} legs"
             for step in steps:
                 module = module_class()
-                keep = ModelCheckpoint(tmp_path / f"{len(steps)} legs", "{step}", every_n_train_steps=1, save_top_k=-1)
+                keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
                 trainer = quiet_trainer(
                     devices=2,
                     strategy=make(),
@@ -395,16 +404,17 @@ def test_a_parameter_without_state_goes_on_without(make: Any, module_class: Any,
                     max_epochs=-1,
                 )
                 trainer.fit(module, ResumableLoader(regression_batches(6)), ckpt_path=path)
-                path = keep.best_model_path or latest_checkpoint(tmp_path / f"{len(steps)} legs")
+                path = keep.best_model_path or latest_checkpoint(folder)
             (steps_of_late,) = {int(trainer.optimizers[0].state[p]["step"]) for p in module.late.parameters()}
             return full_weights(module), steps_of_late
 
         straight, resumed = legs(6), legs(2, 6)
         return [torch.equal(resumed[0][name], w) for name, w in straight[0].items()], straight[1], resumed[1]
 
-    for same, *counted in run_ranks(run, 2):
-        assert all(same)
-        assert counted == [3, 3]
+    for ranks in run_ranks(lambda rank: {name: run(name) for name in GROWING}, 2):
+        for name, (same, *counted) in ranks.items():
+            assert all(same), name
+            assert counted == [3, 3], name
 
 
 def test_writing_in_the_background_is_refused() -> None:
