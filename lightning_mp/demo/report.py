@@ -101,13 +101,10 @@ def smooth(values: Sequence[float], half_life: float) -> list[float]:
         >>> smooth([1.0, 1.0, 3.0], half_life=1.0)
         [1.0, 1.0, 2.142857142857143]
     """
-    keep = 0.5 ** (1.0 / half_life)
-    average = weight = 0.0
-    smoothed = []
+    keep, average, weight, smoothed = 0.5 ** (1.0 / half_life), 0.0, 0.0, []
     for value in values:
         if math.isfinite(value):
-            average = keep * average + (1 - keep) * value
-            weight = keep * weight + (1 - keep)
+            average, weight = keep * average + (1 - keep) * value, keep * weight + (1 - keep)
         smoothed.append(average / weight if weight else math.nan)
     return smoothed
 
@@ -123,6 +120,8 @@ def build_figure(history: Mapping[str, Any]) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
+    tokens, budget, steps = history["tokens"], history["budget_tokens"], history["steps"]
+    skips = [at for at, skipped in zip(steps["tokens"], steps["skipped"], strict=True) if skipped]
     with mpl.rc_context(_STYLE):
         # Not pyplot: it would choose a window system and keep the figure alive.
         figure = Figure(figsize=(9.5, 10.5), layout="constrained")
@@ -130,8 +129,6 @@ def build_figure(history: Mapping[str, Any]) -> "Figure":
         _draw_loss(loss, history)
         _draw_scale(scale, history)
         _draw_learning_rate(rate, history)
-        tokens, budget, steps = history["tokens"], history["budget_tokens"], history["steps"]
-        skips = [at for at, skipped in zip(steps["tokens"], steps["skipped"], strict=True) if skipped]
         for panel in (loss, scale, rate):
             for number, at in enumerate(skips):
                 panel.axvline(at, color=PURPLE, linewidth=1.6, zorder=1.5, label="_" * number + "skipped step")

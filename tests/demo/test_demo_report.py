@@ -5,9 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
-from lightning_mp.demo.prepare import latest_run, new_run
+from lightning_mp.demo.prepare import prepare
 from lightning_mp.demo.report import build_figure, draw_report, format_table, smooth, summarise
 from lightning_mp.demo.run import _printable
 
@@ -208,12 +207,9 @@ def test_a_sample_cannot_command_the_terminal():
     assert _printable(b"def f():\n\treturn \x1b[2J\xc3\xa9\xff\x00") == "def f():\n\treturn \u00b7[2J\u00e9\ufffd\u00b7"
 
 
-def test_the_newest_run_with_a_checkpoint_is_the_latest():
-    for version in (0, 2, 10, 11):
-        folder = Path("out") / f"version_{version}" / "checkpoints"
-        folder.mkdir(parents=True)
-        if version != 11:
-            torch.save({}, folder / "step-1.ckpt")
-    assert latest_run(Path("out")) == Path("out/version_10/checkpoints/step-1.ckpt")
-    assert latest_run(Path("out/version_2")) == Path("out/version_2/checkpoints/step-1.ckpt")
-    assert new_run(Path("out")) == Path("out/version_12")
+def test_a_new_run_gets_the_next_free_folder():
+    for version in (2, 10):
+        Path("out", f"version_{version}").mkdir(parents=True)
+    Path("text.txt").write_bytes(bytes(4000))
+    settings = {"params": 9264, "tokens_per_parameter": 0.3, "batch_size": 1, "text": "text.txt"}
+    assert prepare(settings, Path("out")).folder == Path("out/version_11")

@@ -1,0 +1,33 @@
+"""The device that a run is made on."""
+
+import torch
+
+__all__ = ["available_device_type", "device_name"]
+
+
+def available_device_type(accelerator: str) -> str:
+    """The type of the device, "cpu", "cuda" or "mps".
+
+    Args:
+        accelerator: one of these, "gpu" for "cuda", or "auto" for a CUDA device where there is one, else the CPU.
+
+    Raises:
+        ValueError: this machine has no such device.
+
+    Example:
+        >>> available_device_type("cpu")
+        'cpu'
+    """
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if accelerator == "auto":
+        return "cuda" if available["cuda"] else "cpu"
+    device_type = {"gpu": "cuda"}.get(accelerator, accelerator)
+    if not available.get(device_type):
+        usable = ", ".join(repr(name) for name, there in available.items() if there)
+        raise ValueError(f"`accelerator` {accelerator!r} is not available here. Use 'auto' or one of {usable}.")
+    return device_type
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a CUDA device, the type of any other."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
