@@ -28,7 +28,7 @@ from lightning_mp.demo.history import InjectOverflow, RunHistory, say
 from lightning_mp.demo.model import generate
 from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.prepare import Job
-from lightning_mp.demo.report import draw_report, format_table, summarise
+from lightning_mp.demo.report import format_table, plot_of, summarise
 from lightning_mp.demo.settings import WARMUP_SHARE, Settings, peak_learning_rate
 
 __all__ = ["assemble", "fit", "run_job"]
@@ -182,7 +182,7 @@ def _show(job: Job, history: dict[str, Any]) -> None:
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     say(f"\nA sample:\n{indent(sample, '    ')}\n")
     if _is_installed("matplotlib", "No picture is drawn"):
-        draw_report(history, folder / "report.png")
+        plot_of(history).write(folder / "report.png")
     say(format_table(summary, folder))
     comparison_file = folder / "comparison.txt"
     if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():

@@ -220,7 +220,7 @@ def finished_run(tmp_path, first_run, monkeypatch):
 
 def _short_report(monkeypatch):
     monkeypatch.setattr("lightning_mp.demo.run._SAMPLE_TOKENS", 3)
-    monkeypatch.setattr("lightning_mp.demo.run.draw_report", lambda history, path: None)
+    monkeypatch.setattr("lightning_mp.demo.report.RunPlot.write", lambda plot, path: None)
 
 
 def test_resuming_a_finished_run_says_so_and_shows_its_summary(capsys, finished_run):

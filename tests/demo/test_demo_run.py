@@ -43,7 +43,7 @@ def _short_windows(monkeypatch):
     """Accumulation starts where such short runs get to; samples are short and pictures empty."""
     monkeypatch.setattr(lightning_mp.demo.settings, "ACCUMULATION", {0: 1, 6: 3})
     monkeypatch.setattr("lightning_mp.demo.run._SAMPLE_TOKENS", 3)
-    monkeypatch.setattr("lightning_mp.demo.run.draw_report", lambda history, path: None)
+    monkeypatch.setattr("lightning_mp.demo.report.RunPlot.write", lambda plot, path: None)
 
 
 @pytest.fixture(scope="module")
