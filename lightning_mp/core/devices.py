@@ -1,8 +1,10 @@
-"""The device that a run is made on."""
+"""The device that a run is made on: whether it is there, its name, and the memory in use."""
+
+import sys
 
 import torch
 
-__all__ = ["available_device_type", "device_name"]
+__all__ = ["available_device_type", "device_name", "peak_memory_bytes"]
 
 
 def available_device_type(accelerator: str) -> str:
@@ -31,3 +33,13 @@ def available_device_type(accelerator: str) -> str:
 def device_name(device: torch.device) -> str:
     """The model of a CUDA device, the type of any other."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory in use so far: allocated by torch on a CUDA device, else resident in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # getrusage(2): KiB on Linux, bytes on macOS

@@ -4,17 +4,16 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
 
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_mp.cli.dataclass_options import add_options
 from lightning_mp.cli.parser import OneLineParser
 from lightning_mp.cli.text import print_json, speak_of_options
 from lightning_mp.demo import prepare, run
-from lightning_mp.demo.settings import Settings, flag
+from lightning_mp.demo.settings import Settings
 
 __all__ = ["add_demo_command"]
 
@@ -41,23 +40,11 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = {
-        "model": parser.add_argument_group("what to train (a resumed run keeps its own)"),
+        "": parser.add_argument_group("what to train (a resumed run keeps its own)"),
         "layout": parser.add_argument_group("devices (a resumed run may have others)"),
     }
-    for setting in fields(Settings):
-        help, default = setting.metadata["help"], setting.default
-        if default not in (None, False):
-            help += f"; default {default}"
-        # an option that was not given has no entry in the namespace: a resumed run keeps its own
-        options: dict[str, Any] = {"help": help, "default": argparse.SUPPRESS}
-        types = get_args(setting.type) or (setting.type,)  # of a Literal its values
-        if default is False:
-            options["action"] = "store_true"
-        elif isinstance(types[0], type):
-            options |= {"type": types[0], "metavar": "N" if types[0] in (int, float) else None}
-        else:
-            options["choices"] = types
-        groups[setting.metadata["group"]].add_argument(flag(setting.name), **options)
+    # an option that was not given has no entry in the namespace: a resumed run keeps its own
+    add_options(Settings, groups)
     others = parser.add_argument_group("other options")
     others.add_argument(
         "--accelerator", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default auto: cuda, or cpu"

@@ -1,8 +1,6 @@
 """What happens in a run, recorded step by step, and an overflow made on purpose."""
 
 import json
-import resource
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import ChinchillaBudget, MFUMonitor, StopAtBoundary
-from lightning_mp.core.devices import device_name
+from lightning_mp.core.devices import device_name, peak_memory_bytes
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.demo.settings import Settings
 from lightning_mp.diagnostics import StepOutcome
@@ -27,14 +25,13 @@ __all__ = ["HISTORY_KEY", "InjectOverflow", "RunHistory", "say"]
 #: Where the history is in a checkpoint.
 HISTORY_KEY = "lightning_mp_demo"
 
-_READ_EVERY_STEPS = 50
-
 
 class RunHistory(Callback):
     """Records one row per optimizer step, skipped ones included, and one per validation; logs the learning rate.
 
-    The loss of a step is the mean over the tokens of its window and all ranks. Losses stay on the device and are added
-    up over ranks and read many at a time. What is logged every few steps only is logged once more after the last step.
+    The loss of a step is the mean over the tokens of its window and all ranks. Losses stay on the device until the next
+    validation or checkpoint, and are added up over ranks and read together. What is logged every few steps only is
+    logged once more after the last step.
     At the end everything is written to the JSON file ``path``; ``facts`` about the run go into every checkpoint, too.
     """
 
@@ -63,8 +60,6 @@ class RunHistory(Callback):
         self._steps["tokens"].append(min(plan["budget_tokens"], (batch_idx + 1) * plan["micro_batch_tokens"]))
         self._steps["learning_rate"].append(learning_rate)
         pl_module.log("train/learning_rate", learning_rate)
-        if len(self._unread) == _READ_EVERY_STEPS:
-            self._read_losses()
 
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
@@ -135,7 +130,7 @@ class RunHistory(Callback):
             "mfu": rates.total.mfu,
             "train_seconds": rates.throughput.totals.seconds,
             "fit_seconds": callbacks[Timer].time_elapsed("train"),
-            "peak_memory_bytes": _peak_memory_bytes(device),
+            "peak_memory_bytes": peak_memory_bytes(device),
         }
 
     def _settle(self, trainer: "pl.Trainer") -> None:
@@ -167,14 +162,6 @@ class InjectOverflow(Callback):
         parameter = dict(pl_module.named_parameters()).get(self._parameter_name)
         if parameter is not None and parameter.grad is not None and local_shard(parameter.grad).numel():
             local_shard(parameter.grad).view(-1)[0] = torch.inf
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in use so far: allocated by torch on a CUDA device, else resident in main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # getrusage(2): KiB on Linux, bytes on macOS
 
 
 @rank_zero_only

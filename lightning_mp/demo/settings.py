@@ -1,20 +1,21 @@
 """The settings of a demo run, which are also its command-line options, and the numbers that follow from them."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from lightning_mp.accumulation.schedule import Thresholds
 from lightning_mp.accumulation.step_estimate import estimate_steps
+from lightning_mp.cli.dataclass_options import check_combinations, flag, setting
 from lightning_mp.demo.data import BLOCK_TOKENS
 from lightning_mp.demo.model import GPTConfig, config_for_parameters
 from lightning_mp.planning import tokens_for
 from lightning_mp.precision.fp8.conversion import Float8Recipe
 from lightning_mp.precision.masters.store import Storage
 
-__all__ = ["Settings", "flag", "peak_learning_rate"]
+__all__ = ["Settings", "peak_learning_rate"]
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8"]
 SCALED_PRECISIONS = ("16-mixed", "16-true")  # with a loss scale, so that steps may be skipped
@@ -25,16 +26,6 @@ ACCUMULATION: Mapping[int, int] = {0: 1, 200: 2}
 
 CLIP_NORM = 1.0  # Brown et al. 2020 (arXiv:2005.14165), appendix B
 WARMUP_SHARE = 0.05  # of the learning-rate schedule
-
-
-def _setting(default: Any, help: str, *, group: str = "model", **only_with: Sequence[Any]) -> Any:
-    """A field; ``only_with`` has the values of other settings without which it would be skipped."""
-    return field(default=default, metadata={"help": help, "group": group, "only_with": only_with})
-
-
-def flag(setting: str) -> str:
-    """The command-line option of a setting."""
-    return "--" + setting.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -56,20 +47,20 @@ class Settings:
         ValueError: If a value is not allowed; the message names the command-line option.
     """
 
-    precision: Precision = _setting(
+    precision: Precision = setting(
         "bf16-mixed", "bf16-true and 16-true keep fp32 masters; on a CPU fp16 is slow and fp8 emulated"
     )
-    storage: Storage = _setting("fp32", "master weights of bf16-true", precision=["bf16-true"])
-    recipe: Float8Recipe = _setting("rowwise", "scaling of fp8", precision=["fp8"])
-    params: int = _setting(100_000, "size of the model")
-    tokens_per_parameter: float = _setting(20.0, "token budget; 20 is Chinchilla's")
-    batch_size: int = _setting(8, "sequences per micro-batch and data-parallel rank")
-    text: str | None = _setting(None, "train on this file instead of the standard library")
-    seed: int = _setting(0, "of the weights and the order of the text")
-    inject_overflow: int | None = _setting(
+    storage: Storage = setting("fp32", "master weights of bf16-true", precision=["bf16-true"])
+    recipe: Float8Recipe = setting("rowwise", "scaling of fp8", precision=["fp8"])
+    params: int = setting(100_000, "size of the model")
+    tokens_per_parameter: float = setting(20.0, "token budget; 20 is Chinchilla's")
+    batch_size: int = setting(8, "sequences per micro-batch and data-parallel rank")
+    text: str | None = setting(None, "train on this file instead of the standard library", metavar="FILE")
+    seed: int = setting(0, "of the weights and the order of the text")
+    inject_overflow: int | None = setting(
         None, "make a gradient infinite at this optimizer step, from 0", precision=SCALED_PRECISIONS
     )
-    compare: bool = _setting(
+    compare: bool = setting(
         False,
         "train once more with Lightning's own plugin for the same precision, and print both results; both runs "
         "accumulate a constant number of micro-batches",
@@ -77,28 +68,20 @@ class Settings:
         devices=[1],
         strategy=["auto"],
     )
-    devices: int = _setting(1, "number of GPUs or CPU processes", group="layout")
-    strategy: str = _setting(
+    devices: int = setting(1, "number of GPUs or CPU processes", group="layout")
+    strategy: str = setting(
         "auto",
         "auto (ddp on several devices), ddp, fsdp (GPUs only), model_parallel (Lightning's FSDP2), mp_fsdp2, "
         "mp_pipeline, mp_ddp_bf16_reduce, mp_ddp_fp16_reduce, or any other that Lightning knows",
         group="layout",
     )
-    tensor_parallel: int = _setting(
-        1, "devices per layer, with mp_fsdp2", group="layout", strategy=["auto", "mp_fsdp2"]
-    )
-    stages: int | None = _setting(
+    tensor_parallel: int = setting(1, "devices per layer, with mp_fsdp2", group="layout", strategy=["auto", "mp_fsdp2"])
+    stages: int | None = setting(
         None, "stages of mp_pipeline; else one per device", group="layout", strategy=["mp_pipeline"]
     )
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            for other, values in setting.metadata["only_with"].items():
-                if getattr(self, setting.name) != setting.default and getattr(self, other) not in values:
-                    raise ValueError(
-                        f"{flag(setting.name)} works only with {flag(other)} {' or '.join(map(str, values))}, and that "
-                        f"is {getattr(self, other)}: change one of the two."
-                    )
+        check_combinations(self)
         for name in ("params", "tokens_per_parameter", "batch_size", "devices", "tensor_parallel", "stages"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -178,7 +161,7 @@ class Settings:
             or start a new one without --resume.
         """
         kept = cls(**saved)
-        layout = {setting.name for setting in fields(cls) if setting.metadata["group"] == "layout"}
+        layout = {each.name for each in fields(cls) if each.metadata["group"] == "layout"}
         for name, value in given.items():
             if name not in layout and getattr(kept, name) != value:
                 raise ValueError(
