@@ -110,7 +110,6 @@ def run_trial(
     options = {**copy.deepcopy(dict(experiment.trainer_options))}
     own_callbacks = options.pop("callbacks", None) or []
     own_callbacks = [own_callbacks] if isinstance(own_callbacks, Callback) else list(own_callbacks)
-    set_seed(seed)  # a seed of its own for what comes after the weights
     with TemporaryDirectory() as folder, quiet_lightning(logging.ERROR), interrupts_kept():
         warnings.filterwarnings("ignore", category=PossibleUserWarning)  # advice on long runs
         trainer = pl.Trainer(
@@ -124,6 +123,7 @@ def run_trial(
             default_root_dir=folder,
         )
         source = (data or experiment.data).make()
+        set_seed(seed)  # before `setup` and `configure_model`, after the plugin's constructor: any may draw numbers
         with _failures_explained(precision, seed):
             trainer.fit(module, **source.fit_arguments())
         recorder.check(trainer)

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 __all__ = [
@@ -169,7 +169,9 @@ def set_up_environment_on(strategy: ModelParallelStrategy, make_mesh: Callable[[
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """How long operations on a group may take. Groups of a mesh begin with torch's default, not with that of all."""
-    _set_pg_timeout(timeout, group)
+    # public since torch 2.15, where the private name warns
+    set_timeout = getattr(torch.distributed, "set_timeout", None) or c10d._set_pg_timeout
+    set_timeout(timeout, group)
 
 
 def number_reduced_by_ddp(model: torch.nn.parallel.DistributedDataParallel) -> int:

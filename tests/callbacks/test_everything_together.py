@@ -26,6 +26,7 @@ from lightning_mp import (
     OverflowMonitor,
     OverflowPostMortem,
     PrecisionAudit,
+    RankWatchdog,
     StopAtBoundary,
     UnderflowMonitor,
 )
@@ -105,6 +106,7 @@ def test_with_every_monitor_on_a_healthy_step_costs_what_it_costs_without(
         callbacks=[
             counter,
             *monitors(),
+            RankWatchdog(),
             StopAtBoundary(),
             AccumulationScheduler({0: 2}),
             ChinchillaBudget(tokens=10**6),

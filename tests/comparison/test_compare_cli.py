@@ -1,6 +1,10 @@
 """``lightning-mp compare``: one line and exit code 2 for wrong input; with good input a table, JSON and a picture."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +92,42 @@ def test_the_demo_is_compared_by_default(text, capsys):
     assert Path("picture.png").read_bytes().startswith(b"\x89PNG")
     assert len(Path("runs.jsonl").read_text().splitlines()) == 5
     assert output.err == ""
+
+
+@pytest.mark.full
+def test_a_killed_comparison_goes_on_with_the_same_command(text, tmp_path, capsys):
+    """SIGKILL leaves no time to write anything; the runs that had ended are not made again."""
+    command = ["compare", "--precision", "32-true", "bf16-mixed", *TINY, "--text", text, "--steps", "3", "--seeds", "2"]
+
+    def finished(path):
+        return path.read_text().splitlines() if path.is_file() else []
+
+    killed = tmp_path / "killed.jsonl"
+    with (tmp_path / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_mp", *command, "--file", str(killed)], stdout=output, stderr=output
+        )
+        try:
+            while len(finished(killed)) < 3 and process.poll() is None:
+                time.sleep(0.02)
+        finally:
+            process.kill()
+            process.wait()
+    kept = finished(killed)
+    assert process.returncode == -signal.SIGKILL, (tmp_path / "output.txt").read_text()
+    assert 3 <= len(kept) < 5  # the costs are the first line, and two runs of each precision follow
+    threads = torch.get_num_threads()
+    for path in (killed, tmp_path / "never_killed.jsonl"):
+        assert main([*command, "--file", str(path)]) == 0
+    torch.set_num_threads(threads)
+    lines = finished(killed)
+    assert lines[: len(kept)] == kept
+    assert [key(line) for line in lines] == [key(line) for line in finished(path)]
+
+
+def key(line):
+    """Of a line in the file, what does not depend on the clock."""
+    return {name: value for name, value in json.loads(line).items() if name in ("precision", "seed", "train_losses")}
 
 
 def test_ones_own_module_is_compared(capsys):

@@ -51,6 +51,33 @@ def test_the_same_arithmetic_differs_by_exactly_nothing(found):
     assert found.verdict("thirsty") == "not worse"
 
 
+class MadeLate(TinyClassifier):
+    """Its weights are drawn after the plugin is made, and something else has drawn numbers before each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = None
+        MadeLate.made = getattr(MadeLate, "made", 0) + 1
+
+    def configure_model(self) -> None:
+        if self.head is None:
+            self.head = nn.Linear(4 * 36, 2)
+
+
+def made_late():
+    module = MadeLate()
+    torch.rand(MadeLate.made)
+    return module
+
+
+def test_weights_made_by_configure_model_are_paired():
+    precisions = {"fp32": "32-true", "thirsty": ThirstyPrecision}
+    found = compare_precisions(
+        made_late, Pictures(), precisions, steps=2, seeds=[0, 1], rounds=1, monitor="val/loss", accelerator="cpu"
+    )
+    assert found.quality["thirsty"].difference.differences == (0.0, 0.0)
+
+
 def test_a_planted_worse_precision_is_found(found):
     assert found.verdict("coarse") == "worse"
     assert found.quality["coarse"].difference.interval[0] > 0.05

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from gloo import run_ranks
+from gloo import FLOAT8, run_ranks
 
 from lightning_mp.__main__ import main
 
@@ -122,7 +122,9 @@ def single(text: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     @cache
     def result(precision: str) -> tuple[int, str, Any]:
         out = tmp_path_factory.mktemp("single")
-        [(code, said)] = run_ranks(partial(_single, precision, text, str(out)), 1, PATIENCE_SECONDS)
+        [(code, said)] = run_ranks(
+            partial(_single, precision, text, str(out)), 1, PATIENCE_SECONDS, imports=_imports(precision)
+        )
         return code, said, None if code else _history(out)
 
     return result
@@ -130,6 +132,10 @@ def single(text: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
 def _options(precision: str) -> tuple[str, ...]:
     return (*SMALL, "--precision", precision.partition(",")[0], *PRECISIONS[precision])
+
+
+def _imports(precision: str) -> tuple[str, ...]:
+    return FLOAT8 if precision.startswith("fp8") else ()
 
 
 def _history(out: str | Path) -> Any:
@@ -144,7 +150,8 @@ def test_every_strategy_ends_where_one_process_does_or_says_why_not(precision, t
         assert (code, NO_TF32 in said) == (2, True)
     else:
         assert code == 0, said
-    rows = run_ranks(partial(_row, precision, text, str(tmp_path)), 2, PATIENCE_SECONDS)
+    row = partial(_row, precision, text, str(tmp_path))
+    rows = run_ranks(row, 2, PATIENCE_SECONDS, imports=_imports(precision))
     for strategy, (code, said) in rows[0].items():
         refusal = _refusal(precision, strategy)
         if refusal is not None:

@@ -9,6 +9,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +34,8 @@ KINDS: dict[str, list[float]] = {
     "nan": [NAN],
 }
 BAD = ("huge", "inf", "nan")
+#: After so many steps gradients of a kind come again: of 16 draws, 12 and 10 elements, and at most 3 values of a kind.
+PERIOD = 240
 MORE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.1},
     "RMSprop": {"momentum": 0.9, "centered": True},
@@ -66,6 +69,25 @@ def new_parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
+@cache
+def noise() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(16)]
+
+
+@cache
+def true_gradients(kind: str, step: int) -> list[Tensor]:
+    """A bad one is bad in one element. Nobody writes to them."""
+    grads = [g.clone() for g in noise()[step % 16]]
+    value = KINDS[kind][step % len(KINDS[kind])]
+    if kind in BAD:
+        bad = grads[step % 2].view(-1)
+        bad[step % bad.numel()] = value
+    else:
+        torch._foreach_mul_(grads, value)
+    return grads
+
+
 @dataclass
 class Sequence:
     """What the gradients of each step are; the same for whoever asks, but for the loss scale."""
@@ -73,22 +95,9 @@ class Sequence:
     kinds: list[str]
     sparse: bool = False
 
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self._noise = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(16)]
-
     def raw(self, step: int, scale: Tensor) -> list[Tensor]:
-        """True gradients times the scale. A bad one is bad in one element."""
-        kind = self.kinds[step]
-        values = KINDS[kind]
-        grads = [g.clone() for g in self._noise[step % 16]]
-        value = values[step % len(values)]
-        if kind in BAD:
-            bad = grads[step % 2].view(-1)
-            bad[step % bad.numel()] = value
-        else:
-            torch._foreach_mul_(grads, value)
-        scaled = [g * scale for g in grads]
+        """True gradients times the scale."""
+        scaled = [g * scale for g in true_gradients(self.kinds[step], step % PERIOD)]
         return [g.to_sparse(1) for g in scaled] if self.sparse else scaled
 
 

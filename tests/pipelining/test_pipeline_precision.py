@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import FLOAT8, run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, losses_of
 from torch import nn
@@ -57,9 +57,11 @@ def test_fp8_layers_are_chosen_in_the_whole_model():
         left = [name for name, part in module.named_modules() if "Float8" in type(part).__name__]
         return module.train_losses, [(layer.name, layer.skipped_because) for layer in plugin.layers], left
 
-    [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
+    [wanted] = run_ranks(lambda _: rank("ddp", 1), 1, imports=FLOAT8)
     assert wanted[2] == []
-    for losses, layers, left in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=1), 2), 2):
+    for losses, layers, left in run_ranks(
+        lambda _: rank(PipelineParallelStrategy(microbatches=1), 2), 2, imports=FLOAT8
+    ):
         assert layers == wanted[1]
         assert losses == pytest.approx(wanted[0], rel=2e-2)
         assert left == []

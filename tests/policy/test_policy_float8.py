@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import FLOAT8, run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -247,7 +247,7 @@ def test_ddp_equals_one_process() -> None:
         strategy = DDPStrategy(process_group_backend="gloo")
         return weights(train(devices=2, strategy=strategy, data=[batches()[rank]]))
 
-    first, second = run_ranks(run, 2)
+    first, second = run_ranks(run, 2, imports=FLOAT8)
     alone = train(accumulate_grad_batches=2)
     for ours, other, theirs in zip(first, second, weights(alone), strict=True):
         assert torch.equal(ours, other)

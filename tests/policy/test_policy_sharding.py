@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_fsdp import CpuFsdp
-from gloo import process_group, run_ranks
+from gloo import FLOAT8, process_group, run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, nothing_is_left
@@ -227,7 +227,7 @@ def test_under_fsdp2_the_plugin_trains_as_in_one_process(name: str) -> None:
             assert nothing_is_left(module)
         return [p.full_tensor() for p in weights(module)], module.seen, module.losses
 
-    (first, seen, losses), (second, *_) = run_ranks(run, 2)
+    (first, seen, losses), (second, *_) = run_ranks(run, 2, imports=FLOAT8 if name == "fp8" else ())
     alone, plugin = Net(), PLUGINS[name]()
     for _ in range(2):
         train(alone, plugin)
@@ -249,7 +249,7 @@ def refusal(module: type[Net], name: str) -> str:
         assert {p.dtype for p in built.parameters()} == {torch.float32}
         return str(caught.value)
 
-    return run_ranks(run, 2)[0]
+    return run_ranks(run, 2, imports=FLOAT8 if name == "fp8" else ())[0]
 
 
 def test_a_unit_that_would_hold_two_dtypes_is_refused() -> None:
@@ -329,7 +329,7 @@ def test_under_fsdp1_buffers_stay_fp32_and_rules_hold(name: str, policy: Any) ->
         with FullyShardedDataParallel.summon_full_params(trainer.model):
             return weights(module), module.seen
 
-    (first, seen), (second, _) = run_ranks(run, 2)
+    (first, seen), (second, _) = run_ranks(run, 2, imports=FLOAT8 if name == "fp8" else ())
     assert seen["table"] == torch.float32
     if policy is None:
         assert {seen["net.0"], seen["net.1"], seen["head"]} == {LOW}

@@ -1,5 +1,6 @@
 """Float8Precision on two processes: DDP and FSDP2, with weights gathered in fp8 or not."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 import torchao.float8  # noqa: F401  # once, before the ranks are forked
 from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
+from gloo import FLOAT8
+from gloo import run_ranks as run_any_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import adamw, loader, quiet_trainer, weights
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from lightning_mp import Float8Precision, OverflowMonitor
 from lightning_mp.precision.fp8.conversion import RECIPES
 
 WIDTH = 32
+run_ranks = partial(run_any_ranks, imports=FLOAT8)
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -136,13 +136,7 @@ def rms(tensor: Tensor) -> float:
 
 @cache
 def results(strategy: str) -> dict[tuple[str, Cell], str]:
-    return {(strategy, cell): check(strategy, cell, runs) for cell, runs in run_cells(strategy, CELLS)}
-
-
-def run_cells(strategy: str, cells: list[Cell]) -> list[tuple[Cell, list[Run | str]]]:
-    for cell in set(cells) & set(TRAINED):
-        single(cell)  # before the processes are forked: what is imported late is imported once
-    return list(distributed(strategy, cells))
+    return {(strategy, cell): check(strategy, cell, runs) for cell, runs in distributed(strategy, CELLS)}
 
 
 def plain(cell: Cell, *, mean_of_means: bool = False) -> Run:

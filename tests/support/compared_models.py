@@ -64,6 +64,10 @@ class CoarseWeights(Precision):
 class ThirstyPrecision(Precision):
     """fp32 that draws random numbers of its own, as formats with other dropout kernels do."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        torch.rand(5)
+
     def convert_input(self, data: Any) -> Any:
         torch.rand(17)
         return super().convert_input(data)

@@ -25,7 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-__all__ = ["COMPILER", "RankError", "process_group", "run_group", "run_ranks"]
+__all__ = ["COMPILER", "FLOAT8", "RankError", "process_group", "run_group", "run_ranks"]
 
 # Ranks compute on the CPU, wherever they run; and the driver of a GPU does not survive a fork.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -52,6 +52,9 @@ COMPILER = (
     "torch._inductor.lowering",
     "torch.export._trace",
 )
+
+#: What torchao imports when a layer is first converted to fp8; it takes longer than a short training.
+FLOAT8 = ("torch._inductor.codegen.triton",)
 
 
 class RankError(AssertionError):

@@ -1,4 +1,8 @@
-"""A training script as a user starts it: ``killed_script.py FOLDER FAULT RANK KIND``, by torchrun or by Lightning."""
+"""A training script as a user starts it, by torchrun or by Lightning: ``killed_script.py FAULT RANK KIND FOLDER ...``.
+
+With several kinds and folders the runs are made one after the other. Without a fault it is a restart, which begins with
+other weights, so that those of the checkpoint are seen to be used.
+"""
 
 import os
 import signal
@@ -38,17 +42,19 @@ class Fault(Callback):
 
 
 def main() -> None:
-    folder, fault, faulty_rank, kind = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    fault, faulty_rank, *kinds_and_folders = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
     assert fault in FAULTS
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    with (folder / "pids.txt").open("a") as file:
+    with open("pids.txt", "a") as file:
         print(os.getpid(), file=file)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    watchdog = RankWatchdog(timeout_seconds=8 if fault == "hang" else 60)
-    on_trial = [Fault(fault, faulty_rank), AtomicCheckpoints(), StopAtBoundary(), watchdog]
-    result = Run(kind, folder / "checkpoints", callbacks=lambda: on_trial).train(rank)
-    torch.save(result, folder / f"result-{rank}.pt")
+    for kind, folder in zip(kinds_and_folders[::2], map(Path, kinds_and_folders[1::2]), strict=True):
+        torch.manual_seed(fault == "none")
+        watchdog = RankWatchdog(timeout_seconds=8 if fault == "hang" else 60)
+        on_trial = [Fault(fault, faulty_rank), AtomicCheckpoints(), StopAtBoundary(), watchdog]
+        result = Run(kind, folder / "checkpoints", callbacks=lambda on_trial=on_trial: on_trial).train(rank)
+        torch.save(result, folder / f"result-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gloo import run_ranks
+from gloo import FLOAT8, run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from memory_models import MODELS, Project, measure, measure_on_rank
 
@@ -87,7 +87,8 @@ def compare_on_ranks(cells: Iterable[Cell], strategy: str, timeout_seconds: floa
         except MisconfigurationException:
             return None
 
-    ranks = run_ranks(measure_all, 2, timeout_seconds)
+    in_fp8 = any(PLUGINS[plugin] is PLUGINS["fp8-mixed"] for _, plugin, _ in chosen)
+    ranks = run_ranks(measure_all, 2, timeout_seconds, imports=FLOAT8 if in_fp8 else ())
     found: dict[Cell, list[Compared]] = {}
     for index, (model, plugin, optimizer) in enumerate(chosen):
         found[model, plugin, optimizer] = []

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
+from gloo import FLOAT8, run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from strategy_runs import WIDTH, Cell, Layout, Net, Run, train
 from torch import Tensor, nn
@@ -166,5 +166,5 @@ STRATEGIES = {name: layout for family in FAMILIES.values() for name, layout in f
 def distributed(strategy: str, cells: list[Cell]) -> Iterator[tuple[Cell, list[Run | str]]]:
     """All cells in one set of processes, one run after the other; for each cell what every rank has."""
     layout = STRATEGIES[strategy]
-    results = run_ranks(lambda rank: [train(cell, layout, rank) for cell in cells], layout.ranks, 600)
+    results = run_ranks(lambda rank: [train(cell, layout, rank) for cell in cells], layout.ranks, 600, imports=FLOAT8)
     yield from zip(cells, map(list, zip(*results, strict=True)), strict=True)

@@ -1,5 +1,6 @@
 """Float8Precision under tensor parallelism: layers and runs against one process."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 import torch.distributed as dist
 import torchao.float8  # noqa: F401  # once, before the ranks are forked
 from fsdp2_runs import Recorded, assert_same_on_ranks, fsdp2, full_weights
-from gloo import process_group, run_ranks
+from gloo import FLOAT8, process_group
+from gloo import run_ranks as run_any_ranks
 from lightning.pytorch.callbacks import Callback
 from small_models import ResumableLoader, loader, quiet_trainer
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+
+run_ranks = partial(run_any_ranks, imports=FLOAT8)
 
 GLOBS = {"*.mlp.up": "column", "*.mlp.down": "row"}
 
