@@ -12,8 +12,9 @@ from lightning_mp.cli.layouts import add_layouts_command
 from lightning_mp.cli.memory import add_memory_command
 from lightning_mp.cli.parser import OneLineParser
 from lightning_mp.cli.plan import add_plan_command
+from lightning_mp.comparison.cli import add_compare_command
 from lightning_mp.demo.cli import add_demo_command
-from lightning_mp.demo.compare_verb import add_compare_command
+from lightning_mp.demo.compare import DEMO_MODEL
 
 __all__ = ["main"]
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_plan_command(commands)
     add_advise_command(commands)
     add_memory_command(commands)
-    add_compare_command(commands)
+    add_compare_command(commands, DEMO_MODEL)
     add_fit_command(commands)
     add_layouts_command(commands)
     add_formats_command(commands)

@@ -34,11 +34,11 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import compare_precisions
-from lightning_mp.demo.data import Corpus, load_file, load_standard_library
+from lightning_mp.demo.compare import short_runs
+from lightning_mp.demo.data import Corpus, TextData, load_file, load_standard_library
 from lightning_mp.demo.model import config_for_parameters
 from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.settings import CLIP_NORM
-from lightning_mp.demo.text_runs import TextRuns
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "quality.md"
@@ -124,8 +124,8 @@ class Adapted(nn.Module):
 
 def text_part(sizes: Sizes, out: Path) -> dict[str, Any]:
     """The demo's model on the source text of the standard library."""
-    runs = text_runs(load_standard_library(), sizes)
-    return compared(runs.make_module, runs.make_data, sizes, out / "text.jsonl", val_data=runs.validation)
+    make_module, make_data = text_runs(load_standard_library(), sizes)
+    return compared(make_module, make_data, sizes, out / "text.jsonl")
 
 
 def vision_part(sizes: Sizes, out: Path) -> dict[str, Any]:
@@ -148,28 +148,28 @@ def adapters_part(sizes: Sizes, out: Path) -> dict[str, Any]:
     """Adapters of rank 4 on a model trained on code, tuned on the prose of Python's manual; fp32 is where it starts."""
     pretrained = trained_on_code(sizes, out)
     prose = load_file(Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py"))
-    runs = text_runs(prose, sizes)
+    make_module, make_data = text_runs(prose, sizes)
 
     def make() -> LanguageModel:
-        module = runs.make_module()
+        module = make_module()
         module.load_state_dict(pretrained)
         return with_adapters(module)
 
-    return compared(make, runs.make_data, sizes, out / "adapters.jsonl", val_data=runs.validation)
+    return compared(make, make_data, sizes, out / "adapters.jsonl")
 
 
-def text_runs(corpus: Corpus, sizes: Sizes) -> TextRuns:
+def text_runs(corpus: Corpus, sizes: Sizes) -> tuple[Callable[[], LanguageModel], Callable[[], TextData]]:
     """Not fused, since Lightning's own mixed precision refuses that with clipping."""
-    return TextRuns(corpus, config_for_parameters(sizes.params), sizes.steps, sizes.batch_size, fused=False)
+    return short_runs(corpus, config_for_parameters(sizes.params), sizes.steps, sizes.batch_size, fused=False)
 
 
 def trained_on_code(sizes: Sizes, out: Path) -> dict[str, Tensor]:
     """The weights that adapters start from, made once."""
     file = out / f"pretrained_{sizes.params}_{sizes.steps}.pt"
     if not file.is_file():
-        runs = text_runs(load_standard_library(), sizes)
+        make_module, make_data = text_runs(load_standard_library(), sizes)
         torch.manual_seed(0)
-        module = runs.make_module()
+        module = make_module()
         trainer = pl.Trainer(
             max_steps=sizes.steps,
             accelerator="cpu",
@@ -179,7 +179,7 @@ def trained_on_code(sizes: Sizes, out: Path) -> dict[str, Tensor]:
             gradient_clip_val=CLIP_NORM,
             limit_val_batches=0,
         )
-        trainer.fit(module, runs.make_data(), runs.validation)
+        trainer.fit(module, make_data())
         temporary = file.with_suffix(".part")
         torch.save(module.state_dict(), temporary)
         temporary.replace(file)
@@ -199,7 +199,7 @@ def with_adapters(module: LanguageModel) -> LanguageModel:
 
 
 def compared(
-    make_module: Callable[[], pl.LightningModule], data: Any, sizes: Sizes, file: Path, val_data: Any
+    make_module: Callable[[], pl.LightningModule], data: Any, sizes: Sizes, file: Path, val_data: Any = None
 ) -> dict[str, Any]:
     """Runs or goes on with the pairs of one part, and draws its picture beside the page."""
     found = compare_precisions(

@@ -23,7 +23,8 @@ def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
     from, in another folder.
 
     Args:
-        dirpath: the folder, as ``ModelCheckpoint(dirpath=...)``; it need not exist yet.
+        dirpath: the folder, as ``ModelCheckpoint(dirpath=...)``, or one of runs, such as ``"lightning_logs"``; it need
+            not exist yet.
 
     Raises:
         ValueError: if it is a URL or a file.
@@ -61,7 +62,14 @@ def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
                     else "the file ends too early. Its process was probably killed while it wrote; delete it."
                 )
             )
-    return max(complete, key=_order, default=None)
+    if complete:
+        return max(complete, key=_order)
+    runs = sorted((int(run.name[8:]), run) for run in folder.glob("version_*") if run.name[8:].isdecimal())
+    for run in (folder / "checkpoints", *(run for _, run in reversed(runs))):
+        found = latest_checkpoint(run) if run.is_dir() else None
+        if found is not None:
+            return found
+    return None
 
 
 def _order(path: Path) -> tuple[int, bool, str]:

@@ -44,8 +44,8 @@ def run_with_one_line_errors(
         except OSError as error:
             parser.error(f"{error.filename} cannot be read or written ({error.strerror})")
         except ValueError as error:
-            parser.error(_speak_of_options(str(error), options))
-    said = [_speak_of_options(str(warning.message), options) for warning in caught]
+            parser.error(speak_of_options(str(error), options))
+    said = [speak_of_options(str(warning.message), options) for warning in caught]
     return result, list(dict.fromkeys(said))
 
 
@@ -55,7 +55,8 @@ def print_warnings(said: Sequence[str]) -> None:
         print(f"warning: {text}", file=sys.stderr)
 
 
-def _speak_of_options(message: str, options: Mapping[str, str]) -> str:
+def speak_of_options(message: str, options: Mapping[str, str]) -> str:
+    """A message in one line, with the option behind each argument of the Python function in place of its name."""
     for name, option in options.items():
         message = message.replace(f"`{name}`", option)
     return " ".join(message.split())

@@ -22,9 +22,10 @@ from lightning_mp.comparison.run_file import FinishedRun, RunFile
 from lightning_mp.comparison.step_cost import first_batch
 from lightning_mp.comparison.training_data import TrainingData
 from lightning_mp.comparison.trial import Experiment, Trial
+from lightning_mp.core.devices import available_device_type, device_name
 from lightning_mp.core.random_state import random_state_kept
 
-__all__ = ["compare_precisions"]
+__all__ = ["compare_precisions", "versions"]
 
 ModuleOrFactory = pl.LightningModule | Callable[[], pl.LightningModule]
 
@@ -111,8 +112,8 @@ def compare_precisions(
     experiment = Experiment(
         make_module=_factory(module),
         data=TrainingData(data, val_data),
-        accelerator=_device_type(accelerator),
-        precisions=plugin_factories(precisions, _device_type(accelerator)),
+        accelerator=available_device_type(accelerator),
+        precisions=plugin_factories(precisions, available_device_type(accelerator)),
         trainer_options=dict(trainer_options or {}),
     )
     chosen = _seeds(seeds)
@@ -133,8 +134,8 @@ def compare_precisions(
         monitor=monitor,
         margin=margin,
         confidence=confidence,
-        device=_device_name(experiment.device),
-        versions=_versions(),
+        device=device_name(experiment.device),
+        versions=versions(),
         gradient_reference=reference,
     )
 
@@ -149,22 +150,9 @@ def _first_run(experiment: Experiment, steps: int | None, monitor: str | None) -
     return batch, first
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else device.type
-
-
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of this package, Lightning and torch."""
     return {"lightning_mp": __version__, "lightning": pl.__version__, "torch": str(torch.__version__)}
-
-
-def _device_type(accelerator: str) -> str:
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if accelerator == "auto":
-        return "cuda" if available["cuda"] else "cpu"
-    if not available.get({"gpu": "cuda"}.get(accelerator, accelerator)):
-        usable = ", ".join(repr(name) for name, there in available.items() if there)
-        raise ValueError(f"`accelerator` {accelerator!r} is not available here. Use 'auto' or one of {usable}.")
-    return {"gpu": "cuda"}.get(accelerator, accelerator)
 
 
 def _check(
@@ -228,7 +216,7 @@ def _settings(experiment: Experiment, steps: int | None, monitor: str | None, fi
         "accelerator": experiment.accelerator,
         "weights": first.weights_digest,
         "data": first.data_digest,
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 

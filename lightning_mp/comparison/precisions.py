@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 
-__all__ = ["PRECISION_NAMES", "PluginFactory", "described", "plugin_factories"]
+__all__ = ["PRECISION_NAMES", "PluginFactory", "described", "make_plugin", "plugin_factories"]
 
 PluginFactory = Callable[[], Precision]
 
@@ -76,6 +76,25 @@ def plugin_factories(
     return factories
 
 
+def make_plugin(name: str, device_type: str) -> Precision:
+    """A new plugin.
+
+    Args:
+        name: of :data:`PRECISION_NAMES`.
+        device_type: that of the run.
+
+    Raises:
+        ValueError: the name is unknown.
+
+    Example:
+        >>> described(make_plugin("lightning:16-mixed", "cpu"))
+        'MixedPrecision(16-mixed)'
+    """
+    if name not in _BY_NAME:
+        raise ValueError(f"`precisions` has {name!r}. Known names are {', '.join(PRECISION_NAMES)}.")
+    return _BY_NAME[name](device_type)
+
+
 def described(plugin: Precision) -> str:
     """A plugin with its settings, in the same words in every process.
 
@@ -96,9 +115,8 @@ def _name_of(precision: Any) -> str:
 
 def _factory(precision: Any, device_type: str) -> PluginFactory:
     if isinstance(precision, str):
-        if precision not in _BY_NAME:
-            raise ValueError(f"`precisions` has {precision!r}. Known names are {', '.join(PRECISION_NAMES)}.")
-        return lambda: _BY_NAME[precision](device_type)
+        make_plugin(precision, device_type)
+        return lambda: make_plugin(precision, device_type)
     if isinstance(precision, Precision):
         # now, so that what happens to the caller's plugin later changes nothing
         untouched = copy.deepcopy(precision)

@@ -4,16 +4,16 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import fields
 from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_mp.cli.dataclass_options import add_options
 from lightning_mp.cli.parser import OneLineParser
-from lightning_mp.cli.text import print_json
+from lightning_mp.cli.text import print_json, speak_of_options
 from lightning_mp.demo import prepare, run
-from lightning_mp.demo.settings import Settings, flag
+from lightning_mp.demo.settings import Settings
 
 __all__ = ["add_demo_command"]
 
@@ -40,19 +40,14 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = {
-        "model": parser.add_argument_group("what to train (a resumed run keeps its own)"),
+        "": parser.add_argument_group("what to train (a resumed run keeps its own)"),
         "layout": parser.add_argument_group("devices (a resumed run may have others)"),
     }
-    for setting in fields(Settings):
-        options = dict(setting.metadata)
-        group, help = groups[options.pop("group")], options.pop("help")
-        if setting.default not in (None, False):
-            help += f"; default {setting.default}"
-        # an option that was not given has no entry in the namespace: a resumed run keeps its own
-        group.add_argument(flag(setting.name), help=help, default=argparse.SUPPRESS, **options)
+    # an option that was not given has no entry in the namespace: a resumed run keeps its own
+    add_options(Settings, groups)
     others = parser.add_argument_group("other options")
     others.add_argument(
-        "--accelerator", default="auto", choices=prepare.ACCELERATORS, help="default auto: cuda, or cpu"
+        "--accelerator", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default auto: cuda, or cpu"
     )
     others.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default runs/demo")
     others.add_argument("--max-minutes", type=float, metavar="M", help="write a checkpoint and stop after M minutes")
@@ -65,15 +60,14 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
 
 def _run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
-    del given["run"]
-    parser, out, as_json = given.pop("parser"), given.pop("out"), given.pop("json")
-    others = {name: given.pop(name) for name in ("accelerator", "max_minutes", "resume")}
+    parser, as_json, _ = given.pop("parser"), given.pop("json"), given.pop("run")
+    others = {name: given.pop(name) for name in ("out", "accelerator", "max_minutes", "resume")}
     try:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            job = prepare.prepare(given, out, **others)
+            job = prepare.prepare(given, **others)
             code = run.run_job(job)
     except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
-        rank_zero_only(parser.error)(" ".join(str(error).split()))
+        rank_zero_only(parser.error)(speak_of_options(str(error), {"accelerator": "--accelerator"}))
         return 2  # rank 0 has said it
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted. {str(interrupt) or 'Nothing has been written.'}", file=sys.stderr)

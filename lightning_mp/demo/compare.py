@@ -1,72 +1,81 @@
-"""The same run with Lightning's own plugin for the same precision, and what differs."""
+"""The demo's model in comparisons: a run with Lightning's own plugin, and what ``lightning-mp compare`` takes."""
 
+import argparse
 import math
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
-from lightning_mp.demo.data import TextData
+from lightning_mp.comparison.cli import DefaultModel
+from lightning_mp.comparison.precisions import make_plugin
+from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.demo.data import Corpus, TextData, load_text
 from lightning_mp.demo.history import InjectOverflow
-from lightning_mp.demo.prepare import Job
-from lightning_mp.demo.settings import CLIP_NORM
-from lightning_mp.demo.text_runs import TextRuns
+from lightning_mp.demo.model import GPTConfig
+from lightning_mp.demo.module import LanguageModel
+from lightning_mp.demo.prepare import Job, use_few_threads
+from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings, peak_learning_rate
 
-__all__ = ["format_comparison", "train_with_stock"]
+__all__ = ["DEMO_MODEL", "format_comparison", "short_runs", "train_with_stock"]
+
+
+def short_runs(
+    corpus: Corpus, shape: GPTConfig, steps: int, batch_size: int, *, fused: bool = True
+) -> tuple[Callable[[], LanguageModel], Callable[[], TextData]]:
+    """Functions that make a model and its data for runs of so many steps, as ``compare_precisions`` takes them.
+
+    Weights and the order of the text follow from torch's global seed. Lightning's own mixed precision refuses a fused
+    AdamW together with clipping.
+    """
+    make_module = partial(
+        LanguageModel,
+        **asdict(shape),
+        learning_rate=peak_learning_rate(shape.parameters),
+        total_steps=steps,
+        warmup_steps=max(1, round(WARMUP_SHARE * steps)),
+        fused=fused,
+    )
+    return make_module, partial(TextData, corpus, batch_size, steps)
 
 
 def train_with_stock(job: Job) -> dict[str, Any]:
     """Trains once more as one would without this pack, and returns its figures.
 
     The seed, the batches, the length of the accumulation windows, the peak and the shape of the learning rate are those
-    of the run to compare with. In mixed precision AdamW is not fused, since Lightning refuses that with clipping.
+    of the run to compare with.
     """
-    settings = job.settings
+    settings, plan = job.settings, job.settings.plan
     torch.manual_seed(settings.seed)
     fused = _takes_fused(settings.precision)
-    runs = TextRuns(job.corpus, settings.model, settings.optimizer_steps, settings.batch_size, fused)
-    model, data, timer = runs.make_module(), TextData(job.corpus, settings), Timer()
+    make_module, _ = short_runs(job.corpus, settings.model, plan.optimizer_steps, settings.batch_size, fused=fused)
+    model, data, timer = make_module(), job.data, Timer()
     trainer = pl.Trainer(
-        plugins=[_plugin(job)],
-        accelerator=job.accelerator,
-        devices=1,
+        # by class, since Lightning turns precision="16-mixed" into bf16 on a CPU
+        plugins=[make_plugin(settings.precision if fused else f"lightning:{settings.precision}", job.accelerator)],
         max_epochs=1,
         accumulate_grad_batches=settings.accumulation[0],
-        gradient_clip_val=CLIP_NORM,
         callbacks=[timer, InjectOverflow(settings)],
-        val_check_interval=settings.validate_every_micro_batches,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,
         enable_progress_bar=False,
+        **job.trainer_options,
     )
     trainer.fit(model, data)
     validation_loss = trainer.validate(model, data, verbose=False)[0]["val/loss"]
     updates = max((int(state["step"]) for state in trainer.optimizers[0].state.values()), default=0)
     return {
-        "tokens": settings.micro_batches * settings.micro_batch_tokens,
+        "tokens": plan.micro_batches * plan.micro_batch_tokens,
         "optimizer_steps": trainer.global_step,
         "skipped_steps": trainer.global_step - updates,
         "schedule_steps_on_skips": trainer.lr_scheduler_configs[0].scheduler.last_epoch - updates,
         "validation_loss": validation_loss,
         "fit_seconds": timer.time_elapsed("train"),
     }
-
-
-def _plugin(job: Job) -> Any:
-    """By class, since Lightning turns ``precision="16-mixed"`` into bf16 on a CPU."""
-    match job.settings.precision:
-        case "32-true":
-            return Precision()
-        case "bf16-true" | "16-true" as true:
-            return HalfPrecision(true)
-        case mixed:
-            return MixedPrecision(cast(Any, mixed), job.accelerator)
 
 
 def _takes_fused(precision: str) -> bool:
@@ -77,7 +86,6 @@ def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any], hist
     """A table of the figures of :func:`train_with_stock` and of the run with this pack."""
     moved = sum(skip["next_learning_rate"] not in (None, skip["learning_rate"]) for skip in summary["skips"])
     both = (stock, {**summary, "schedule_steps_on_skips": moved, "fit_seconds": history["fit_seconds"]})
-    fused = "yes" if _takes_fused(history["settings"]["precision"]) else "refused"
     rows = [
         ("", "Lightning", "lightning_mp"),
         ("tokens", *(f"{run['tokens']:,}" for run in both)),
@@ -87,9 +95,32 @@ def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any], hist
         ("scheduler steps on skips", *(f"{run['schedule_steps_on_skips']:,}" for run in both)),
         ("validation loss", *(f"{run['validation_loss']:.4f}" for run in both)),
         ("time of the fit", *(f"{run['fit_seconds']:.1f} s" for run in both)),
-        ("fused AdamW with clipping", fused, "yes"),
+        ("fused AdamW with clipping", "yes" if _takes_fused(history["settings"]["precision"]) else "refused", "yes"),
     ]
     table = "\n".join(f"{name:<26}{left:>14}{right:>14}" for name, left, right in rows)
     if not math.isfinite(stock["validation_loss"]):
         table += "\nA gradient that is not finite reached the weights of Lightning's run."
     return table
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("or the demo's model")
+    group.add_argument("--params", metavar="N", default="100k", help="size of the model; default 100k")
+    group.add_argument("--text", metavar="FILE", help="instead of the standard library's source")
+    group.add_argument("--batch-size", type=int, default=8, metavar="B", help="sequences per batch; default 8")
+
+
+def _make(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+    params = int(parse_quantity(arguments.params, "params"))
+    settings = Settings(params=params, batch_size=arguments.batch_size)
+    steps = arguments.steps or 100
+    fused = not any(name.startswith("lightning:") for name in arguments.precisions)
+    runs = short_runs(load_text(arguments.text), settings.model, steps, settings.batch_size, fused=fused)
+    runs[1]().train_dataloader()  # refuses a text that is too short
+    use_few_threads(settings.model.parameters, arguments.accelerator)
+    monitor = arguments.monitor or ("val/loss" if arguments.steps is not None else None)
+    return *runs, {"monitor": monitor, "trainer_options": {"gradient_clip_val": CLIP_NORM}}
+
+
+DEMO_MODEL = DefaultModel(_add_options, _make)
+"""What ``lightning-mp compare`` takes without ``--module``."""

@@ -6,7 +6,7 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_mp.demo.settings import BLOCK_TOKENS, Settings
+__all__ = ["Corpus", "HeldOutBatches", "TextBatches", "TextData", "load_file", "load_standard_library", "load_text"]
 
-__all__ = ["Corpus", "HeldOutBatches", "TextBatches", "TextData", "load_file", "load_standard_library"]
-
-#: Of 20 files (or of 20 equal parts of one file) one is held out.
-VALIDATION_SHARE = 20
-
-#: Read at most this much of the standard library, so that the start takes well under two seconds.
-MAX_BYTES = 16 * 2**20
-
+VALIDATION_SHARE = 20  # of 20 files, or of 20 equal parts of one file, one is held out
+MAX_BYTES = 16 * 2**20  # of the standard library, so that the start takes well under two seconds
+BLOCK_TOKENS = 128
 _MAX_VALIDATION_BATCHES = 32  # per rank
 
 # Tests, vendored or generated tables, and what is not part of the library.
@@ -50,6 +45,11 @@ class Corpus:
         return sha.hexdigest()[:16]
 
 
+def load_text(file: str | None) -> Corpus:
+    """The file, or the standard library if there is none."""
+    return load_standard_library() if file is None else load_file(Path(file))
+
+
 def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) -> Corpus:
     """Reads the source of Python's standard library, in the order of its file names; every 20th file is held out.
 
@@ -63,16 +63,32 @@ def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) 
         ValueError: If there are not even 20 different files.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    files = _distinct_sources(root, max_bytes)
+    files: list[bytes] = []
+    for path in _sources(root):
+        with suppress(OSError):
+            content = path.read_bytes()
+            max_bytes -= len(content)
+            if max_bytes < 0:
+                break
+            files.append(content)
+    files = [content for content in dict.fromkeys(files) if content]
     if len(files) < VALIDATION_SHARE:
         raise ValueError(
             f"{root} holds {len(files)} Python source files, and at least {VALIDATION_SHARE} are needed: "
             "this Python comes without its library's source; give a text of your own with --text FILE."
         )
-    held_out = files[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
     source = f"{len(files)} source files of the Python {platform.python_version()} standard library"
+    held_out = files[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
     del files[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
     return Corpus(_as_tokens(b"".join(files)), _as_tokens(b"".join(held_out)), source)
+
+
+def _sources(root: Path) -> list[Path]:
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "-" not in name]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(paths, key=str)
 
 
 def load_file(path: Path) -> Corpus:
@@ -89,26 +105,9 @@ def load_file(path: Path) -> Corpus:
         ) from error
     if not content:
         raise ValueError(f"the text {str(path)!r} is empty: give a file with some text in it with --text FILE.")
+    cut = len(content) - max(1, len(content) // VALIDATION_SHARE)
     tokens = _as_tokens(content)
-    cut = len(tokens) - max(1, len(tokens) // VALIDATION_SHARE)
     return Corpus(tokens[:cut], tokens[cut:], path.name)
-
-
-def _distinct_sources(root: Path, max_bytes: int) -> list[bytes]:
-    paths = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "-" not in name]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    contents: dict[bytes, None] = {}
-    for path in sorted(paths, key=str):
-        with suppress(OSError):
-            content = path.read_bytes()
-            if content and content not in contents:
-                max_bytes -= len(content)
-                if max_bytes < 0:
-                    break
-                contents[content] = None
-    return list(contents)
 
 
 def _as_tokens(content: bytes) -> Tensor:
@@ -122,19 +121,20 @@ def _cut_blocks(text: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
     return text[:used].view(num_blocks, block_tokens), text[1 : used + 1].view(num_blocks, block_tokens)
 
 
+@dataclass(eq=False, kw_only=True)
 class TextBatches:
     """Training batches ``[inputs, labels]``, int64 ``[batch_size, block_tokens]`` each; stops and resumes anywhere.
 
     Every pass over the text takes its blocks in an order drawn from ``(seed, pass)``; a global batch is the next
     ``batch_size * world_size`` of them, and each rank takes its own part. So the only state is the number of batches
-    served, which Lightning keeps in the checkpoint through ``state_dict``. One iteration serves ``num_batches``, over
-    as many passes as that takes; the next one goes on where it ended.
+    served, which Lightning keeps in the checkpoint through ``state_dict``. An iteration that follows another one goes
+    on where that ended.
 
     Args:
         text: uint8 ``[num_tokens]``.
         batch_size: Sequences per batch and rank.
         block_tokens: Tokens per sequence.
-        num_batches: Length of one iteration; None for one pass over the text.
+        num_batches: Length of one iteration, over as many passes as that takes; None for one pass over the text.
         seed: Chooses the order.
         rank: This rank, of those that take different data.
         world_size: Number of these ranks.
@@ -148,45 +148,38 @@ class TextBatches:
         (2, [torch.Size([2, 4]), torch.Size([2, 4])])
     """
 
-    def __init__(
-        self,
-        text: Tensor,
-        *,
-        batch_size: int,
-        block_tokens: int,
-        num_batches: int | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._inputs, self._labels = _cut_blocks(text, block_tokens)
-        self._batch_size = batch_size
-        self._seed = seed
-        self._rank = rank
-        self._global_batch_size = batch_size * world_size
+    text: Tensor = field(kw_only=False)
+    batch_size: int
+    block_tokens: int
+    num_batches: int | None = None
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        self._inputs, self._labels = _cut_blocks(self.text, self.block_tokens)
+        self._global_batch_size = self.batch_size * self.world_size
         self._batches_per_pass = len(self._inputs) // self._global_batch_size
+        self._served = 0
         if self._batches_per_pass == 0:
             raise ValueError(
-                f"the text has {len(self._inputs)} blocks of {block_tokens} tokens, and one batch over all ranks needs "
-                f"{self._global_batch_size}: give more text with --text FILE, or lower --batch-size."
+                f"the text has {len(self._inputs)} blocks of {self.block_tokens} tokens, and one batch over all ranks "
+                f"needs {self._global_batch_size}: give more text with --text FILE, or lower --batch-size."
             )
-        self._num_batches = self._batches_per_pass if num_batches is None else num_batches
-        self._served = 0
 
     def __len__(self) -> int:
-        return self._num_batches
+        return self._batches_per_pass if self.num_batches is None else self.num_batches
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        end = (self._served // self._num_batches + 1) * self._num_batches
+        end = (self._served // len(self) + 1) * len(self)
         drawn_for, order = -1, torch.empty(0)
         while self._served < end:
             pass_index, position = divmod(self._served, self._batches_per_pass)
             if pass_index != drawn_for:
                 # A prime far above any number of passes keeps (seed, pass) pairs apart.
-                generator = torch.Generator().manual_seed(self._seed * 1_000_003 + pass_index)
+                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + pass_index)
                 drawn_for, order = pass_index, torch.randperm(len(self._inputs), generator=generator)
-            first = position * self._global_batch_size + self._rank * self._batch_size
-            blocks = order[first : first + self._batch_size]
+            blocks = order[position * self._global_batch_size + self.rank * self.batch_size :][: self.batch_size]
             # Counted before it is handed out: a checkpoint written after training on it must not serve it again.
             self._served += 1
             yield [self._inputs[blocks].long(), self._labels[blocks].long()]
@@ -222,15 +215,15 @@ class HeldOutBatches:
         self, text: Tensor, *, batch_size: int, block_tokens: int, max_batches: int, rank: int = 0, world_size: int = 1
     ) -> None:
         inputs, labels = _cut_blocks(text, block_tokens)
-        num_blocks = len(inputs)
-        if num_blocks < world_size:
+        blocks_per_rank = len(inputs) // world_size
+        if not blocks_per_rank:
             raise ValueError(
-                f"the held-out text has {num_blocks} blocks of {block_tokens} tokens, and {world_size} are needed, one "
-                "for every rank: give more text with --text FILE."
+                f"the held-out text has {len(inputs)} blocks of {block_tokens} tokens, and {world_size} are needed, "
+                "one for every rank: give more text with --text FILE."
             )
-        batch_size = min(batch_size, num_blocks // world_size)
-        num_batches = min(max_batches, num_blocks // (batch_size * world_size))
-        chosen = torch.linspace(0, num_blocks - 1, num_batches * batch_size * world_size).long()
+        batch_size = min(batch_size, blocks_per_rank)
+        num_batches = min(max_batches, blocks_per_rank // batch_size)
+        chosen = torch.linspace(0, len(inputs) - 1, num_batches * batch_size * world_size).long()
         chosen = chosen.view(world_size, num_batches, batch_size)[rank]
         self._batches = [[inputs[blocks].long(), labels[blocks].long()] for blocks in chosen]
 
@@ -242,31 +235,36 @@ class HeldOutBatches:
 
 
 class TextData(pl.LightningDataModule):
-    """Training and validation batches of a corpus, this rank's part of them.
+    """Training and validation batches of a corpus; in a Trainer, this rank's part of them.
 
     The whole run is one epoch, over as many passes of the text as it takes, so that no accumulation window is cut at
     the end of a pass.
+
+    Args:
+        corpus: The text.
+        batch_size: Sequences per batch and rank.
+        num_batches: Training batches of the run.
+        seed: Chooses their order; None takes torch's global seed.
     """
 
-    def __init__(self, corpus: Corpus, settings: Settings) -> None:
+    def __init__(self, corpus: Corpus, batch_size: int, num_batches: int, seed: int | None = None) -> None:
         super().__init__()
         self._corpus = corpus
-        self._settings = settings
+        self._batch_size = batch_size
+        self._num_batches = num_batches
+        self._seed = seed
 
     def train_dataloader(self) -> TextBatches:
-        """As many batches as the run takes."""
-        settings = self._settings
-        return TextBatches(
-            self._corpus.train, num_batches=settings.micro_batches, seed=settings.seed, **self._batch_arguments()
-        )
+        """All batches of the run."""
+        seed = torch.initial_seed() % 2**32 if self._seed is None else self._seed
+        return TextBatches(self._corpus.train, num_batches=self._num_batches, seed=seed, **self._part())
 
     def val_dataloader(self) -> HeldOutBatches:
         """At most 32 batches."""
-        return HeldOutBatches(self._corpus.validation, max_batches=_MAX_VALIDATION_BATCHES, **self._batch_arguments())
+        return HeldOutBatches(self._corpus.validation, max_batches=_MAX_VALIDATION_BATCHES, **self._part())
 
-    def _batch_arguments(self) -> dict[str, int]:
-        assert self.trainer is not None
+    def _part(self) -> dict[str, int]:
         # Ranks that hold parts of one copy of the model take the same part of every batch.
-        sampler = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        sampler = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
         part = {"rank": sampler["rank"], "world_size": sampler["num_replicas"]}
-        return {"batch_size": self._settings.batch_size, "block_tokens": BLOCK_TOKENS, **part}
+        return {"batch_size": self._batch_size, "block_tokens": BLOCK_TOKENS, **part}

@@ -1,11 +1,9 @@
 """What happens in a run, recorded step by step, and an overflow made on purpose."""
 
 import json
-import resource
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp import ChinchillaBudget, MFUMonitor, StopAtBoundary
+from lightning_mp.core.devices import device_name, peak_memory_bytes
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.demo.settings import Settings
 from lightning_mp.diagnostics import StepOutcome
@@ -23,23 +22,18 @@ from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 
 __all__ = ["HISTORY_KEY", "InjectOverflow", "RunHistory", "say"]
 
-#: Where the history is in a checkpoint's ``callbacks``.
+#: Where the history is in a checkpoint.
 HISTORY_KEY = "lightning_mp_demo"
-
-_READ_EVERY_STEPS = 50
-
-_CallbackT = TypeVar("_CallbackT", bound=Callback)
 
 
 class RunHistory(Callback):
     """Records one row per optimizer step, skipped ones included, and one per validation; logs the learning rate.
 
-    The loss of a step is the mean over the tokens of its window and all ranks. Losses stay on the device and are added
-    up over ranks and read many at a time. What is logged every few steps only is logged once more after the last step.
+    The loss of a step is the mean over the tokens of its window and all ranks. Losses stay on the device until the next
+    validation or checkpoint, and are added up over ranks and read together. What is logged every few steps only is
+    logged once more after the last step.
     At the end everything is written to the JSON file ``path``; ``facts`` about the run go into every checkpoint, too.
     """
-
-    state_key = HISTORY_KEY
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self._path = path
@@ -49,11 +43,6 @@ class RunHistory(Callback):
         self._validation: dict[str, list[Any]] = {"tokens": [], "loss": []}
         self._window: list[Tensor] = []
         self._unread: list[Tensor] = []
-        self._trainer: pl.Trainer | None = None
-
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Meets the Trainer."""
-        self._trainer = trainer
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -71,8 +60,6 @@ class RunHistory(Callback):
         self._steps["tokens"].append(min(plan["budget_tokens"], (batch_idx + 1) * plan["micro_batch_tokens"]))
         self._steps["learning_rate"].append(learning_rate)
         pl_module.log("train/learning_rate", learning_rate)
-        if len(self._unread) == _READ_EVERY_STEPS:
-            self._read_losses()
 
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
@@ -88,12 +75,24 @@ class RunHistory(Callback):
         self._validation["tokens"].append(tokens)
         self._validation["loss"].append(loss)
         if trainer.progress_bar_callback is None:
-            train_loss = self._steps["train_loss"][-1]
-            say(f"{tokens:,} tokens: train loss {train_loss:.3f}, validation loss {loss:.3f}")
+            say(f"{tokens:,} tokens: train loss {self._steps['train_loss'][-1]:.3f}, validation loss {loss:.3f}")
+
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Saves facts and rows."""
+        self._settle(trainer)
+        checkpoint[HISTORY_KEY] = {"facts": self._facts, "steps": self._steps, "validation": self._validation}
+
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Goes on with the rows of the run that is resumed."""
+        self._steps, self._validation = (checkpoint[HISTORY_KEY][rows] for rows in ("steps", "validation"))
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Waits for the last step."""
-        self._settle()
+        self._settle(trainer)
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Writes a last row of the log that has everything, and the file."""
@@ -103,40 +102,39 @@ class RunHistory(Callback):
             logger.log_metrics(last, step=trainer.global_step - 1)
         if not trainer.is_global_zero:
             return
-        for step in reversed(range(len(self._steps["tokens"]) - 1)):
+        rates = self._steps["learning_rate"]
+        for step in reversed(range(len(rates) - 1)):
             if self._steps["skipped"][step]:
                 # The scaler did not call an unfused optimizer, so nothing set the rate of that step: the next one's.
-                self._steps["learning_rate"][step] = self._steps["learning_rate"][step + 1]
-        budget, monitor = _the(ChinchillaBudget, trainer), _the(MFUMonitor, trainer)
+                rates[step] = rates[step + 1]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self._figures(trainer), indent=1) + "\n")
+
+    def _figures(self, trainer: "pl.Trainer") -> dict[str, Any]:
+        callbacks: dict[type, Any] = {type(callback): callback for callback in callbacks_of(trainer)}
+        budget, stop, rates = callbacks[ChinchillaBudget], callbacks[StopAtBoundary], callbacks[MFUMonitor]
+        stopped_by = None
+        if stop.path is not None:
+            # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
+            stopped_by = "interrupt" if stop.stopped_by == "SIGINT" or stop.max_seconds is None else "time"
         device = trainer.strategy.root_device
-        written = {
+        return {
             **self._facts,
             "steps": self._steps,
             "validation": self._validation,
             "tokens": budget.tokens_seen,
             "budget_tokens": budget.budget_tokens,
-            "stopped_by": _stopped_by(_the(StopAtBoundary, trainer)),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "tokens_per_second": monitor.total.tokens_per_second,
-            "mfu": monitor.total.mfu,
-            "train_seconds": monitor.throughput.totals.seconds,
-            "fit_seconds": _the(Timer, trainer).time_elapsed("train"),
-            "peak_memory_bytes": _peak_memory_bytes(device),
+            "stopped_by": stopped_by,
+            "device": device_name(device),
+            "tokens_per_second": rates.total.tokens_per_second,
+            "mfu": rates.total.mfu,
+            "train_seconds": rates.throughput.totals.seconds,
+            "fit_seconds": callbacks[Timer].time_elapsed("train"),
+            "peak_memory_bytes": peak_memory_bytes(device),
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(written, indent=1) + "\n")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Facts and rows; the last outcome is waited for."""
-        self._settle()
-        return {"facts": self._facts, "steps": self._steps, "validation": self._validation}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the rows of the run that is resumed."""
-        self._steps, self._validation = state_dict["steps"], state_dict["validation"]
-
-    def _settle(self) -> None:
-        dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None
+    def _settle(self, trainer: "pl.Trainer") -> None:
+        dispatcher = StepOutcomeDispatcher.of(trainer)
         if dispatcher is not None:
             dispatcher.settle()
         self._read_losses()
@@ -162,28 +160,8 @@ class InjectOverflow(Callback):
             return
         # a stage of a pipeline has only some of the parameters, and a rank perhaps no part of this one
         parameter = dict(pl_module.named_parameters()).get(self._parameter_name)
-        gradient = parameter.grad if parameter is not None else None
-        if gradient is not None and local_shard(gradient).numel():
-            local_shard(gradient).view(-1)[0] = torch.inf
-
-
-def _the(kind: type[_CallbackT], trainer: "pl.Trainer") -> _CallbackT:
-    return next(callback for callback in callbacks_of(trainer) if isinstance(callback, kind))
-
-
-def _stopped_by(stop: StopAtBoundary) -> str | None:
-    if stop.path is None:
-        return None
-    # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
-    return "interrupt" if stop.stopped_by == "SIGINT" or stop.max_seconds is None else "time"
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in use so far: allocated by torch on a CUDA device, else resident in main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # getrusage(2): KiB on Linux, bytes on macOS
+        if parameter is not None and parameter.grad is not None and local_shard(parameter.grad).numel():
+            local_shard(parameter.grad).view(-1)[0] = torch.inf
 
 
 @rank_zero_only

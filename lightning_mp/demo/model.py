@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_mp.core.arguments import whole_number
+
 __all__ = ["GPT", "GPTConfig", "config_for_parameters", "generate"]
 
 _WIDTH_STEP = 16  # matmul dimensions in multiples of 16 suit every 16-bit and fp8 kernel
-_SIZE_TOLERANCE = 0.05
 _INIT_STD = 0.02  # GPT-2: Radford et al. 2019 and the released code
 
 
@@ -38,13 +39,12 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise ValueError(f"GPTConfig.{name} is {value}: it must be 1 or more.")
+            whole_number(value, name, "GPTConfig")
         if self.width % self.heads:
-            raise ValueError(
-                f"GPTConfig.width is {self.width}, which {self.heads} heads do not divide: "
-                "choose a width that is a multiple of the number of heads."
-            )
+            raise ValueError(f"GPTConfig(width={self.width}): it must be a multiple of the {self.heads} heads.")
+
+    def __str__(self) -> str:
+        return f"layers: {self.layers}, heads: {self.heads}, width: {self.width}"
 
     @property
     def parameters(self) -> int:
@@ -61,8 +61,8 @@ class GPTConfig:
 def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: int = 256) -> GPTConfig:
     """Picks a shape with about so many trainable parameters, the tied head counted once.
 
-    Minimises ``|log(width / depth / 64)| + 20 * max(0, |log(size / parameters)| - 0.05)``: within 5% of the wished size
-    any shape will do, and of those the one in GPT-2 small's proportion (768 wide, 12 deep) wins.
+    Within 5% of the wished size any shape will do, and of those the one in GPT-2 small's proportion (768 wide, 12 deep)
+    wins: least is ``|log(width / depth / 64)| + 20 * max(0, |log(size / parameters)| - 0.05)``.
 
     Raises:
         ValueError: If ``parameters`` is smaller than the smallest shape that can be built.
@@ -77,11 +77,6 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
             f"a model of {parameters} parameters cannot be built: the smallest has {smallest.parameters} "
             f"(1 layer, width {_WIDTH_STEP}, {vocab} token ids, blocks of {block_tokens}); ask for at least that many."
         )
-
-    def cost(config: GPTConfig) -> float:
-        excess = max(0.0, abs(math.log(config.parameters / parameters)) - _SIZE_TOLERANCE)
-        return abs(math.log(config.width / config.layers / 64)) + 20 * excess
-
     shapes = []
     # Coarser from 64 on, and whole heads of 64 from 256 on.
     for width in chain(range(_WIDTH_STEP, 64, _WIDTH_STEP), range(64, 256, 32), count(256, 64)):
@@ -91,6 +86,11 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
         shapes.append(replace(one_layer, layers=layers))
         if one_layer.parameters > parameters:
             break
+
+    def cost(shape: GPTConfig) -> float:
+        excess = max(0.0, abs(math.log(shape.parameters / parameters)) - 0.05)
+        return abs(math.log(shape.width / shape.layers / 64)) + 20 * excess
+
     return min(shapes, key=cost)
 
 
@@ -106,9 +106,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, tokens, width]`` to ``[batch, tokens, width]``."""
-        batch, tokens, _ = x.shape
         # Heads are not counted: under tensor parallelism a rank has some of them.
-        qkv = self.query_key_value(x).view(batch, tokens, 3, -1, self.head_width)
+        qkv = self.query_key_value(x).unflatten(-1, (3, -1, self.head_width))
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
@@ -189,11 +188,11 @@ class GPT(nn.Module):
         Raises:
             ValueError: If the sequence is longer than ``block_tokens``.
         """
-        tokens = idx.shape[-1]
-        if tokens > self.config.block_tokens:
+        tokens, most = idx.shape[-1], self.config.block_tokens
+        if tokens > most:
             raise ValueError(
-                f"a sequence of {tokens} tokens was given to a model for at most {self.config.block_tokens}: "
-                "cut it, or build the model with a larger block_tokens."
+                f"a sequence of {tokens} tokens was given to a model for at most {most}: cut it, or build the model "
+                "with a larger block_tokens."
             )
         embedded: Tensor = self.token_embedding(idx) + self.position_embedding.weight[:tokens]
         return embedded

@@ -95,9 +95,8 @@ class LanguageModel(pl.LightningModule):
     def configure_model(self) -> None:
         """Shards the model under Lightning's own ``ModelParallelStrategy``, which leaves that to the module."""
         mesh = self.device_mesh  # None elsewhere, and without a Trainer
-        if mesh is None or type(self.trainer.strategy) is not ModelParallelStrategy:
-            return
-        if not isinstance(self.model, FSDPModule):
+        is_sharded = isinstance(self.model, FSDPModule)
+        if mesh is not None and type(self.trainer.strategy) is ModelParallelStrategy and not is_sharded:
             for part in (*self.model.blocks, self.model):
                 fully_shard(part, mesh=mesh["data_parallel"])
 
@@ -112,12 +111,12 @@ class LanguageModel(pl.LightningModule):
         self.log("val/loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
 
     def configure_optimizers(self) -> OptimizerConfig | OptimizerLRSchedulerConfig:
-        """AdamW, fused where torch has it, and perhaps its schedule by optimizer step."""
-        options = self.hparams
-        # by name, since under FSDP1 every parameter is a flat shard
-        matrices = [p for name, p in self.named_parameters() if "norm" not in name]
-        norms = [p for name, p in self.named_parameters() if "norm" in name]
-        groups = [{"params": matrices, "weight_decay": options["weight_decay"]}, {"params": norms, "weight_decay": 0.0}]
+        """AdamW, and perhaps its schedule by optimizer step."""
+        options, parameters = self.hparams, list(self.named_parameters())
+        groups = [  # by name, since under FSDP1 every parameter is a flat shard
+            {"params": [p for name, p in parameters if "norm" not in name], "weight_decay": options["weight_decay"]},
+            {"params": [p for name, p in parameters if "norm" in name], "weight_decay": 0.0},
+        ]
         fused = options["fused"] and self.device.type in ("cpu", "cuda")
         optimizer = AdamW(groups, lr=options["learning_rate"], betas=(0.9, 0.95), fused=fused)
         total_steps = options["total_steps"]
@@ -129,7 +128,5 @@ class LanguageModel(pl.LightningModule):
 
     def _attention_kernel(self) -> AbstractContextManager[None]:
         in_16_bit = torch.is_autocast_enabled("cpu") or next(self.parameters()).dtype != torch.float32
-        on_cpu_in_16_bit = self.device.type == "cpu" and in_16_bit
-        if on_cpu_in_16_bit and self.model.config.block_tokens <= _PLAIN_ATTENTION_MAX_TOKENS:
-            return sdpa_kernel(SDPBackend.MATH)
-        return nullcontext()
+        is_short = self.model.config.block_tokens <= _PLAIN_ATTENTION_MAX_TOKENS
+        return sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" and in_16_bit and is_short else nullcontext()

@@ -1,34 +1,25 @@
 """Everything that is checked before a run starts: settings, text, device, and the checkpoint to resume from."""
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
-from lightning_mp import __version__
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.demo.data import Corpus, HeldOutBatches, TextBatches, load_file, load_standard_library
+from lightning_mp.comparison.compare import versions
+from lightning_mp.core.devices import available_device_type
+from lightning_mp.demo.data import BLOCK_TOKENS, Corpus, HeldOutBatches, TextBatches, TextData, load_text
 from lightning_mp.demo.history import HISTORY_KEY
-from lightning_mp.demo.settings import BLOCK_TOKENS, Settings
+from lightning_mp.demo.model import GPTConfig
+from lightning_mp.demo.settings import CLIP_NORM, Settings
 
-__all__ = [
-    "ACCELERATORS",
-    "Job",
-    "describe_shape",
-    "latest_run",
-    "load_checkpoint",
-    "new_run",
-    "prepare",
-    "use_few_threads",
-]
+__all__ = ["Job", "prepare", "use_few_threads"]
 
-ACCELERATORS = ("auto", "cpu", "cuda", "mps")
-
+_VALIDATIONS = 12
 _SMALL_MODEL_PARAMETERS = 1_000_000
 
 
@@ -47,16 +38,32 @@ class Job:
     @property
     def facts(self) -> dict[str, Any]:
         """What goes into the files of the run, as plain values."""
-        settings = self.settings
-        plan = {
-            "parameters": settings.model.parameters,
-            "budget_tokens": settings.budget_tokens,
-            "micro_batch_tokens": settings.micro_batch_tokens,
-            "optimizer_steps": settings.optimizer_steps,
+        return {
+            "settings": asdict(self.settings),
+            "plan": asdict(self.settings.plan),
+            "text": {"source": self.corpus.source, "digest": self.corpus.digest},
+            "versions": versions(),
         }
-        versions = {"lightning_mp": __version__, "lightning": pl.__version__, "torch": str(torch.__version__)}
-        text = {"source": self.corpus.source, "digest": self.corpus.digest}
-        return {"settings": asdict(settings), "plan": plan, "text": text, "versions": versions}
+
+    @property
+    def data(self) -> TextData:
+        """The batches of the run."""
+        settings = self.settings
+        return TextData(self.corpus, settings.batch_size, settings.plan.micro_batches, settings.seed)
+
+    @property
+    def trainer_options(self) -> dict[str, Any]:
+        """What the Trainer of the run and that of ``--compare`` have in common."""
+        return {
+            "accelerator": self.accelerator,
+            "devices": self.settings.devices,
+            "gradient_clip_val": CLIP_NORM,
+            # the whole run is one epoch, see TextData
+            "val_check_interval": -(-self.settings.plan.micro_batches // _VALIDATIONS),
+            "check_val_every_n_epoch": None,
+            "num_sanity_val_steps": 0,
+            "enable_model_summary": False,
+        }
 
 
 def prepare(
@@ -75,17 +82,15 @@ def prepare(
         raise ValueError(f"--max-minutes {max_minutes:g} is not allowed: give a positive number of minutes.")
     if given.get("text") is not None:
         given = {**given, "text": str(Path(given["text"]).resolve())}  # a run may be resumed from elsewhere
-    path = latest_run(out) if resume else None
-    checkpoint = load_checkpoint(path) if path is not None else {}
-    saved = checkpoint["callbacks"][HISTORY_KEY] if checkpoint else None
+    path = _latest_checkpoint(out) if resume else None
+    saved = None if path is None else _load_history(path)
     settings = Settings(**given) if saved is None else Settings.resume(saved["facts"]["settings"], given)
-    saved_shape, shape = checkpoint.get("hyper_parameters"), asdict(settings.model)
-    if saved_shape is not None and any(saved_shape.get(name) != value for name, value in shape.items()):
+    if saved is not None and saved["shape"] != settings.model:
         raise ValueError(
-            f"the checkpoint {path} holds a model of another size ({describe_shape(saved_shape)}) than this run's "
-            f"({describe_shape(shape)}): leave --params out, or start a new run without --resume."
+            f"the checkpoint {path} holds a model of another size ({saved['shape']}) than this run's "
+            f"({settings.model}): leave --params out, or start a new run without --resume."
         )
-    corpus = load_standard_library() if settings.text is None else load_file(Path(settings.text))
+    corpus = load_text(settings.text)
     # These refuse a text that is too short.
     shape = {"block_tokens": BLOCK_TOKENS, "world_size": settings.replicas}
     TextBatches(corpus.train, batch_size=settings.batch_size, **shape)
@@ -95,12 +100,12 @@ def prepare(
             f"the text ({corpus.source}) is not the one that the run of {path} began with "
             f"({saved['facts']['text']['source']}): bring that back, or start a new run without --resume."
         )
-    accelerator = _available(accelerator)
+    accelerator = available_device_type(accelerator)
     use_few_threads(settings.model.parameters, accelerator)
     return Job(
         settings=settings,
         corpus=corpus,
-        folder=path.parent.parent if path is not None else new_run(out),
+        folder=path.parent.parent if path is not None else _new_run(out),
         accelerator=accelerator,
         max_seconds=None if max_minutes is None else 60 * max_minutes,
         resumed_from=path,
@@ -114,55 +119,36 @@ def use_few_threads(parameters: int, accelerator: str) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 
 
-def new_run(out: Path) -> Path:
+def _new_run(out: Path) -> Path:
     """The next free folder ``version_N`` under ``out``; nothing is made yet."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: give a folder, which is made if it is missing.")
-    return out / f"version_{max(_versions(out), default=-1) + 1}"
+    return Path(CSVLogger(out, name="").log_dir)
 
 
-def latest_run(out: Path) -> Path:
-    """The last checkpoint of the run in ``out``, or of the newest run under it that has one."""
-    for folder in (out, *(out / f"version_{number}" for number in sorted(_versions(out), reverse=True))):
-        checkpoint = latest_checkpoint(folder / "checkpoints")
-        if checkpoint is not None:
-            return checkpoint
-    raise ValueError(
-        f"--resume finds no checkpoint under {out}: start a run without --resume, or name the folder of the run with "
-        "--out."
-    )
+def _latest_checkpoint(out: Path) -> Path:
+    path = latest_checkpoint(out)
+    if path is None:
+        raise ValueError(
+            f"--resume finds no checkpoint under {out}: start a run without --resume, or name the folder of the run "
+            "with --out."
+        )
+    return path
 
 
-def _versions(out: Path) -> list[int]:
-    return [int(match[1]) for entry in out.glob("version_*") if (match := re.fullmatch(r"version_(\d+)", entry.name))]
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint of the demo; its tensors stay on disk until they are used."""
+def _load_history(path: Path) -> dict[str, Any]:
+    """The history in a checkpoint of the demo, and the shape of its model."""
     try:
+        # mapped: the weights stay on disk
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for a damaged file
         raise ValueError(
             f"the checkpoint {path} cannot be read ({type(error).__name__}): start a new run without --resume."
         ) from error
-    if HISTORY_KEY not in checkpoint.get("callbacks", {}):
+    if HISTORY_KEY not in checkpoint:
         raise ValueError(
             f"the checkpoint {path} was not written by this demo: name the folder of a demo run with --out, or start a "
             "new run without --resume."
         )
-    return checkpoint
-
-
-def describe_shape(shape: Mapping[str, Any]) -> str:
-    """The shape of a model in words."""
-    return f"layers: {shape['layers']}, heads: {shape['heads']}, width: {shape['width']}"
-
-
-def _available(accelerator: str) -> str:
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if accelerator == "auto":
-        return "cuda" if available["cuda"] else "cpu"
-    if not available[accelerator]:
-        usable = " or ".join(name for name, there in available.items() if there)
-        raise ValueError(f"--accelerator {accelerator} is not available on this machine: choose {usable}.")
-    return accelerator
+    shape = {name: checkpoint["hyper_parameters"][name] for name in GPTConfig.__dataclass_fields__}
+    return {**checkpoint[HISTORY_KEY], "shape": GPTConfig(**shape)}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from textwrap import indent
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -24,13 +24,12 @@ import lightning_mp as mp
 from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 from lightning_mp.demo.compare import format_comparison, train_with_stock
-from lightning_mp.demo.data import TextData
 from lightning_mp.demo.history import InjectOverflow, RunHistory, say
 from lightning_mp.demo.model import generate
 from lightning_mp.demo.module import LanguageModel
-from lightning_mp.demo.prepare import Job, describe_shape
-from lightning_mp.demo.report import draw_report, format_table, summarise
-from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings, peak_learning_rate
+from lightning_mp.demo.prepare import Job
+from lightning_mp.demo.report import format_table, plot_of, summarise
+from lightning_mp.demo.settings import WARMUP_SHARE, Settings, peak_learning_rate
 
 __all__ = ["assemble", "fit", "run_job"]
 
@@ -51,67 +50,61 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     combination, nothing is left behind. On the second Ctrl-C, or on one before the first batch, KeyboardInterrupt says
     where the last checkpoint is.
     """
-    if job.resumed_tokens >= job.settings.budget_tokens:
-        say(f"{job.folder} has spent its whole budget already. Start a new run without --resume.")
-        if not (job.folder / "history.json").is_file():  # killed between checkpoint and history
-            return 0
-    else:
-        torch.manual_seed(job.settings.seed)
-        with quiet_lightning(logging.INFO, *_WARNINGS_ABOUT_NOTHING):
-            trainer = assemble(job, extra_callbacks)
-            _announce(job)
-            fit(trainer, job)
-    # Not on the other ranks, where this returns None.
-    return rank_zero_only(_conclude)(job) or 0
+    try:
+        if job.resumed_tokens >= job.settings.plan.budget_tokens:
+            say(f"{job.folder} has spent its whole budget already. Start a new run without --resume.")
+            if not (job.folder / "history.json").is_file():  # killed between checkpoint and history
+                return 0
+        else:
+            torch.manual_seed(job.settings.seed)
+            with quiet_lightning(logging.INFO, *_WARNINGS_ABOUT_NOTHING):
+                trainer = assemble(job, extra_callbacks)
+                _announce(job)
+                fit(trainer, job)
+        # Not on the other ranks, where this returns None.
+        return rank_zero_only(_conclude)(job) or 0
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_go_on(job)) from None
 
 
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
     """Builds the Trainer."""
     settings, folder = job.settings, job.folder
-    callbacks: list[Callback] = [
-        mp.OverflowMonitor(),
-        mp.OverflowPostMortem(dirpath=folder),
-        mp.AccumulationScheduler(settings.accumulation, unit="step"),
-        mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter),
-        # The cosine ends where the run ends: Hoffmann et al. 2022 (arXiv:2203.15556), appendix B, find that a cycle
-        # more than 25% too long clearly hurts. The first step's rate is not 0, so that it does something.
-        mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
-        mp.MFUMonitor(),
-        Timer(),
-        RunHistory(folder / "history.json", job.facts),
-        *extra_callbacks,
-        ModelCheckpoint(
-            folder / "checkpoints",
-            filename="step-{step}",
-            auto_insert_metric_name=False,
-            every_n_train_steps=-(-settings.optimizer_steps // _CHECKPOINTS),
-        ),
-        mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds),
-        InjectOverflow(settings),
-    ]
     on_terminal = sys.stdout.isatty()
-    if on_terminal:
-        callbacks.append(TQDMProgressBar(refresh_rate=5))
     loggers: list[Any] = [CSVLogger(folder, name="csv")]
     if _is_installed("tensorboard", "No TensorBoard log is written"):
         loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
     return pl.Trainer(
         plugins=_precision(job),
-        accelerator=job.accelerator,
-        devices=settings.devices,
         strategy=_strategy(settings),
-        max_epochs=-1,
-        gradient_clip_val=CLIP_NORM,
-        callbacks=callbacks,
+        max_epochs=-1,  # the budget ends the run
+        callbacks=[
+            mp.OverflowMonitor(),
+            mp.OverflowPostMortem(dirpath=folder),
+            mp.AccumulationScheduler(settings.accumulation, unit="step"),
+            mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter),
+            # The cosine ends where the run ends: Hoffmann et al. 2022 (arXiv:2203.15556), appendix B, find that a cycle
+            # more than 25% too long clearly hurts. The first step's rate is not 0, so that it does something.
+            mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
+            mp.MFUMonitor(),
+            Timer(),
+            RunHistory(folder / "history.json", job.facts),
+            *extra_callbacks,
+            ModelCheckpoint(
+                folder / "checkpoints",
+                filename="step-{step}",
+                auto_insert_metric_name=False,
+                every_n_train_steps=-(-settings.plan.optimizer_steps // _CHECKPOINTS),
+            ),
+            mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds),
+            InjectOverflow(settings),
+            *([TQDMProgressBar(refresh_rate=5)] if on_terminal else []),
+        ],
         logger=loggers,
-        # the whole run is one epoch, see TextData
-        val_check_interval=settings.validate_every_micro_batches,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=min(10, settings.micro_batches),
-        enable_model_summary=False,
+        log_every_n_steps=min(10, settings.plan.micro_batches),
         enable_progress_bar=on_terminal,
         default_root_dir=folder,
+        **job.trainer_options,
     )
 
 
@@ -124,11 +117,11 @@ def _precision(job: Job) -> list[Any]:
             return [mp.TF32Precision()]
         case "fp8":
             # some CPUs take seconds for a step with torch's own product
-            return [mp.Float8Precision(cast(Any, settings.recipe), emulate=job.accelerator == "cpu")]
+            return [mp.Float8Precision(settings.recipe, emulate=job.accelerator == "cpu")]
         case "bf16-true" | "16-true" as weights:
-            return [mp.MasterWeightsPrecision(weights, storage=cast(Any, settings.storage))]
+            return [mp.MasterWeightsPrecision(weights, storage=settings.storage)]
         case mixed:
-            return [mp.AutocastPrecision(cast(Any, mixed))]
+            return [mp.AutocastPrecision(mixed)]
 
 
 def _strategy(settings: Settings) -> Strategy | str:
@@ -143,14 +136,14 @@ def _strategy(settings: Settings) -> Strategy | str:
 
 
 def fit(trainer: pl.Trainer, job: Job) -> None:
-    """Builds model and data and trains, from the checkpoint if the run goes on."""
+    """Builds the model and trains it, from the checkpoint if the run goes on."""
     shape = job.settings.model
     # TokenLearningRate sets the rate
     model = LanguageModel(**asdict(shape), learning_rate=peak_learning_rate(shape.parameters), total_steps=None)
     new_folders = [folder for folder in (job.folder, *job.folder.parents) if not folder.exists()]
     try:
         with interrupts_kept():
-            trainer.fit(model, TextData(job.corpus, job.settings), ckpt_path=job.resumed_from, weights_only=True)
+            trainer.fit(model, job.data, ckpt_path=job.resumed_from, weights_only=True)
     except (MisconfigurationException, ProcessRaisedException) as error:
         # ddp_fork and ddp_spawn bring the traceback of another process as text
         _, found, refusal = str(error).rpartition("MisconfigurationException: ")
@@ -162,8 +155,6 @@ def fit(trainer: pl.Trainer, job: Job) -> None:
                 for folder in new_folders[1:]:
                     folder.rmdir()
         raise MisconfigurationException(refusal) from None
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_go_on(job)) from None
 
 
 def _conclude(job: Job) -> int:
@@ -173,10 +164,7 @@ def _conclude(job: Job) -> int:
     if history["stopped_by"] == "interrupt":
         say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
         return 130
-    try:
-        _show(job, history)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_go_on(job)) from None
+    _show(job, history)
     if history["stopped_by"] == "time":
         say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
     return 0
@@ -194,7 +182,7 @@ def _show(job: Job, history: dict[str, Any]) -> None:
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     say(f"\nA sample:\n{indent(sample, '    ')}\n")
     if _is_installed("matplotlib", "No picture is drawn"):
-        draw_report(history, folder / "report.png")
+        plot_of(history).write(folder / "report.png")
     say(format_table(summary, folder))
     comparison_file = folder / "comparison.txt"
     if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():
@@ -219,18 +207,17 @@ def _printable(text: bytes) -> str:
 
 
 def _announce(job: Job) -> None:
-    settings = job.settings
+    settings, plan, on_cpu = job.settings, job.settings.plan, job.accelerator == "cpu"
     say(f"Text: {job.corpus.source}, {len(job.corpus.train):,} bytes and {len(job.corpus.validation):,} held out.")
     say(
-        f"Model: {settings.model.parameters:,} parameters ({describe_shape(asdict(settings.model))}), "
-        f"{settings.precision} on {settings.devices} x {job.accelerator}. Budget: {settings.budget_tokens:,} tokens in "
-        f"about {settings.optimizer_steps:,} optimizer steps."
+        f"Model: {plan.parameters:,} parameters ({settings.model}), {settings.precision} on {settings.devices} x "
+        f"{job.accelerator}. Budget: {plan.budget_tokens:,} tokens in about {plan.optimizer_steps:,} optimizer steps."
     )
     if job.resumed_from is not None:
         say(f"Going on after {job.resumed_tokens:,} tokens, from {job.resumed_from}.")
-    if job.accelerator == "cpu" and settings.precision == "fp8":
+    if on_cpu and settings.precision == "fp8":
         say("On a CPU fp8 is emulated: operands are rounded to fp8 and multiplied in fp32, which is slow.")
-    elif job.accelerator == "cpu" and "16" in settings.precision:
+    elif on_cpu and "16" in settings.precision:
         name = "bf16" if settings.precision.startswith("bf16") else "fp16"
         if not any(there for feature, there in torch.cpu.get_capabilities().items() if feature.endswith(name)):
             say(f"This CPU has no {name} instructions: {settings.precision} is slow here (--params 10000 is quick).")

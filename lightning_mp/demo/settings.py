@@ -2,44 +2,41 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from lightning_mp.accumulation.schedule import Thresholds
 from lightning_mp.accumulation.step_estimate import estimate_steps
+from lightning_mp.cli.dataclass_options import check_combinations, flag, setting
+from lightning_mp.demo.data import BLOCK_TOKENS
 from lightning_mp.demo.model import GPTConfig, config_for_parameters
 from lightning_mp.planning import tokens_for
+from lightning_mp.precision.fp8.conversion import Float8Recipe
+from lightning_mp.precision.masters.store import Storage
 
-__all__ = ["BLOCK_TOKENS", "Settings", "flag", "peak_learning_rate"]
+__all__ = ["Settings", "peak_learning_rate"]
 
-PRECISIONS = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8")
-#: Those that Lightning has, too.
-STOCK_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-#: Those with a loss scale, so that steps may be skipped.
-SCALED_PRECISIONS = ("16-mixed", "16-true")
-
-BLOCK_TOKENS = 128
+Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8"]
+SCALED_PRECISIONS = ("16-mixed", "16-true")  # with a loss scale, so that steps may be skipped
 
 #: Micro-batches per optimizer step, by the step from which on: small batches while the loss falls fast, larger ones
 #: later (McCandlish et al. 2018, arXiv:1812.06162: the useful batch size grows as the loss falls).
 ACCUMULATION: Mapping[int, int] = {0: 1, 200: 2}
 
 CLIP_NORM = 1.0  # Brown et al. 2020 (arXiv:2005.14165), appendix B
-
-#: Of the learning-rate schedule.
-WARMUP_SHARE = 0.05
-
-_VALIDATIONS = 12
+WARMUP_SHARE = 0.05  # of the learning-rate schedule
 
 
-def _setting(default: Any, help: str, *, group: str = "model", **argparse_options: Any) -> Any:
-    return field(default=default, metadata={"group": group, "help": help, **argparse_options})
+@dataclass(frozen=True)
+class Plan:
+    """The numbers that follow from the settings. A micro-batch is that of all copies of the model together."""
 
-
-def flag(setting: str) -> str:
-    """The command-line option of a setting."""
-    return "--" + setting.replace("_", "-")
+    parameters: int
+    budget_tokens: int
+    micro_batch_tokens: int
+    micro_batches: int  # the last one is trimmed to the budget
+    optimizer_steps: int
 
 
 @dataclass(frozen=True)
@@ -50,106 +47,84 @@ class Settings:
         ValueError: If a value is not allowed; the message names the command-line option.
     """
 
-    precision: str = _setting(
-        "bf16-mixed",
-        "bf16-true and 16-true keep fp32 masters; on a CPU fp16 is slow and fp8 emulated",
-        choices=PRECISIONS,
+    precision: Precision = setting(
+        "bf16-mixed", "bf16-true and 16-true keep fp32 masters; on a CPU fp16 is slow and fp8 emulated"
     )
-    storage: str = _setting("fp32", "master weights of bf16-true", choices=("fp32", "remainder"))
-    recipe: str = _setting("rowwise", "scaling of fp8", choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"))
-    params: int = _setting(100_000, "size of the model", metavar="N", type=int)
-    tokens_per_parameter: float = _setting(20.0, "token budget; 20 is Chinchilla's", metavar="R", type=float)
-    batch_size: int = _setting(8, "sequences per micro-batch and data-parallel rank", metavar="B", type=int)
-    text: str | None = _setting(None, "train on this file instead of the standard library", metavar="FILE")
-    seed: int = _setting(0, "of the weights and the order of the text", metavar="S", type=int)
-    inject_overflow: int | None = _setting(
-        None, "make a gradient infinite at this optimizer step, from 0", metavar="STEP", type=int
+    storage: Storage = setting("fp32", "master weights of bf16-true", precision=["bf16-true"])
+    recipe: Float8Recipe = setting("rowwise", "scaling of fp8", precision=["fp8"])
+    params: int = setting(100_000, "size of the model")
+    tokens_per_parameter: float = setting(20.0, "token budget; 20 is Chinchilla's")
+    batch_size: int = setting(8, "sequences per micro-batch and data-parallel rank")
+    text: str | None = setting(None, "train on this file instead of the standard library", metavar="FILE")
+    seed: int = setting(0, "of the weights and the order of the text")
+    inject_overflow: int | None = setting(
+        None, "make a gradient infinite at this optimizer step, from 0", precision=SCALED_PRECISIONS
     )
-    compare: bool = _setting(
+    compare: bool = setting(
         False,
         "train once more with Lightning's own plugin for the same precision, and print both results; both runs "
         "accumulate a constant number of micro-batches",
-        action="store_true",
+        precision=["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"],
+        devices=[1],
+        strategy=["auto"],
     )
-    devices: int = _setting(1, "number of GPUs or CPU processes", group="layout", metavar="N", type=int)
-    strategy: str = _setting(
+    devices: int = setting(1, "number of GPUs or CPU processes", group="layout")
+    strategy: str = setting(
         "auto",
         "auto (ddp on several devices), ddp, fsdp (GPUs only), model_parallel (Lightning's FSDP2), mp_fsdp2, "
         "mp_pipeline, mp_ddp_bf16_reduce, mp_ddp_fp16_reduce, or any other that Lightning knows",
         group="layout",
-        metavar="NAME",
     )
-    tensor_parallel: int = _setting(1, "devices per layer, with mp_fsdp2", group="layout", metavar="N", type=int)
-    stages: int | None = _setting(
-        None, "stages of mp_pipeline; else one per device", group="layout", metavar="N", type=int
+    tensor_parallel: int = setting(1, "devices per layer, with mp_fsdp2", group="layout", strategy=["auto", "mp_fsdp2"])
+    stages: int | None = setting(
+        None, "stages of mp_pipeline; else one per device", group="layout", strategy=["mp_pipeline"]
     )
 
     def __post_init__(self) -> None:
+        check_combinations(self)
         for name in ("params", "tokens_per_parameter", "batch_size", "devices", "tensor_parallel", "stages"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{flag(name)} {value:g} is not allowed: give a positive number.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed {self.seed} is not allowed: give a number from 0 to 4294967295.")
-        if self.storage == "remainder" and self.precision != "bf16-true":
-            raise ValueError(
-                f"--storage remainder keeps the 16 bits that a bf16 weight lacks, and --precision {self.precision} has "
-                "no bf16 weights: add --precision bf16-true."
-            )
-        if self.recipe != "rowwise" and self.precision != "fp8":
-            raise ValueError(f"--recipe is about fp8, and --precision is {self.precision}: add --precision fp8.")
         self._check_layout()
-        if self.compare and self.precision not in STOCK_PRECISIONS:
+        plan = self.plan
+        if plan.budget_tokens < plan.micro_batch_tokens:
             raise ValueError(
-                f"--compare runs Lightning's own plugin, and it has none for {self.precision}: choose --precision "
-                f"{', '.join(STOCK_PRECISIONS[:-1])} or {STOCK_PRECISIONS[-1]}."
+                f"the budget of {plan.budget_tokens:,} tokens ({self.tokens_per_parameter:g} for each of "
+                f"{plan.parameters:,} parameters) is smaller than one batch of {plan.micro_batch_tokens:,} tokens: "
+                "raise --tokens-per-parameter or --params, or lower --batch-size or --devices."
             )
-        if self.compare and (self.devices > 1 or self.strategy != "auto"):
-            raise ValueError("--compare runs on one device: leave --devices and --strategy out.")
-        if self.budget_tokens < self.micro_batch_tokens:
+        if self.inject_overflow is not None and not 0 <= self.inject_overflow < plan.optimizer_steps:
             raise ValueError(
-                f"the budget of {self.budget_tokens:,} tokens ({self.tokens_per_parameter:g} for each of "
-                f"{self.model.parameters:,} parameters) is smaller than one batch of {self.micro_batch_tokens:,} "
-                "tokens: raise --tokens-per-parameter or --params, or lower --batch-size or --devices."
-            )
-        step, steps = self.inject_overflow, self.optimizer_steps
-        if step is not None and not 0 <= step < steps:
-            raise ValueError(
-                f"--inject-overflow {step} is not allowed: this run has {steps} optimizer steps, so give a number from "
-                f"0 to {steps - 1}."
-            )
-        if step is not None and self.precision not in SCALED_PRECISIONS:
-            raise ValueError(
-                f"--inject-overflow shows how a loss scaler skips a step, and {self.precision} has none: "
-                f"add --precision {' or '.join(SCALED_PRECISIONS)}."
+                f"--inject-overflow {self.inject_overflow} is not allowed: this run has {plan.optimizer_steps} "
+                f"optimizer steps, so give a number from 0 to {plan.optimizer_steps - 1}."
             )
 
     def _check_layout(self) -> None:
-        if self.tensor_parallel > 1 and self.strategy not in ("auto", "mp_fsdp2"):
-            raise ValueError(
-                f"--tensor-parallel {self.tensor_parallel} needs --strategy mp_fsdp2, got {self.strategy}: leave "
-                "--strategy out, or --tensor-parallel."
-            )
-        if self.stages is not None and self.strategy != "mp_pipeline":
-            raise ValueError(f"--stages is about --strategy mp_pipeline, and that is {self.strategy}: leave one out.")
+        """The strategies refuse the same, but only once all processes have started."""
         for name in ("tensor_parallel", "stages"):
-            if self.devices % (getattr(self, name) or 1):
-                parts = getattr(self, name)
-                raise ValueError(
-                    f"{flag(name)} {parts} needs a multiple of {parts} devices, got --devices {self.devices}."
-                )
-        # The strategies say the same, but only once all processes have started.
+            parts = getattr(self, name) or 1
+            if self.devices % parts:
+                raise ValueError(f"{flag(name)} {parts} needs a multiple of {parts} devices, got {self.devices}.")
+        size = f"a model of {self.model.parameters:,} parameters"
         if self.model.heads % self.tensor_parallel:
             raise ValueError(
-                f"--tensor-parallel {self.tensor_parallel} does not divide the {self.model.heads} attention heads of a "
-                f"model of {self.model.parameters:,} parameters: choose another number, or raise --params."
+                f"--tensor-parallel {self.tensor_parallel} does not divide the {self.model.heads} attention heads of "
+                f"{size}: choose another number, or raise --params."
             )
         stages, layers = self.devices // self.replicas, self.model.layers + 3  # embedding, norm and head besides
         if self.strategy == "mp_pipeline" and stages > layers:
             raise ValueError(
-                f"--strategy mp_pipeline cannot split the {layers} layers of a model of {self.model.parameters:,} "
-                f"parameters into {stages} stages: give --stages {layers} or less, or raise --params."
+                f"--strategy mp_pipeline cannot split the {layers} layers of {size} into {stages} stages: give "
+                f"--stages {layers} or less, or raise --params."
             )
+
+    @cached_property
+    def model(self) -> GPTConfig:
+        """The shape of the model."""
+        return config_for_parameters(self.params, block_tokens=BLOCK_TOKENS)
 
     @property
     def replicas(self) -> int:
@@ -159,39 +134,18 @@ class Settings:
         return self.devices // self.tensor_parallel
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens of one micro-batch over all copies of the model."""
-        return self.batch_size * self.replicas * BLOCK_TOKENS
-
-    @cached_property
-    def model(self) -> GPTConfig:
-        """The shape of the model."""
-        return config_for_parameters(self.params, block_tokens=BLOCK_TOKENS)
-
-    @cached_property
-    def budget_tokens(self) -> int:
-        """Tokens to train on, over all ranks."""
-        return tokens_for(self.model.parameters, self.tokens_per_parameter)
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of the whole run per rank; the last one is trimmed to the budget."""
-        return -(-self.budget_tokens // self.micro_batch_tokens)
-
-    @property
     def accumulation(self) -> dict[int, int]:
         """Micro-batches per optimizer step; in a comparison constant, as Lightning has no schedule by step."""
         return {0: max(ACCUMULATION.values())} if self.compare else dict(ACCUMULATION)
 
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return int(estimate_steps(Thresholds(self.accumulation, "step"), self.micro_batches, max_epochs=1))
-
-    @property
-    def validate_every_micro_batches(self) -> int:
-        """How often to validate; besides, once at the end."""
-        return -(-self.micro_batches // _VALIDATIONS)
+    @cached_property
+    def plan(self) -> Plan:
+        """How much is trained, in which portions."""
+        budget_tokens = tokens_for(self.model.parameters, self.tokens_per_parameter)
+        micro_batch_tokens = self.batch_size * self.replicas * BLOCK_TOKENS
+        micro_batches = math.ceil(budget_tokens / micro_batch_tokens)
+        steps = estimate_steps(Thresholds(self.accumulation, "step"), micro_batches, max_epochs=1)
+        return Plan(self.model.parameters, budget_tokens, micro_batch_tokens, micro_batches, int(steps))
 
     @classmethod
     def resume(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
@@ -207,7 +161,7 @@ class Settings:
             or start a new one without --resume.
         """
         kept = cls(**saved)
-        layout = {setting.name for setting in fields(cls) if setting.metadata["group"] == "layout"}
+        layout = {each.name for each in fields(cls) if each.metadata["group"] == "layout"}
         for name, value in given.items():
             if name not in layout and getattr(kept, name) != value:
                 raise ValueError(
@@ -216,13 +170,12 @@ class Settings:
                 )
         smallest = replace(kept, **{name: given[name] for name in layout & given.keys()}, batch_size=1)
         sequences = kept.batch_size * kept.replicas
-        batch_size, rest = divmod(sequences, smallest.replicas)
-        if rest or not batch_size:
+        if sequences % smallest.replicas:
             raise ValueError(
                 f"the run to resume has batches of {sequences} sequences, which {smallest.replicas} copies of the "
                 "model cannot share evenly: choose --devices so that they can."
             )
-        return replace(smallest, batch_size=batch_size)
+        return replace(smallest, batch_size=sequences // smallest.replicas)
 
 
 def peak_learning_rate(parameters: int) -> float:

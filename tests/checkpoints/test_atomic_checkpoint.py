@@ -183,6 +183,19 @@ def test_the_one_that_was_written_last_is_taken(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "b.ckpt", "the link leads nowhere"
 
 
+def test_in_a_folder_of_runs_the_newest_run_with_a_checkpoint_counts(tmp_path):
+    for version in (0, 2, 10, 11):
+        folder = tmp_path / f"version_{version}" / "checkpoints"
+        folder.mkdir(parents=True)
+        if version != 11:
+            torch.save({}, folder / "a.ckpt")
+    (tmp_path / "version_final").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "version_10" / "checkpoints" / "a.ckpt"
+    assert latest_checkpoint(tmp_path / "version_2") == tmp_path / "version_2" / "checkpoints" / "a.ckpt"
+    torch.save({}, tmp_path / "b.ckpt")
+    assert latest_checkpoint(tmp_path) == tmp_path / "b.ckpt", "one in the folder itself goes first"
+
+
 def split_file(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 30)
 

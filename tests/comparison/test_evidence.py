@@ -58,8 +58,8 @@ def test_adapters_train_from_one_model_and_what_is_missing_is_said(evidence, tmp
 
 def test_only_adapters_are_trained(evidence):
     sizes = evidence.replace(evidence.QUICK, params=9264)
-    runs = evidence.text_runs(evidence.load_standard_library(max_bytes=10**6), sizes)
-    module = evidence.with_adapters(runs.make_module())
+    make_module, _ = evidence.text_runs(evidence.load_standard_library(max_bytes=10**6), sizes)
+    module = evidence.with_adapters(make_module())
     trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
     assert len(trained) == 8  # two of each of the four layers of one block
     assert all(name.endswith((".up", ".down")) for name in trained)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_mp.__main__ import main
-from lightning_mp.demo.prepare import latest_run
+from lightning_mp.checkpoints import latest_checkpoint
 
 TINY_RUN = ["--params", "9264", "--tokens-per-parameter", "0.3", "--batch-size", "4", "--precision", "32-true"]
 
@@ -41,26 +41,29 @@ def _refusal(capsys, *arguments):
             "argument --precision: invalid choice: 'int4' (choose from ",
         ),
         (["--precision", "fp8", "--recipe", "soup"], "argument --recipe: invalid choice: 'soup' (choose from "),
-        (["--recipe", "tensorwise"], "--recipe is about fp8, and --precision is bf16-mixed: add --precision fp8"),
+        (["--recipe", "tensorwise"], "--recipe works only with --precision fp8, and that is bf16-mixed"),
         (["--precision", "bf16-true", "--storage", "tape"], "argument --storage: invalid choice: 'tape' (choose from "),
-        (["--precision", "16-true", "--storage", "remainder"], "has no bf16 weights: add --precision bf16-true"),
+        (
+            ["--precision", "16-true", "--storage", "remainder"],
+            "works only with --precision bf16-true, and that is 16-true",
+        ),
         (["--precision", "tf32", "--accelerator", "cpu"], "TF32Precision cannot run on this device: TF32 is a mode of"),
         (
             ["--tensor-parallel", "2", "--devices", "3"],
-            "--tensor-parallel 2 needs a multiple of 2 devices, got --devices 3",
+            "--tensor-parallel 2 needs a multiple of 2 devices, got 3",
         ),
         (
             ["--tensor-parallel", "2", "--devices", "2", "--strategy", "ddp"],
-            "--tensor-parallel 2 needs --strategy mp_fsdp2, got ddp: leave --strategy out, or --tensor-parallel",
+            "--tensor-parallel works only with --strategy auto or mp_fsdp2, and that is ddp: change one of the two",
         ),
         (
             ["--tensor-parallel", "2", "--devices", "2", "--params", "9264"],
             "--tensor-parallel 2 does not divide the 1 attention heads of a model of 9,264 parameters",
         ),
-        (["--stages", "2", "--devices", "2"], "--stages is about --strategy mp_pipeline, and that is auto"),
+        (["--stages", "2", "--devices", "2"], "--stages works only with --strategy mp_pipeline, and that is auto"),
         (
             ["--strategy", "mp_pipeline", "--stages", "2", "--devices", "3"],
-            "--stages 2 needs a multiple of 2 devices, got --devices 3",
+            "--stages 2 needs a multiple of 2 devices, got 3",
         ),
         (
             ["--strategy", "mp_pipeline", "--devices", "5", "--params", "9264"],
@@ -82,9 +85,16 @@ def _refusal(capsys, *arguments):
             "the budget of 926 tokens (0.1 for each of 9,264 parameters) is smaller than one batch of 1,024 tokens: "
             "raise --tokens-per-parameter or --params, or lower --batch-size or --devices",
         ),
-        (["--compare", "--precision", "fp8"], "--compare runs Lightning's own plugin, and it has none for fp8: choose"),
-        (["--compare", "--devices", "2"], "--compare runs on one device: leave --devices and --strategy out"),
-        (["--inject-overflow", "3"], "bf16-mixed has none: add --precision 16-mixed or 16-true"),
+        (
+            ["--compare", "--precision", "fp8"],
+            "--compare works only with --precision 32-true or bf16-mixed or 16-mixed or bf16-true or 16-true, and that "
+            "is fp8",
+        ),
+        (["--compare", "--devices", "2"], "--compare works only with --devices 1, and that is 2"),
+        (
+            ["--inject-overflow", "3"],
+            "--inject-overflow works only with --precision 16-mixed or 16-true, and that is bf16-mixed",
+        ),
         (["--precision", "16-mixed", "--inject-overflow", "-1"], "so give a number from 0 to 1093"),
         (
             ["--precision", "16-mixed", "--inject-overflow", "9999"],
@@ -121,7 +131,7 @@ def test_a_tiny_text_is_refused(capsys, tmp_path):
 def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = _refusal(capsys, "--accelerator", "cuda")
-    assert "--accelerator cuda is not available on this machine: choose cpu" in message
+    assert "--accelerator 'cuda' is not available here. Use 'auto' or one of 'cpu'" in message
 
 
 def test_a_precision_that_the_device_lacks_is_refused(capsys, monkeypatch):
@@ -155,7 +165,7 @@ def test_resuming_a_run_with_other_settings_is_refused(capsys, finished_run, opt
 
 
 def test_resuming_a_checkpoint_of_another_model_size_is_refused(capsys, finished_run):
-    path = latest_run(finished_run)
+    path = latest_checkpoint(finished_run)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["hyper_parameters"]["width"] = 32
     torch.save(checkpoint, path)
@@ -174,7 +184,7 @@ def test_resuming_with_a_changed_text_is_refused(capsys, finished_run, text):
 
 
 def test_resuming_from_an_unusable_checkpoint_is_refused(capsys, finished_run):
-    checkpoint = latest_run(finished_run)
+    checkpoint = latest_checkpoint(finished_run)
     torch.save({"state_dict": {}}, checkpoint)
     refusal = _refusal(capsys, "--resume", "--out", str(finished_run))
     assert "was not written by this demo" in refusal
@@ -184,7 +194,7 @@ def test_resuming_from_an_unusable_checkpoint_is_refused(capsys, finished_run):
 
 
 def test_a_checkpoint_that_ends_too_early_is_passed_over(capsys, finished_run):
-    whole, cut = latest_run(finished_run), finished_run / "version_0" / "checkpoints" / "cut.ckpt"
+    whole, cut = latest_checkpoint(finished_run), finished_run / "version_0" / "checkpoints" / "cut.ckpt"
     cut.write_bytes(whole.read_bytes()[:1000])
     with pytest.warns(UserWarning, match=r"skips .*cut.ckpt: the file ends too early"):
         assert main(["demo", "--resume", "--out", str(finished_run)]) == 0
@@ -210,16 +220,16 @@ def finished_run(tmp_path, first_run, monkeypatch):
 
 def _short_report(monkeypatch):
     monkeypatch.setattr("lightning_mp.demo.run._SAMPLE_TOKENS", 3)
-    monkeypatch.setattr("lightning_mp.demo.run.draw_report", lambda history, path: None)
+    monkeypatch.setattr("lightning_mp.demo.report.RunPlot.write", lambda plot, path: None)
 
 
 def test_resuming_a_finished_run_says_so_and_shows_its_summary(capsys, finished_run):
-    weights = torch.load(latest_run(finished_run), weights_only=True)["state_dict"]
+    weights = torch.load(latest_checkpoint(finished_run), weights_only=True)["state_dict"]
     assert main(["demo", "--resume", "--out", str(finished_run)]) == 0
     output = capsys.readouterr().out
     assert "has spent its whole budget already" in output
     assert "2,779 (spent exactly)" in output
-    after = torch.load(latest_run(finished_run), weights_only=True)["state_dict"]
+    after = torch.load(latest_checkpoint(finished_run), weights_only=True)["state_dict"]
     assert all(torch.equal(weights[name], after[name]) for name in weights)
 
 

@@ -69,7 +69,10 @@ def test_a_model_that_cannot_be_that_small_is_refused():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"layers": 0}, "layers is 0: it must be 1 or more"), ({"heads": 3}, "32, which 3 heads do not divide")],
+    [
+        ({"layers": 0}, r"GPTConfig\(layers=0\): it must be a whole number, 1 or more"),
+        ({"heads": 3}, r"GPTConfig\(width=32\): it must be a multiple of the 3 heads"),
+    ],
 )
 def test_an_impossible_shape_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -133,7 +136,7 @@ def test_only_matrices_decay():
 def test_optimizer_steps_are_counted_as_they_are_made(monkeypatch, micro_batches, schedule):
     monkeypatch.setattr("lightning_mp.demo.settings.ACCUMULATION", schedule)
     settings = Settings(params=9264, batch_size=1, tokens_per_parameter=micro_batches * 128 / 9264)
-    assert settings.micro_batches == micro_batches
+    assert settings.plan.micro_batches == micro_batches
     steps = left = 0
     for index in range(micro_batches):
         if left == 0:
@@ -142,7 +145,7 @@ def test_optimizer_steps_are_counted_as_they_are_made(monkeypatch, micro_batches
         if left == 0 or index == micro_batches - 1:
             steps += 1
             left = 0
-    assert settings.optimizer_steps == steps
+    assert settings.plan.optimizer_steps == steps
 
 
 def test_generation_keeps_the_prompt_and_follows_the_seed():

@@ -4,11 +4,8 @@ import json
 import math
 from pathlib import Path
 
-import pytest
-import torch
-
-from lightning_mp.demo.prepare import latest_run, new_run
-from lightning_mp.demo.report import build_figure, draw_report, format_table, smooth, summarise
+from lightning_mp.demo.prepare import prepare
+from lightning_mp.demo.report import format_table, plot_of, summarise
 from lightning_mp.demo.run import _printable
 
 NUM_STEPS = 40
@@ -43,108 +40,15 @@ def _history(precision="16-mixed", skipped=(), num_steps=NUM_STEPS, **changes):
     return history | changes
 
 
-def _panels(history):
-    return build_figure(history).axes[:3]
-
-
-def _labels(panel):
-    return [text.get_text() for text in panel.get_legend().get_texts()]
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_the_picture_is_written_with_three_panels(tmp_path, precision):
-    draw_report(_history(precision), tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert [panel.get_ylabel() for panel in _panels(_history(precision))] == [
-        "nats per byte",
-        "loss scale",
-        "learning rate",
-    ]
-
-
-def test_the_budget_line_stands_at_the_budget_in_every_panel():
-    for panel in _panels(_history()):
-        (line,) = [line for line in panel.get_lines() if line.get_label() == "budget"]
-        assert list(line.get_xdata()) == [6000, 6000]
-
-
-def test_the_axis_ends_where_the_run_ends():
-    for history in (_history(), _history(num_steps=10)):
-        for panel in _panels(history):
-            assert panel.get_xlim() == pytest.approx((0, history["tokens"] * 1.02))
-    assert "budget" not in _labels(_panels(_history(num_steps=10))[0])
-
-
-def test_validation_losses_stand_at_their_tokens():
-    loss, _, _ = _panels(_history())
-    (line,) = [line for line in loss.get_lines() if line.get_label() == "validation"]
-    assert list(line.get_xdata()) == [1000, 2000, 4000, 6000]
-    assert list(line.get_ydata()) == [2.5, 2.3, 2.2, 2.1]
-
-
-def test_skipped_steps_are_marked_in_every_panel_and_counted():
-    panels = _panels(_history(skipped=(3, 7)))
-    for panel in panels:
-        assert [400, 400] in [list(line.get_xdata()) for line in panel.get_lines()]
-        assert [800, 800] in [list(line.get_xdata()) for line in panel.get_lines()]
-    assert _labels(panels[0]) == ["train (smoothed)", "validation", "skipped step", "budget"]
-    assert panels[1].get_title(loc="left") == "Loss scale: 2 of 40 steps skipped"
-
-
-def test_without_a_scaler_the_gradient_norm_is_shown_instead():
-    _, scale, _ = _panels(_history("bf16-mixed"))
-    assert scale.get_title(loc="left") == "bf16-mixed has no loss scale; gradient norm: 0 of 40 steps skipped"
-    assert scale.get_ylabel() == "gradient norm"
-
-
-def test_where_nobody_measured_the_norm_the_picture_says_so():
-    _, scale, _ = _panels(_history("32-true"))
-    assert [text.get_text() for text in scale.texts] == ["not measured in 32-true"]
-
-
-def test_the_accumulation_ramp_is_marked():
-    _, _, rate = _panels(_history())
-    assert [text.get_text() for text in rate.texts] == [" 2 micro-batches per step"]
-    assert rate.texts[0].xy[0] == 2000
-
-
 def test_the_title_says_how_much_of_the_budget_was_spent():
-    assert "6,000 tokens: exactly its budget of 20 per parameter" in build_figure(_history()).get_suptitle()
-    stopped = _history(num_steps=10)
-    assert "1,000 tokens: 17% of its budget" in build_figure(stopped).get_suptitle()
+    assert "6,000 tokens: exactly its budget of 20 per parameter" in plot_of(_history()).title
+    assert "1,000 tokens: 17% of its budget" in plot_of(_history(num_steps=10)).title
 
 
-@pytest.mark.full
-def test_one_step_and_no_validation_can_be_drawn(tmp_path):
-    draw_report(_history(num_steps=1), tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.full
-def test_losses_that_are_not_finite_leave_gaps(tmp_path):
-    history = _history()
-    history["steps"]["train_loss"][5] = math.nan
-    history["steps"]["train_loss"][6] = math.inf
-    draw_report(history, tmp_path / "report.png")
-    low, high = _panels(history)[0].get_ylim()
-    assert math.isfinite(low)
-    assert high < 6
-
-
-def test_smoothing_weighs_old_values_by_their_half_life():
-    smoothed = smooth([0.0] * 10 + [1.0] * 50, half_life=5)
-    assert smoothed[9] == 0
-    assert smoothed[-1] == pytest.approx(1, abs=2e-3)
-    # after one half-life a jump is half way there
-    assert smooth([0.0] * 1000 + [1.0] * 5, half_life=5)[-1] == pytest.approx(0.5)
-
-
-def test_smoothing_leaves_out_what_is_not_finite():
-    smoothed = smooth([math.nan, 1.0, math.inf, 3.0], half_life=1)
-    assert math.isnan(smoothed[0])
-    assert smoothed[1:3] == [1.0, 1.0]
-    assert smoothed[3] == smooth([1.0, 3.0], half_life=1)[1]
+def test_the_picture_shows_the_loss_scale_where_there_is_one_and_a_token_is_a_byte():
+    for precision, shown in {"16-mixed": "loss scale", "16-true": "loss scale", "bf16-mixed": "gradient norm"}.items():
+        panels = plot_of(_history(precision)).build_figure().axes
+        assert [panel.get_ylabel() for panel in panels[:2]] == ["nats per byte", shown]
 
 
 def test_the_table_has_every_figure_in_both_units(tmp_path):
@@ -208,12 +112,9 @@ def test_a_sample_cannot_command_the_terminal():
     assert _printable(b"def f():\n\treturn \x1b[2J\xc3\xa9\xff\x00") == "def f():\n\treturn \u00b7[2J\u00e9\ufffd\u00b7"
 
 
-def test_the_newest_run_with_a_checkpoint_is_the_latest():
-    for version in (0, 2, 10, 11):
-        folder = Path("out") / f"version_{version}" / "checkpoints"
-        folder.mkdir(parents=True)
-        if version != 11:
-            torch.save({}, folder / "step-1.ckpt")
-    assert latest_run(Path("out")) == Path("out/version_10/checkpoints/step-1.ckpt")
-    assert latest_run(Path("out/version_2")) == Path("out/version_2/checkpoints/step-1.ckpt")
-    assert new_run(Path("out")) == Path("out/version_12")
+def test_a_new_run_gets_the_next_free_folder():
+    for version in (2, 10):
+        Path("out", f"version_{version}").mkdir(parents=True)
+    Path("text.txt").write_bytes(bytes(4000))
+    settings = {"params": 9264, "tokens_per_parameter": 0.3, "batch_size": 1, "text": "text.txt"}
+    assert prepare(settings, Path("out")).folder == Path("out/version_11")

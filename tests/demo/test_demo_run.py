@@ -17,11 +17,12 @@ import lightning_mp.demo.module
 import lightning_mp.demo.settings
 from lightning_mp import OverflowMonitor, WarmupCosine
 from lightning_mp.__main__ import main
+from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.demo.data import HeldOutBatches, TextBatches, TextData, load_file
 from lightning_mp.demo.module import LanguageModel
-from lightning_mp.demo.prepare import latest_run, prepare
+from lightning_mp.demo.prepare import prepare
 from lightning_mp.demo.run import assemble, fit, run_job
-from lightning_mp.demo.settings import Settings, peak_learning_rate
+from lightning_mp.demo.settings import peak_learning_rate
 
 TINY = {"params": 9264, "tokens_per_parameter": 2.4, "batch_size": 4, "precision": "16-mixed"}
 BUDGET_TOKENS = 22_234
@@ -42,7 +43,7 @@ def _short_windows(monkeypatch):
     """Accumulation starts where such short runs get to; samples are short and pictures empty."""
     monkeypatch.setattr(lightning_mp.demo.settings, "ACCUMULATION", {0: 1, 6: 3})
     monkeypatch.setattr("lightning_mp.demo.run._SAMPLE_TOKENS", 3)
-    monkeypatch.setattr("lightning_mp.demo.run.draw_report", lambda history, path: None)
+    monkeypatch.setattr("lightning_mp.demo.report.RunPlot.write", lambda plot, path: None)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def _run(out, text, *callbacks, resume=False, max_minutes=None, **changes):
 
 
 def _checkpoint(out):
-    return torch.load(latest_run(Path(out)), weights_only=True)
+    return torch.load(latest_checkpoint(Path(out)), weights_only=True)
 
 
 def _history(out):
@@ -115,7 +116,7 @@ def test_a_run_lands_exactly_on_its_budget_and_leaves_its_files(uninterrupted):
 
 
 def test_the_trained_model_is_read_without_a_trainer(uninterrupted):
-    model = LanguageModel.load_from_checkpoint(latest_run(uninterrupted), map_location="cpu", weights_only=True)
+    model = LanguageModel.load_from_checkpoint(latest_checkpoint(uninterrupted), map_location="cpu", weights_only=True)
     assert _equal(dict(model.state_dict()), dict(_checkpoint(uninterrupted)["state_dict"]))
 
 
@@ -206,7 +207,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_regular_checkpoint(uninterr
 
     with pytest.raises(Killed):
         _run("out", text, _At(30, kill))
-    tokens_saved = _checkpoint("out")["callbacks"]["lightning_mp_demo"]["steps"]["tokens"][-1]
+    tokens_saved = _checkpoint("out")["lightning_mp_demo"]["steps"]["tokens"][-1]
     assert 0 < tokens_saved < 31 * 512
     assert _run("out", text, resume=True) == 0
     _assert_same_run("out", uninterrupted)
@@ -318,7 +319,7 @@ def test_a_checkpoint_knows_the_last_outcome_without_help_of_other_callbacks(tex
     trainer = assemble(job, [_At(5, lambda: trainer.save_checkpoint("middle.ckpt"))])
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, OverflowMonitor)]
     fit(trainer, job)
-    saved = torch.load("middle.ckpt", weights_only=True)["callbacks"]["lightning_mp_demo"]
+    saved = torch.load("middle.ckpt", weights_only=True)["lightning_mp_demo"]
     assert {name: len(column) for name, column in saved["steps"].items()} == dict.fromkeys(saved["steps"], 6)
 
 
@@ -334,11 +335,10 @@ def test_a_run_that_is_refused_at_the_start_leaves_nothing_behind(text):
 
 def test_seed_rank_and_world_size_reach_the_batches(text):
     corpus = load_file(Path(text))
-    settings = Settings(params=9264, batch_size=2, tokens_per_parameter=0.1, seed=9)
-    data = TextData(corpus, settings)
+    data = TextData(corpus, batch_size=2, num_batches=4, seed=9)
     data.trainer = SimpleNamespace(distributed_sampler_kwargs={"rank": 1, "num_replicas": 2})
     shape = {"batch_size": 2, "block_tokens": 128, "rank": 1, "world_size": 2}
-    expected = TextBatches(corpus.train, num_batches=settings.micro_batches, seed=9, **shape)
+    expected = TextBatches(corpus.train, num_batches=4, seed=9, **shape)
     assert _equal(list(data.train_dataloader()), list(expected))
     held_out = HeldOutBatches(corpus.validation, max_batches=32, **shape)
     assert _equal(list(data.val_dataloader()), list(held_out))

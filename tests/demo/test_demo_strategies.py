@@ -81,14 +81,16 @@ def text(tmp_path_factory):
 def _demo(*arguments: str) -> tuple[int, str]:
     """Exit code and what was printed to stderr; short windows, few validations, a short sample and no picture."""
     import lightning_mp.demo.data
+    import lightning_mp.demo.prepare
+    import lightning_mp.demo.report
     import lightning_mp.demo.run
     import lightning_mp.demo.settings
 
     lightning_mp.demo.settings.ACCUMULATION = {0: 1, 3: 2}
-    lightning_mp.demo.settings._VALIDATIONS = 2
+    lightning_mp.demo.prepare._VALIDATIONS = 2
     lightning_mp.demo.data._MAX_VALIDATION_BATCHES = 4
     lightning_mp.demo.run._SAMPLE_TOKENS = 10
-    lightning_mp.demo.run.draw_report = lambda history, path: path.write_bytes(b"")
+    lightning_mp.demo.report.RunPlot.write = lambda plot, path: path.write_bytes(b"")
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         try:

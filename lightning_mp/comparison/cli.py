@@ -1,8 +1,9 @@
-"""``lightning-mp compare``: precisions beside each other, on one's own module or on the demo's."""
+"""``lightning-mp compare``: precisions beside each other, on one's own module or on a default one."""
 
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,8 @@ from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_
 from lightning_mp.comparison.compare import compare_precisions
 from lightning_mp.comparison.precisions import PRECISION_NAMES
 from lightning_mp.comparison.result import PrecisionComparison
-from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.demo.data import load_file, load_standard_library
-from lightning_mp.demo.prepare import use_few_threads
-from lightning_mp.demo.settings import CLIP_NORM, Settings
-from lightning_mp.demo.text_runs import TextRuns
 
-__all__ = ["add_compare_command"]
+__all__ = ["DefaultModel", "add_compare_command"]
 
 _DESCRIPTION = """\
 Compares precisions on your module, or on the demo's: time per batch, peak memory and error of the gradient; with
@@ -56,10 +52,23 @@ _OPTIONS = {
     "data": "--module",
     "val_data": "a third value from --module",
 }
-_STEPS_WITHOUT_PAIRS = 100
 
 
-def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
+@dataclass(frozen=True)
+class DefaultModel:
+    """What is compared without ``--module``.
+
+    Args:
+        add_options: adds the options that choose its size and data.
+        make: from the parsed options to a function that makes the module, its data, and further arguments of
+            :func:`~lightning_mp.compare_precisions`.
+    """
+
+    add_options: Callable[[argparse.ArgumentParser], None]
+    make: Callable[[argparse.Namespace], tuple[Callable[[], Any], Any, dict[str, Any]]]
+
+
+def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", default: DefaultModel) -> None:
     """Adds ``compare`` to the command line."""
     parser = commands.add_parser(
         "compare",
@@ -77,10 +86,7 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]") -
         help="two or more, the baseline first; default 32-true bf16-mixed",
     )
     parser.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes your module and its data")
-    demo = parser.add_argument_group("or the demo's model")
-    demo.add_argument("--params", metavar="N", default="100k", help="size of the model; default 100k")
-    demo.add_argument("--text", metavar="FILE", help="instead of the standard library's source")
-    demo.add_argument("--batch-size", type=int, default=8, metavar="B", help="sequences per batch; default 8")
+    default.add_options(parser)
     pairs = parser.add_argument_group("paired runs")
     pairs.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run; without, none is made")
     pairs.add_argument("--seeds", type=int, default=5, metavar="N", help="pairs; default 5")
@@ -96,7 +102,7 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]") -
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result: png, pdf or svg")
     parser.add_argument("--json", action="store_true", help="for machines")
-    parser.set_defaults(run=_run, parser=parser)
+    parser.set_defaults(run=_run, parser=parser, default=default)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -119,7 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> PrecisionComparison:
     if arguments.plot is not None:
         check_picture(arguments.plot, "--plot")
-    module, data, others = _own(arguments) if arguments.module is not None else _demo(arguments)
+    module, data, others = _own(arguments) if arguments.module is not None else arguments.default.make(arguments)
     names = ("precisions", "steps", "seeds", "margin", "confidence", "file", "accelerator", "rounds")
     try:
         found = compare_precisions(module, data, **{name: getattr(arguments, name) for name in names}, **others)
@@ -139,20 +145,3 @@ def _own(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[st
             f" {f'{len(made)} values' if isinstance(made, tuple) else type(made).__name__}"
         )
     return lambda: make()[0], made[1], {"monitor": arguments.monitor, "val_data": made[2] if len(made) == 3 else None}
-
-
-def _demo(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
-    steps = arguments.steps or _STEPS_WITHOUT_PAIRS
-    settings = Settings(params=_whole(arguments.params), batch_size=arguments.batch_size)
-    corpus = load_standard_library() if arguments.text is None else load_file(Path(arguments.text))
-    stock = any(name.startswith("lightning:") for name in arguments.precisions)
-    runs = TextRuns(corpus, settings.model, steps, settings.batch_size, fused=not stock)
-    runs.make_data()  # refuses a text that is too short
-    use_few_threads(settings.model.parameters, arguments.accelerator)
-    monitor = arguments.monitor or ("val/loss" if arguments.steps is not None else None)
-    others = {"val_data": runs.validation, "monitor": monitor, "trainer_options": {"gradient_clip_val": CLIP_NORM}}
-    return runs.make_module, runs.make_data, others
-
-
-def _whole(text: str) -> int:
-    return int(parse_quantity(text, "params"))

@@ -1,0 +1,79 @@
+"""A dataclass of settings whose fields are the options of a command."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields
+from typing import Any, get_args
+
+__all__ = ["add_options", "check_combinations", "flag", "setting"]
+
+
+def setting(default: Any, help: str, *, group: str = "", metavar: str | None = None, **only_with: Sequence[Any]) -> Any:
+    """A field of the dataclass.
+
+    Args:
+        default: False makes it a switch.
+        help: of the option.
+        group: of options that it is listed in.
+        metavar: what the help shows for the value; None shows N for a number, else the name of the option.
+        only_with: values of other settings; with others this one would be without effect, and is refused.
+    """
+    return field(default=default, metadata={"help": help, "group": group, "metavar": metavar, "only_with": only_with})
+
+
+def flag(name: str) -> str:
+    """The option of a setting.
+
+    Example:
+        >>> flag("batch_size")
+        '--batch-size'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def add_options(cls: type[Any], groups: Mapping[str, Any]) -> None:
+    """Adds an option for each field. One that was not given has no entry in the parsed namespace.
+
+    Args:
+        cls: the dataclass. Its fields are numbers, strings, ``Literal`` or switches, and perhaps None.
+        groups: the parser, or its group of options, for each ``group`` of :func:`setting`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Settings:
+        ...     batch_size: int = setting(8, "sequences per batch")
+        >>> parser = argparse.ArgumentParser()
+        >>> add_options(Settings, {"": parser})
+        >>> parser.parse_args(["--batch-size", "4"]), parser.parse_args([])
+        (Namespace(batch_size=4), Namespace())
+    """
+    for each in fields(cls):
+        help = each.metadata["help"]
+        if each.default not in (None, False, MISSING):
+            help += f"; default {each.default}"
+        options: dict[str, Any] = {"help": help, "default": argparse.SUPPRESS}
+        kinds = get_args(each.type) or (each.type,)  # of a Literal its values
+        if each.default is False:
+            options["action"] = "store_true"
+        elif isinstance(kinds[0], type):
+            metavar = each.metadata["metavar"] or ("N" if kinds[0] in (int, float) else None)
+            options |= {"type": kinds[0], "metavar": metavar}
+        else:
+            options["choices"] = kinds
+        groups[each.metadata["group"]].add_argument(flag(each.name), **options)
+
+
+def check_combinations(settings: Any) -> None:
+    """Refuses a setting that would be without effect.
+
+    Raises:
+        ValueError: it was changed from its default, and the setting that it needs has another value.
+    """
+    for each in fields(settings):
+        for other, values in each.metadata["only_with"].items():
+            if getattr(settings, each.name) != each.default and getattr(settings, other) not in values:
+                raise ValueError(
+                    f"{flag(each.name)} works only with {flag(other)} {' or '.join(map(str, values))}, and that is "
+                    f"{getattr(settings, other)}: change one of the two."
+                )

@@ -1,0 +1,45 @@
+"""The device that a run is made on: whether it is there, its name, and the memory in use."""
+
+import sys
+
+import torch
+
+__all__ = ["available_device_type", "device_name", "peak_memory_bytes"]
+
+
+def available_device_type(accelerator: str) -> str:
+    """The type of the device, "cpu", "cuda" or "mps".
+
+    Args:
+        accelerator: one of these, "gpu" for "cuda", or "auto" for a CUDA device where there is one, else the CPU.
+
+    Raises:
+        ValueError: this machine has no such device.
+
+    Example:
+        >>> available_device_type("cpu")
+        'cpu'
+    """
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if accelerator == "auto":
+        return "cuda" if available["cuda"] else "cpu"
+    device_type = {"gpu": "cuda"}.get(accelerator, accelerator)
+    if not available.get(device_type):
+        usable = ", ".join(repr(name) for name, there in available.items() if there)
+        raise ValueError(f"`accelerator` {accelerator!r} is not available here. Use 'auto' or one of {usable}.")
+    return device_type
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a CUDA device, the type of any other."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory in use so far: allocated by torch on a CUDA device, else resident in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # getrusage(2): KiB on Linux, bytes on macOS
