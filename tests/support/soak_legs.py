@@ -74,8 +74,8 @@ class Leg:
 class Found:
     """What a rank has seen."""
 
-    steps: list[tuple[bool, float]] = field(default_factory=list)
-    """Whether each was made, and its learning rate."""
+    rates: list[float | None] = field(default_factory=list)
+    """The learning rate of each step that was made; None for one that was skipped."""
     state: dict[str, float] = field(default_factory=dict)
     """At the checkpoint."""
     weights: list[Tensor] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Recorder(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
-        self.found.steps.append((outcome.stepped, float(optimizer.param_groups[0]["lr"])))
+        self.found.rates.append(float(optimizer.param_groups[0]["lr"]) if outcome.stepped else None)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         pl_module.seen += 1

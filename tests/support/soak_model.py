@@ -94,7 +94,7 @@ class Run:
         return self.done > 0
 
     def micro_batch(self, ranks: int, schedule: Mapping[int, int], *, finite: bool = True) -> tuple[bool, float] | None:
-        """The next one. Where it ends a window: whether the step is made, and its learning rate."""
+        """The next one. Where it ends a window: whether the step is made, and the rate that it has or would have."""
         if not self.is_inside:
             self.planned = next(length for step, length in sorted(schedule.items())[::-1] if step <= self.attempts)
         count = ranks * ROWS_PER_RANK
