@@ -32,7 +32,7 @@ help:
 	@echo "make docs        the documentation, into build/docs; make drawings draws its figures anew"
 	@echo "make bench       what it costs beside stock Lightning and a plain loop, into docs/results (5 minutes)"
 	@echo "make bench-gpu   the GPU benchmark, into docs/results; PYTHON_BENCH=python3 needs no .venv"
-	@echo "make evidence    paired runs in every precision, into docs/results (3 hours); ARGS=--quick: minutes"
+	@echo "make evidence    paired runs in every precision, into docs/results (an hour); ARGS=--quick: minutes"
 	@echo "make clean       remove .venv, caches and builds"
 	@echo "TORCH=2.11.0     with any of these: that release of torch, in .venv-torch-2.11.0 (8 GB)"
 

@@ -26,11 +26,11 @@ __all__ = ["DEMO_MODEL", "format_comparison", "short_runs", "train_with_stock"]
 
 def short_runs(
     corpus: Corpus, shape: GPTConfig, steps: int, batch_size: int, *, fused: bool = True
-) -> tuple[Callable[[], LanguageModel], Callable[[], TextData]]:
+) -> tuple[Callable[..., LanguageModel], Callable[[], TextData]]:
     """Functions that make a model and its data for runs of so many steps, as ``compare_precisions`` takes them.
 
     Weights and the order of the text follow from torch's global seed. Lightning's own mixed precision refuses a fused
-    AdamW together with clipping.
+    AdamW together with clipping. The first function takes other arguments of the module by keyword.
     """
     make_module = partial(
         LanguageModel,
