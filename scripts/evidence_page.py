@@ -28,7 +28,7 @@ def write_page(out: Path, page: Path, parts: Collection[str]) -> None:
     ]
     for part in parts:
         if part not in found:
-            lines += ["", f"## {part.replace('_', ' ').capitalize()}", "", f"Not run yet: `make evidence ARGS='--parts {part}'`."]
+            lines += ["", heading(part), "", f"Not run yet: `make evidence ARGS='--parts {part}'`."]
             continue
         lines += ["", *page_section(found[part], out, page)]
         beside(page, part, ".json").write_bytes((out / f"{part}.json").read_bytes())
@@ -66,10 +66,15 @@ def beside(page: Path, part: str, suffix: str) -> Path:
     return page.with_name(f"{page.stem}_{part}{suffix}")
 
 
+def heading(part: str) -> str:
+    """Its name as a title."""
+    return f"## {part.replace('_', ' ').capitalize()}"
+
+
 def page_section(facts: Mapping[str, Any], out: Path, page: Path) -> list[str]:
     """One part."""
     part = facts["part"]
-    lines = [f"## {part.replace('_', ' ').capitalize()}", "", facts["about"], ""]
+    lines = [heading(part), "", facts["about"], ""]
     if "not_measured" in facts:
         return [*lines, f"{facts['not_measured'].capitalize()}."]
     result, sizes = facts["result"], facts["sizes"]
