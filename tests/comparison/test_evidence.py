@@ -90,7 +90,7 @@ def test_failed_and_unclear_results_stand_in_the_table_of_verdicts(monkeypatch, 
     [
         ({}, ""),
         ({"seeds": 20}, ""),
-        ({"seeds": 3, "steps": 60}, "Smaller than the default run: steps 60 instead of 300, seeds 3 instead of 10."),
+        ({"seeds": 3, "steps": 60}, "Smaller than the default run: steps 60 instead of 100, seeds 3 instead of 10."),
     ],
 )
 def test_a_smaller_run_says_so(evidence, sizes, text):
