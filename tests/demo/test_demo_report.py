@@ -4,34 +4,24 @@ import json
 import math
 from pathlib import Path
 
+from run_columns import NUM_STEPS, run_columns
+
 from lightning_mp.demo.prepare import prepare
 from lightning_mp.demo.report import format_table, plot_of, summarise
 from lightning_mp.demo.run import _printable
 
-NUM_STEPS = 40
-
 
 def _history(precision="16-mixed", skipped=(), num_steps=NUM_STEPS, **changes):
-    """A run of 40 steps; the last 20 have two micro-batches of 100 tokens."""
-    tokens = [100 * (step + 1 + max(0, step - 19)) for step in range(num_steps)]
-    scaled = precision.startswith("16")
-    scales = [2.0 ** (16 - sum(skip < step for skip in skipped)) if scaled else 1.0 for step in range(num_steps)]
+    steps, validation = run_columns(precision, skipped, num_steps)
     history = {
         "settings": {"precision": precision, "devices": 1, "tokens_per_parameter": 20.0},
         "plan": {"parameters": 300, "micro_batch_tokens": 100},
-        "steps": {
-            "tokens": tokens,
-            "train_loss": [2.0 + 3.5 * 0.9**step for step in range(num_steps)],
-            "learning_rate": [1e-3 * (num_steps - step) for step in range(num_steps)],
-            "loss_scale": scales,
-            "skipped": [step in skipped for step in range(num_steps)],
-            "grad_norm": [None if precision == "32-true" else 1.0 for _ in range(num_steps)],
-        },
-        "validation": {"tokens": tokens[9::10], "loss": [2.5, 2.3, 2.2, 2.1][: num_steps // 10]},
+        "steps": steps,
+        "validation": validation,
         "train_seconds": 2.0,
         "tokens_per_second": 3000.0,
         "mfu": None,
-        "tokens": tokens[-1],
+        "tokens": steps["tokens"][-1],
         "budget_tokens": 6000,
         "stopped_by": None,
         "device": "cpu",

@@ -3,29 +3,18 @@
 import math
 
 import pytest
+from run_columns import NUM_STEPS, run_columns
 
 from lightning_mp.diagnostics.run_plot import RunPlot, smooth
 
-NUM_STEPS = 40
-
 
 def _run(precision="16-mixed", skipped=(), num_steps=NUM_STEPS):
-    """A run of 40 steps; the last 20 have two micro-batches of 100 tokens."""
-    tokens = [100 * (step + 1 + max(0, step - 19)) for step in range(num_steps)]
-    scaled = precision.startswith("16")
-    scales = [2.0 ** (16 - sum(skip < step for skip in skipped)) if scaled else 1.0 for step in range(num_steps)]
+    steps, validation = run_columns(precision, skipped, num_steps)
     return RunPlot(
-        steps={
-            "tokens": tokens,
-            "train_loss": [2.0 + 3.5 * 0.9**step for step in range(num_steps)],
-            "learning_rate": [1e-3 * (num_steps - step) for step in range(num_steps)],
-            "loss_scale": scales,
-            "skipped": [step in skipped for step in range(num_steps)],
-            "grad_norm": [None if precision == "32-true" else 1.0 for _ in range(num_steps)],
-        },
-        validation={"tokens": tokens[9::10], "loss": [2.5, 2.3, 2.2, 2.1][: num_steps // 10]},
+        steps=steps,
+        validation=validation,
         precision=precision,
-        has_loss_scale=scaled,
+        has_loss_scale=precision.startswith("16"),
         micro_batch_tokens=100,
         budget_tokens=6000,
         highest_loss=5.5,
