@@ -4,7 +4,7 @@ The table: {ranks that saved} x {ranks that resume} x {strategy} x {budget, targ
 gradient, noise scale, learning rate by tokens}.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -193,13 +193,14 @@ def leg(
     return module.found
 
 
-def on_ranks(ranks: int, strategy: str, paths: Mapping[str, Path | None], **more: Any) -> list[list[Any]]:
-    """For each recipe what every rank has; the legs of all recipes are made by the same processes."""
+def on_ranks(ranks: int, strategy: str, wanted: Sequence[tuple[str, Path | None]], **more: Any) -> list[list[Any]]:
+    """For each recipe what every rank has; all these legs are made by the same processes."""
 
     def legs(rank: int) -> list[Found | str]:
-        return [leg(rank, ranks, strategy, name, path, **more) for name, path in paths.items()]
+        return [leg(rank, ranks, strategy, name, path, **more) for name, path in wanted]
 
-    return list(map(list, zip(*(run_ranks(legs, ranks) if ranks > 1 else [legs(0)]), strict=True)))
+    found = run_ranks(legs, ranks, 60 + 5 * len(wanted)) if ranks > 1 else [legs(0)]
+    return list(map(list, zip(*found, strict=True)))
 
 
 STRAIGHT: dict[tuple[str, int], Found] = {}
@@ -209,7 +210,7 @@ def straight(names: Sequence[str], ranks: int = 1) -> list[Found]:
     """The runs that do not stop, without sharding; each is made once."""
     missing = [name for name in names if (name, ranks) not in STRAIGHT]
     if missing:
-        for name, (found, *_) in zip(missing, on_ranks(ranks, "ddp", dict.fromkeys(missing)), strict=True):
+        for name, (found, *_) in zip(missing, on_ranks(ranks, "ddp", [(name, None) for name in missing]), strict=True):
             assert isinstance(found, Found), found
             STRAIGHT[name, ranks] = found
     return [STRAIGHT[name, ranks] for name in names]
@@ -233,27 +234,40 @@ def among(noise: list[tuple[float, ...]], squares: list[float]) -> list[tuple[fl
     return [numbers for numbers in noise if any(numbers[1] == pytest.approx(square, rel=1e-3) for square in squares)]
 
 
-class FirstLegs(NamedTuple):
-    paths: dict[str, Path | None]
-    found: list[list[Any]]
+class Legs(NamedTuple):
+    """Of each recipe."""
+
+    first: list[list[Any]]
+    second: list[list[Any]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FirstLegs]:
-    """First legs and their checkpoints, by recipes, strategy and ranks; each is made once, whatever goes on from it."""
+def both_legs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Legs]:
+    """First legs are made once, whatever goes on from them; what goes on on equally many ranks goes on in one fork."""
 
     @cache
-    def first_legs(names: tuple[str, ...], strategy: str, ranks: int) -> FirstLegs:
+    def first_legs(names: tuple[str, ...], strategy: str, ranks: int) -> tuple[list[tuple[str, Path]], list[list[Any]]]:
         folder = tmp_path_factory.mktemp("saved")
-        paths: dict[str, Path | None] = {name: folder / f"{number}.ckpt" for number, name in enumerate(names)}
-        return FirstLegs(paths, on_ranks(ranks, strategy, paths, saves=True))
+        paths = [(name, folder / f"{number}.ckpt") for number, name in enumerate(names)]
+        return paths, on_ranks(ranks, strategy, paths, saves=True)
 
-    return first_legs
+    @cache
+    def second_legs(
+        names: tuple[str, ...], strategy: str, saved_on: tuple[int, ...], ranks: int
+    ) -> dict[int, list[list[Any]]]:
+        wanted = [pair for number in saved_on for pair in first_legs(names, strategy, number)[0]]
+        found = iter(on_ranks(ranks, strategy, wanted, resumes=True))
+        return {number: [next(found) for _ in names] for number in saved_on}
+
+    def legs(names: Sequence[str], strategy: str, saved_on: int, resumed_on: int, together: tuple[int, ...]) -> Legs:
+        second = second_legs(tuple(names), strategy, together, resumed_on)[saved_on]
+        return Legs(first_legs(tuple(names), strategy, saved_on)[1], second)
+
+    return legs
 
 
-def check(names: Sequence[str], strategy: str, saved_on: int, resumed_on: int, saved: Callable[..., FirstLegs]) -> None:
-    paths, first = saved(tuple(names), strategy, saved_on)
-    second = on_ranks(resumed_on, strategy, paths, resumes=True)
+def check(names: Sequence[str], strategy: str, saved_on: int, resumed_on: int, legs: Legs) -> None:
+    first, second = legs
     if strategy == "ddp":  # where noise is measured
         for ranks in (saved_on, resumed_on):
             straight(names, ranks)
@@ -298,26 +312,27 @@ QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1)]
 @pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
 @pytest.mark.parametrize(("name", "saved_on", "resumed_on"), [*QUICK, *((name, 1, 1) for name in RECIPES)])
 def test_a_resumed_run_ends_as_one_that_did_not_stop(
-    name: str, saved_on: int, resumed_on: int, saved: Callable[..., FirstLegs]
+    name: str, saved_on: int, resumed_on: int, both_legs: Callable[..., Legs]
 ) -> None:
-    check([name], "ddp", saved_on, resumed_on, saved)
+    check([name], "ddp", saved_on, resumed_on, both_legs([name], "ddp", saved_on, resumed_on, (saved_on,)))
+
+
+CHANGES = [
+    # one rank alone has no strategy, and is above
+    *((strategy, a, b) for strategy in ("ddp", "fsdp2") for a in (1, 2, 4) for b in (1, 2, 4) if a * b > 1),
+    *(("fsdp1", a, b) for a, b in [(2, 1), (1, 2)]),
+]
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
-@pytest.mark.parametrize(
-    ("strategy", "saved_on", "resumed_on"),
-    [
-        # one rank alone has no strategy, and is above
-        *((strategy, a, b) for strategy in ("ddp", "fsdp2") for a in (1, 2, 4) for b in (1, 2, 4) if a * b > 1),
-        *(("fsdp1", a, b) for a, b in [(2, 1), (1, 2)]),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "saved_on", "resumed_on"), CHANGES)
 def test_on_any_ranks_a_resumed_run_ends_as_one_that_did_not_stop(
-    strategy: str, saved_on: int, resumed_on: int, saved: Callable[..., FirstLegs]
+    strategy: str, saved_on: int, resumed_on: int, both_legs: Callable[..., Legs]
 ) -> None:
     names = [name for name in RECIPES if strategy == "ddp" or "partial" not in name]
-    check(names, strategy, saved_on, resumed_on, saved)
+    together = tuple(a for other, a, b in CHANGES if (other, b) == (strategy, resumed_on))
+    check(names, strategy, saved_on, resumed_on, both_legs(names, strategy, saved_on, resumed_on, together))
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")

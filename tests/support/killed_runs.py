@@ -111,6 +111,11 @@ class StepLog(Callback):
             print("start", file=log)
 
     @property
+    def lines(self) -> int:
+        """What all ranks have written down so far."""
+        return self.file.read_text().count("\n") if self.file.exists() else 0
+
+    @property
     def starts(self) -> int:
         """How many ranks have begun to train."""
         return self.file.read_text().split().count("start") if self.file.exists() else 0
@@ -167,13 +172,15 @@ class Run:
         return StepLog(self.folder.with_name(self.folder.name + "-steps.txt"))
 
     def train(self, rank: int) -> Result:
+        # What was written is there after a kill, on the disk or not; test_atomic_checkpoint.py looks at the order.
+        os.fsync = lambda descriptor: None
         kind = KINDS[self.kind]
         budget = ChinchillaBudget(tokens=TOKENS[kind.data_ranks], save=False)
         scaler = LossScaler(init_scale=self.init_scale, growth_interval=2)
         top_k = 0 if self.only_last else 1
         checkpoint = ModelCheckpoint(self.folder, every_n_train_steps=1, save_top_k=top_k, save_last=True)
         on_trial = self.callbacks or (list if self.kind.startswith("fsdp2") else lambda: [AtomicCheckpoints()])
-        callbacks = [self.log, budget, AccumulationScheduler({0: 2, 3: 3}), checkpoint, *on_trial()]
+        callbacks = [self.log, budget, AccumulationScheduler({0: 2, 3: 3}, unit="step"), checkpoint, *on_trial()]
         trainer = quiet_trainer(
             devices=kind.ranks,
             strategy=kind.make(),
@@ -196,6 +203,7 @@ class Run:
 
         The others end by themselves, which is asserted. Before all have found each other they wait, and are ended.
         """
+        begun = self.log.starts
 
         def before(rank: int) -> None:
             if rank == victim:
@@ -208,7 +216,7 @@ class Run:
         else:
             return False
         assert f"Rank {victim} was ended by SIGKILL" in reports
-        assert "still running" not in reports or self.log.starts < self.num_ranks, reports
+        assert "still running" not in reports or self.log.starts < begun + self.num_ranks, reports
         return True
 
     def saved_steps(self) -> int:
@@ -258,17 +266,25 @@ def kill_at_file_event(run: Run, step: int, number: int) -> None:
 
 KILLER = """
 import select, signal, sys
-victim = int(sys.argv[1])
-gone, *_ = select.select([victim], [], [], float(sys.argv[2]))
-if not gone:
+victim, lines, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+log, gone = open(sys.argv[4], "ab+"), False
+def written():
+    log.seek(0)
+    return log.read().count(b"\\n")
+while not gone and written() < lines:
+    gone = select.select([victim], [], [], 0.002)[0]
+if not gone and not select.select([victim], [], [], seconds)[0]:
     signal.pidfd_send_signal(victim, signal.SIGKILL)
 """
 
 
-def kill_after(seconds: float) -> None:
-    """``kill -9`` of this process from outside, at any moment; the killer ends with it."""
+def kill_after(run: Run, lines: int, seconds: float) -> None:
+    """``kill -9`` of this process from outside, so long after the log has so many lines; the killer ends with it.
+
+    By the log, since a moment by the clock is early in a run on a busy machine and after it on an idle one.
+    """
     victim = os.pidfd_open(os.getpid())
-    command = [sys.executable, "-I", "-S", "-c", KILLER, str(victim), str(seconds)]
+    command = [sys.executable, "-I", "-S", "-c", KILLER, str(victim), str(lines), str(seconds), str(run.log.file)]
     killers.append(subprocess.Popen(command, pass_fds=[victim]))
 
 

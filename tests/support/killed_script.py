@@ -1,7 +1,7 @@
 """A training script as a user starts it, by torchrun or by Lightning: ``killed_script.py FAULT RANK KIND FOLDER ...``.
 
-With several kinds and folders the runs are made one after the other. Without a fault it is a restart, which begins with
-other weights, so that those of the checkpoint are seen to be used.
+With several kinds and folders the runs are made one after the other, and the last of them meets the fault. The others
+are restarts, which begin with other weights, so that those of the checkpoint are seen to be used.
 """
 
 import os
@@ -20,7 +20,7 @@ from lightning_mp import StopAtBoundary
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
 from lightning_mp.callbacks.rank_watchdog import RankWatchdog
 
-FAULTS = ("none", "kill", "hang", "term")
+FAULTS = ("kill", "hang", "term")
 
 
 class Fault(Callback):
@@ -42,17 +42,21 @@ class Fault(Callback):
 
 
 def main() -> None:
-    fault, faulty_rank, *kinds_and_folders = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+    fault, faulty_rank, *words = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
     assert fault in FAULTS
+    runs = list(zip(words[::2], map(Path, words[1::2]), strict=True))
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     with open("pids.txt", "a") as file:
         print(os.getpid(), file=file)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for kind, folder in zip(kinds_and_folders[::2], map(Path, kinds_and_folders[1::2]), strict=True):
-        torch.manual_seed(fault == "none")
-        watchdog = RankWatchdog(timeout_seconds=8 if fault == "hang" else 60)
-        on_trial = [Fault(fault, faulty_rank), AtomicCheckpoints(), StopAtBoundary(), watchdog]
+    for number, (kind, folder) in enumerate(runs, start=1):
+        restarts = number < len(runs)
+        torch.manual_seed(restarts)
+        watchdog = RankWatchdog(timeout_seconds=8 if fault == "hang" and not restarts else 60)
+        on_trial = [AtomicCheckpoints(), StopAtBoundary(), watchdog]
+        if not restarts:
+            on_trial.insert(0, Fault(fault, faulty_rank))
         result = Run(kind, folder / "checkpoints", callbacks=lambda on_trial=on_trial: on_trial).train(rank)
         torch.save(result, folder / f"result-{rank}.pt")
 

@@ -30,6 +30,7 @@ PRELOAD = (
     "cloudpickle",
     "lightning.pytorch",
     "lightning_mp",
+    "omegaconf",  # Lightning imports it to write a checkpoint; that takes a fifth of a short run
     "pytest",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
