@@ -80,9 +80,9 @@ def test_it_trains_the_same_under_any_strategy(name: str, precision: str) -> Non
         report = callbacks[0].report if checkpointed else None
         return gradients, [name for name, _ in module.named_parameters()], runs_of(module), left, report
 
-    ours = run_ranks(lambda rank: train(rank, True), 2)
-    theirs = run_ranks(lambda rank: train(rank, False), 2)
-    for (mine, names, counts, left, report), (reference, other_names, *_) in zip(ours, theirs, strict=True):
+    for ours, theirs in run_ranks(lambda rank: (train(rank, True), train(rank, False)), 2):
+        mine, names, counts, left, report = ours
+        reference, other_names, *_ = theirs
         assert names == other_names
         assert left == []
         assert counts == [6] * 4

@@ -1,5 +1,7 @@
 """Checkpoints of PipelineParallelStrategy are those of one process; either goes on from the other's."""
 
+from itertools import product
+
 import pytest
 import torch
 from gloo import run_ranks
@@ -18,45 +20,61 @@ PLUGINS = {
 KINDS = {"one process": ("ddp", 1), "two stages": (None, 2), "three stages": (None, 3)}
 
 
-def run(model, kind, precision, path=None, ckpt_path=None, **trainer_args):
+def leg(model, kind, precision, path, ckpt_path=None, **trainer_args):
     """Weights and optimizer after a fit, in files as Lightning writes them."""
     strategy, devices = KINDS[kind]
+    module = model(torch.optim.AdamW, lr=1e-2)
+    trainer = fit(
+        module,
+        strategy or PipelineParallelStrategy(microbatches=4),
+        devices,
+        plugin=PLUGINS[precision](),
+        ckpt_path=ckpt_path,
+        **trainer_args,
+    )
+    trainer.save_checkpoint(path)
+    return module.train_losses
 
-    def rank(_):
-        module = model(torch.optim.AdamW, lr=1e-2)
-        trainer = fit(
-            module,
-            strategy or PipelineParallelStrategy(microbatches=4),
-            devices,
-            plugin=PLUGINS[precision](),
-            ckpt_path=ckpt_path,
-            **trainer_args,
-        )
-        trainer.save_checkpoint(path)
-        return module.train_losses
 
-    return run_ranks(rank, devices)[0]
+def run(model, kind, *arguments, **trainer_args):
+    return run_ranks(lambda _: leg(model, kind, *arguments, **trainer_args), KINDS[kind][1])[0]
 
 
 def loaded(path):
     return torch.load(path, weights_only=False)
 
 
+MODELS = {model.__name__: model for model in (PipelinedGPT, PipelinedMLP)}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Of every model and precision: of a run without a stop, and of one that is resumed in other processes."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    cases = list(product(MODELS, PLUGINS))
+
+    def straight(_):
+        for model, precision in cases:
+            for end, epochs in (("whole", 3), ("half", 2)):
+                leg(MODELS[model], "two stages", precision, folder / f"{model} {precision} {end}", max_epochs=epochs)
+
+    def resume(_):
+        for model, precision in cases:
+            half, resumed = (folder / f"{model} {precision} {end}" for end in ("half", "resumed"))
+            leg(MODELS[model], "two stages", precision, resumed, str(half), max_epochs=3)
+
+    run_ranks(straight, 2, timeout_seconds=240)
+    run_ranks(resume, 2, timeout_seconds=240)
+    return folder
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "precision"),
-    [
-        (PipelinedGPT, "16-mixed"),
-        *(pytest.param(PipelinedGPT, name, marks=pytest.mark.full) for name in ("32-true", "bf16-true")),
-        *(pytest.param(PipelinedMLP, name, marks=pytest.mark.full) for name in PLUGINS),
-    ],
-)
-def test_a_resumed_pipeline_ends_as_one_that_was_not_stopped(model, precision, tmp_path):
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("precision", PLUGINS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_resumed_pipeline_ends_as_one_that_was_not_stopped(model, precision, checkpoints):
     """Promise 6, to the bit: weights, both moments, masters, scale."""
-    run(model, "two stages", precision, tmp_path / "whole.ckpt", max_epochs=3)
-    run(model, "two stages", precision, tmp_path / "half.ckpt", max_epochs=2)
-    run(model, "two stages", precision, tmp_path / "resumed.ckpt", str(tmp_path / "half.ckpt"), max_epochs=3)
-    whole, resumed = loaded(tmp_path / "whole.ckpt"), loaded(tmp_path / "resumed.ckpt")
+    whole, resumed = (loaded(checkpoints / f"{model} {precision} {end}") for end in ("whole", "resumed"))
     assert whole["global_step"] == resumed["global_step"] == 9
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value), name

@@ -95,21 +95,18 @@ def test_two_stages_train_as_one_process(model, accumulate, clip, schedule, prec
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "precision"),
-    [
-        (PipelinedGPT, "16-mixed"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in ((PipelinedGPT, "32-true"), (PipelinedMLP, "16-mixed"))
-        ),
-    ],
-)
-def test_two_stages_by_two_copies_train_as_ddp(model, precision):
+def test_two_stages_by_two_copies_train_as_ddp():
     args = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    wanted = run_ranks(lambda _: run(model(), "ddp", 2, precision, **args), 2)
-    got = run_ranks(lambda _: run(model(), PipelineParallelStrategy(2, 4), 4, precision, **args), 4)
-    check_same(got[0], wanted[0], TOLERANCE[precision])
-    assert got[1].losses == pytest.approx(wanted[1].losses, rel=TOLERANCE[precision])
-    assert got[2].losses == got[0].losses
-    assert got[3].losses == got[1].losses
+    cases = [(PipelinedGPT, "16-mixed"), (PipelinedGPT, "32-true"), (PipelinedMLP, "16-mixed")]
+
+    def run_all(strategy, devices):
+        return [run(model(), strategy(), devices, precision, **args) for model, precision in cases]
+
+    wanted_of_ranks = run_ranks(lambda _: run_all(lambda: "ddp", 2), 2)
+    of_ranks = run_ranks(lambda _: run_all(lambda: PipelineParallelStrategy(2, 4), 4), 4)
+    for number, (_, precision) in enumerate(cases):
+        wanted, got = ([of_rank[number] for of_rank in ranks] for ranks in (wanted_of_ranks, of_ranks))
+        check_same(got[0], wanted[0], TOLERANCE[precision])
+        assert got[1].losses == pytest.approx(wanted[1].losses, rel=TOLERANCE[precision])
+        assert got[2].losses == got[0].losses
+        assert got[3].losses == got[1].losses

@@ -16,7 +16,7 @@ from lightning_mp.precision.fp8.layer_filter import choose_float8_layers
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
-STEPS, BATCH_SIZE, BLOCK_TOKENS = 300, 8, 64
+STEPS, BATCH_SIZE, BLOCK_TOKENS = 300, 4, 64  # batches of 8 in docs/results
 BF16_SEEDS = (0, 1, 2)
 FP8_SEEDS = (0,)  # (0, 1, 2) triples the time
 SQNR_FLOOR_DB = 23.0
@@ -55,7 +55,7 @@ def test_the_final_loss_is_within_the_spread_of_bf16_seeds(recipe, corpus, bf16_
         # torch's own fp8 product of a CPU takes seconds per step on some of them.
         model, loss = train(Float8Precision(recipe, emulate=True), corpus, seed)
         print(f"\nfp8 {recipe}, seed {seed}: {loss:.4f}; bf16 with this seed {bf16_losses[seed]:.4f}")
-        assert abs(loss - bf16_losses[seed]) <= spread
+        assert abs(loss - bf16_losses[seed]) <= spread / 2
     report(recipe, model, corpus)
 
 

@@ -1,11 +1,16 @@
 """Strategy x precision x clipping x accumulation against one process, with overflows on one rank in every run.
 
 D02, D03, D04, D05, D14, D16, D17, D19, D20, D21: what goes wrong there with stock parts would show in these cells.
+
+Of the runs that are made, every other one is trained: clipping sees the gradient of a whole window, after the last of
+its micro-batches, so how many there were cannot matter to it under one strategy and precision only. Any three of the
+four still occur together, and all four in every family of strategies. What is refused is refused in every cell.
 """
 
 import math
 import re
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -13,8 +18,9 @@ import torch
 from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from small_models import loader, quiet_trainer, weights
-from strategy_rows import STRATEGIES, distributed
+from strategy_rows import FAMILIES, STRATEGIES, distributed
 from strategy_runs import (
+    ACCUMULATION,
     CELLS,
     CLIPPING,
     GRADIENT_WINDOW,
@@ -56,6 +62,17 @@ def refusal(strategy: str, cell: Cell) -> str | None:
 
 
 TRAINED = [cell for cell in CELLS if refusal("", cell) is None]
+
+
+@cache
+def chosen(strategy: str) -> list[Cell]:
+    """Half of those that train, in turn, and all that are refused; all where one number of micro-batches is refused."""
+    trained = [cell for cell in CELLS if refusal(strategy, cell) is None]
+    if {cell.accumulation for cell in trained} == set(ACCUMULATION):
+        precisions = dict.fromkeys(cell.precision for cell in trained)
+        places = [list(axis) for axis in (STRATEGIES, precisions, CLIPPING, ACCUMULATION)]
+        trained = [cell for cell in trained if sum(map(list.index, places, (strategy, *cell))) % 2 == 0]
+    return [cell for cell in CELLS if cell in trained or refusal(strategy, cell) is not None]
 
 
 def tolerance(strategy: str, precision: str) -> float:
@@ -136,7 +153,7 @@ def rms(tensor: Tensor) -> float:
 
 @cache
 def results(strategy: str) -> dict[tuple[str, Cell], str]:
-    return {(strategy, cell): check(strategy, cell, runs) for cell, runs in distributed(strategy, CELLS)}
+    return {(strategy, cell): check(strategy, cell, runs) for cell, runs in distributed(strategy, chosen(strategy))}
 
 
 def plain(cell: Cell, *, mean_of_means: bool = False) -> Run:
@@ -186,6 +203,19 @@ def test_the_tolerance_tells_wrong_runs_apart(cell: Cell) -> None:
             )
 
 
+def test_any_three_axes_are_crossed_in_full_and_all_four_in_every_family() -> None:
+    families = {strategy: family for family, layouts in FAMILIES.items() for strategy in layouts}
+    every, made = (
+        {(families[strategy], strategy, *cell) for strategy in STRATEGIES for cell in of(strategy)}
+        for of in (lambda strategy: CELLS, chosen)
+    )
+    refused = {row for row in every if refusal(row[1], Cell(*row[2:])) is not None}
+    assert refused < made < every
+    for axes in [(0, 2, 3, 4), *combinations(range(1, 5), 3)]:
+        crossed, all_of_them = ({tuple(row[axis] for axis in axes) for row in of - refused} for of in (made, every))
+        assert crossed == all_of_them
+
+
 @pytest.mark.full
 def test_a_static_graph_takes_windows_of_several_micro_batches_from_the_second_step_on() -> None:
     """It is the first backward that has to reduce."""
@@ -206,7 +236,7 @@ def test_a_static_graph_takes_windows_of_several_micro_batches_from_the_second_s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_cell(strategy: str) -> None:
-    assert len(results(strategy)) == len(CELLS)
+    assert list(results(strategy)) == [(strategy, cell) for cell in chosen(strategy)]
 
 
 def whole_page() -> str:

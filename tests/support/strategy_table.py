@@ -19,9 +19,11 @@ This page is written by `PYTHONPATH=tests/support python tests/strategies/test_s
 
 ## How to read the tables
 
-Each field stands for {len(CLIPPING) * len(ACCUMULATION)} training runs of {NUM_WINDOWS} optimizer steps on 2 or 4
-processes (CPU, gloo): without clipping, clipped by norm, clipped by value; each with
-{" and ".join(map(str, ACCUMULATION))} micro-batches per step.
+Each field stands for {len(CLIPPING)} training runs of {NUM_WINDOWS} optimizer steps on 2 or 4 processes (CPU, gloo):
+without clipping, clipped by norm, clipped by value; in turn with
+{" and with ".join(map(str, ACCUMULATION))} micro-batches per step. So any three of strategy, precision, clipping and
+micro-batches occur together, and all four in the table of each strategy class. What is refused has been tried with each
+clipping and each number of micro-batches.
 
 A **number** is a tolerance: all these runs are equal to one process that sees all data, with the same plugin. That is,
 within this tolerance,
