@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp import ChinchillaBudget, MFUMonitor, StopAtBoundary
+import lightning_mp as mp
 from lightning_mp.core.devices import device_name, peak_memory_bytes
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.demo.settings import Settings
@@ -30,17 +30,16 @@ class RunHistory(Callback):
     """Records one row per optimizer step, skipped ones included, and one per validation; logs the learning rate.
 
     The loss of a step is the mean over the tokens of its window and all ranks. Losses stay on the device until the next
-    validation or checkpoint, and are added up over ranks and read together. What is logged every few steps only is
-    logged once more after the last step.
-    At the end everything is written to the JSON file ``path``; ``facts`` about the run go into every checkpoint, too.
+    validation or checkpoint, and are added up over ranks and read together. Rows and ``facts`` about the run go into
+    every checkpoint, and at the end into the JSON file ``path``.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
-        self._path = path
-        self._facts = dict(facts)
+        self._path, self._facts = path, dict(facts)
         columns = ("tokens", "train_loss", "learning_rate", "loss_scale", "skipped", "grad_norm")
         self._steps: dict[str, list[Any]] = {column: [] for column in columns}
         self._validation: dict[str, list[Any]] = {"tokens": [], "loss": []}
+        # sums of losses and numbers of tokens: of each micro-batch of an open window, and of closed windows
         self._window: list[Tensor] = []
         self._unread: list[Tensor] = []
 
@@ -90,12 +89,9 @@ class RunHistory(Callback):
         """Goes on with the rows of the run that is resumed."""
         self._steps, self._validation = (checkpoint[HISTORY_KEY][rows] for rows in ("steps", "validation"))
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Waits for the last step."""
-        self._settle(trainer)
-
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Writes a last row of the log that has everything, and the file."""
+        """Writes a last row of the log that has everything, since most is logged every few steps only, and the file."""
+        self._settle(trainer)
         last = {name: float(value) for name, value in trainer.callback_metrics.items()}
         last["train/loss"] = self._steps["train_loss"][-1]
         for logger in trainer.loggers:
@@ -111,12 +107,10 @@ class RunHistory(Callback):
         self._path.write_text(json.dumps(self._figures(trainer), indent=1) + "\n")
 
     def _figures(self, trainer: "pl.Trainer") -> dict[str, Any]:
-        callbacks: dict[type, Any] = {type(callback): callback for callback in callbacks_of(trainer)}
-        budget, stop, rates = callbacks[ChinchillaBudget], callbacks[StopAtBoundary], callbacks[MFUMonitor]
-        stopped_by = None
-        if stop.path is not None:
-            # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
-            stopped_by = "interrupt" if stop.stopped_by == "SIGINT" or stop.max_seconds is None else "time"
+        of: dict[type, Any] = {type(callback): callback for callback in callbacks_of(trainer)}
+        budget, stop, rates = of[mp.ChinchillaBudget], of[mp.StopAtBoundary], of[mp.MFUMonitor]
+        # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
+        why = "interrupt" if stop.stopped_by == "SIGINT" or stop.max_seconds is None else "time"
         device = trainer.strategy.root_device
         return {
             **self._facts,
@@ -124,12 +118,12 @@ class RunHistory(Callback):
             "validation": self._validation,
             "tokens": budget.tokens_seen,
             "budget_tokens": budget.budget_tokens,
-            "stopped_by": stopped_by,
+            "stopped_by": None if stop.path is None else why,
             "device": device_name(device),
             "tokens_per_second": rates.total.tokens_per_second,
             "mfu": rates.total.mfu,
             "train_seconds": rates.throughput.totals.seconds,
-            "fit_seconds": callbacks[Timer].time_elapsed("train"),
+            "fit_seconds": of[Timer].time_elapsed("train"),
             "peak_memory_bytes": peak_memory_bytes(device),
         }
 

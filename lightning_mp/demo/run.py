@@ -44,11 +44,10 @@ _WARNINGS_ABOUT_NOTHING = (
 
 
 def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
-    """Trains, and leaves checkpoint, logs, sample, picture and summary in the run's folder.
+    """Trains, and leaves checkpoints, logs, sample, picture and summary in the run's folder.
 
-    Returns 0 if the run did what was asked, 130 if it was interrupted. If Lightning or the pack refuses the
-    combination, nothing is left behind. On the second Ctrl-C, or on one before the first batch, KeyboardInterrupt says
-    where the last checkpoint is.
+    Returns 0 if the run did what was asked, 130 if it was interrupted. On the second Ctrl-C, or on one before the first
+    batch, KeyboardInterrupt says where the last checkpoint is.
     """
     try:
         if job.resumed_tokens >= job.settings.plan.budget_tokens:
@@ -136,7 +135,10 @@ def _strategy(settings: Settings) -> Strategy | str:
 
 
 def fit(trainer: pl.Trainer, job: Job) -> None:
-    """Builds the model and trains it, from the checkpoint if the run goes on."""
+    """Builds the model and trains it, from the checkpoint if the run goes on.
+
+    If Lightning or the pack refuses the combination, nothing is left behind.
+    """
     shape = job.settings.model
     # TokenLearningRate sets the rate
     model = LanguageModel(**asdict(shape), learning_rate=peak_learning_rate(shape.parameters), total_steps=None)
@@ -161,36 +163,38 @@ def _conclude(job: Job) -> int:
     """Shows what came of the run, and returns the exit code."""
     # Read from the file: under some strategies the training happened in other processes.
     history = json.loads((job.folder / "history.json").read_text())
-    if history["stopped_by"] == "interrupt":
+    stopped_by = history["stopped_by"]
+    if stopped_by == "interrupt":
         say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
         return 130
-    _show(job, history)
-    if history["stopped_by"] == "time":
+    summary = _show(job, history)
+    if stopped_by == "time":
         say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
+    comparison_file = job.folder / "comparison.txt"
+    if job.settings.compare and stopped_by is None and not comparison_file.exists():
+        say("\nOnce more with Lightning's own plugin, for --compare:")
+        with quiet_lightning(logging.ERROR, *_WARNINGS_ABOUT_NOTHING), interrupts_kept():
+            comparison = format_comparison(train_with_stock(job), summary)
+        comparison_file.write_text(comparison + "\n")
+        say(comparison)
     return 0
 
 
-def _show(job: Job, history: dict[str, Any]) -> None:
-    """Writes and prints sample, picture and summary, and the comparison if there is to be one."""
+def _show(job: Job, history: dict[str, Any]) -> dict[str, Any]:
+    """Writes and prints sample, picture and summary."""
     folder = job.folder
     checkpoint = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     trained = LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True).eval()
     sample = _printable(generate(trained.model, b"def ", _SAMPLE_TOKENS))
     (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
+    say(f"\nA sample:\n{indent(sample, '    ')}\n")
     summary = summarise(history, folder)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    say(f"\nA sample:\n{indent(sample, '    ')}\n")
     if _is_installed("matplotlib", "No picture is drawn"):
         plot_of(history).write(folder / "report.png")
     say(format_table(summary, folder))
-    comparison_file = folder / "comparison.txt"
-    if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():
-        say("\nOnce more with Lightning's own plugin, for --compare:")
-        with quiet_lightning(logging.ERROR, *_WARNINGS_ABOUT_NOTHING), interrupts_kept():
-            comparison = format_comparison(train_with_stock(job), summary, history)
-        comparison_file.write_text(comparison + "\n")
-        say(comparison)
+    return summary
 
 
 def _is_installed(package: str, otherwise: str) -> bool:
