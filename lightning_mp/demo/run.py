@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -68,8 +68,9 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
 
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
     """Builds the Trainer."""
-    settings, folder = job.settings, job.folder
-    on_terminal = sys.stdout.isatty()
+    settings, folder, on_terminal = job.settings, job.folder, sys.stdout.isatty()
+    budget = mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
+    speed, stop = mp.MFUMonitor(), mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds)
     loggers: list[Any] = [CSVLogger(folder, name="csv")]
     if _is_installed("tensorboard", "No TensorBoard log is written"):
         loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
@@ -81,13 +82,12 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
             mp.OverflowMonitor(),
             mp.OverflowPostMortem(dirpath=folder),
             mp.AccumulationScheduler(settings.accumulation, unit="step"),
-            mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter),
+            budget,
             # The cosine ends where the run ends: Hoffmann et al. 2022 (arXiv:2203.15556), appendix B, find that a cycle
             # more than 25% too long clearly hurts. The first step's rate is not 0, so that it does something.
             mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
-            mp.MFUMonitor(),
-            Timer(),
-            RunHistory(folder / "history.json", job.facts),
+            speed,
+            RunHistory(folder / "history.json", job.facts, budget, stop, speed),
             *extra_callbacks,
             ModelCheckpoint(
                 folder / "checkpoints",
@@ -95,7 +95,7 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
                 auto_insert_metric_name=False,
                 every_n_train_steps=-(-settings.plan.optimizer_steps // _CHECKPOINTS),
             ),
-            mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds),
+            stop,
             InjectOverflow(settings),
             *([TQDMProgressBar(refresh_rate=5)] if on_terminal else []),
         ],
