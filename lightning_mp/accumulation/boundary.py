@@ -68,7 +68,7 @@ class AccumulationBoundary:
         is_open: whether a window is open after a micro-batch.
         close: called when the open window was closed between two micro-batches.
         checkpoints_wait: ``ModelCheckpoint`` writes at the ends of windows only.
-        straddles_epochs: windows may go on in the next epoch.
+        carries_over: windows may go on in the next epoch.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class AccumulationBoundary:
         close: Callable[[], None],
         *,
         checkpoints_wait: bool,
-        straddles_epochs: bool = False,
+        carries_over: bool = False,
     ) -> None:
         self._trainer = trainer
         self._min_steps = private_loop_api.min_steps_of(trainer)
         self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, sync)
         self._checkpoints = DeferredCheckpoints(trainer, is_open).attach() if checkpoints_wait else None
-        self._straddled = CarryOverEpochs(trainer, pl_module, is_open) if straddles_epochs else None
+        self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if carries_over else None
         self._frequency: LearningRateFrequency | None = None
         self._declined = DeclinedBatches(trainer, pl_module, is_open, self._goes_on, close)
         self._wording = _StopAtTheEnd(trainer)
@@ -100,8 +100,8 @@ class AccumulationBoundary:
 
     def begin(self, *, closes: bool, last_of_epoch: bool = False) -> None:
         """A micro-batch begins; ``closes`` if the optimizer steps after it."""
-        if self._straddled is not None and last_of_epoch and not closes:
-            self._straddled.hide()
+        if self._carry_over is not None and last_of_epoch and not closes:
+            self._carry_over.hide()
         self._reductions.end()  # of a micro-batch that was declined
         # Lightning leaves the loop after any micro-batch once `should_stop` is set, but not before `min_steps`.
         end = self._trainer.global_step + 1
@@ -110,13 +110,13 @@ class AccumulationBoundary:
         self._reductions.begin(closes=closes)
 
     def _goes_on(self) -> bool:
-        return self._straddled is not None and another_epoch_follows(self._trainer)
+        return self._carry_over is not None and another_epoch_follows(self._trainer)
 
     def end(self) -> None:
         """The micro-batch is over."""
         self._reductions.end()
-        if self._straddled is not None:
-            self._straddled.show()
+        if self._carry_over is not None:
+            self._carry_over.show()
 
     def settle_outcome(self) -> None:
         """Makes sure that it is known whether the last step was skipped."""
@@ -130,8 +130,8 @@ class AccumulationBoundary:
         self._declined.detach()
         private_loop_api.set_min_steps(self._trainer, self._min_steps)
         self._reductions.detach()
-        if self._straddled is not None:
-            self._straddled.detach()
+        if self._carry_over is not None:
+            self._carry_over.detach()
         if self._checkpoints is not None:
             self._checkpoints.detach()
         if self._frequency is not None:

@@ -140,7 +140,7 @@ class AccumulationController(Callback):
                 lambda: self.is_open,
                 lambda: setattr(self, "state", transitions.close_early(self.state)),
                 checkpoints_wait=not self.settings.saves_partial_gradients,
-                straddles_epochs=self.settings.straddles_epochs,
+                carries_over=self.settings.carries_over,
             )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -356,7 +356,7 @@ class AccumulationController(Callback):
         self._saved_window = PartialAccumulation.load(checkpoint, trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counter and the run's own numbers."""
+        """The token counter and where the run stands."""
         if self._boundary is not None:
             self._boundary.settle_outcome()
         return {"counter": self.counter.state_dict()} | self.state.state_dict()

@@ -27,7 +27,7 @@ class DeclinedBatches:
         trainer: the Trainer that fits.
         pl_module: its module.
         is_open: whether a window was open before the micro-batch at hand.
-        straddles: whether the window is to go on in the next epoch.
+        carries_over: whether the window is to go on in the next epoch.
         close: called when the window is closed.
     """
 
@@ -36,13 +36,13 @@ class DeclinedBatches:
         trainer: "pl.Trainer",
         pl_module: "pl.LightningModule",
         is_open: Callable[[], bool],
-        straddles: Callable[[], bool],
+        carries_over: Callable[[], bool],
         close: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
         self._is_open = is_open
-        self._straddles = straddles
+        self._carries_over = carries_over
         self._close = close
         name = "on_train_batch_start"
         has_own = getattr(type(pl_module), name) is not getattr(pl.LightningModule, name) or name in vars(pl_module)
@@ -57,7 +57,7 @@ class DeclinedBatches:
         assert self._method is not None
         was_open = self._is_open()
         response = self._method.original(*args, **kwargs)
-        if response == -1 and was_open and not self._straddles():
+        if response == -1 and was_open and not self._carries_over():
             reason = why_gradients_are_elsewhere(self._trainer)
             if reason:
                 rank_zero_warn(

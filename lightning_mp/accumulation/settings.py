@@ -26,7 +26,7 @@ class AccumulationSettings:
         schedule: how long windows are.
         sync: when sharded gradients are reduced.
         saves_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
-        straddles_epochs: a window may go on in the next epoch.
+        carries_over: a window may go on in the next epoch.
         weighting: what micro-batches weigh; None while nothing was requested.
         budget: where the run ends.
         total_steps: optimizer steps of the whole schedule, for ``trainer.estimated_stepping_batches``.
@@ -46,7 +46,7 @@ class AccumulationSettings:
     schedule: WindowSchedule | None = None
     sync: Sync = "window"
     saves_partial_gradients: bool = False
-    straddles_epochs: bool = False
+    carries_over: bool = False
     weighting: Weighting | None = None
     budget: TokenBudget | None = None
     total_steps: Callable[[], int | None] | None = None
@@ -110,7 +110,7 @@ class AccumulationSettings:
         self.schedule = schedule
         self.sync = sync
         self.saves_partial_gradients = save_partial_gradients
-        self.straddles_epochs = carry_over
+        self.carries_over = carry_over
         self.total_steps = total_steps
 
     def at_rest(self) -> int:

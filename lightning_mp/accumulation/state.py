@@ -145,7 +145,7 @@ class AccumulationState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's own numbers, for a checkpoint."""
+        """Where the run stands, for a checkpoint."""
         return {
             "reference_items": self.reference_items,
             "layout": None if self.layout is None else asdict(self.layout),

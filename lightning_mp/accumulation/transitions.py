@@ -59,7 +59,7 @@ def begin_micro_batch(
 ) -> AccumulationState:
     """The state while a micro-batch runs: it closes its window if that is full, or if nothing comes after it."""
     window = state.window
-    goes_on = settings.straddles_epochs and micro_batch.another_epoch_follows
+    goes_on = settings.carries_over and micro_batch.another_epoch_follows
     closes = micro_batch.ends_run or (micro_batch.ends_epoch and not goes_on) or window.position + 1 >= window.planned
     return state.changed(
         window=Window(window.planned, window.position, window.is_open, closes, window.totals),

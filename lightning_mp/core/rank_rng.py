@@ -85,7 +85,7 @@ class RankRNG:
 
     @contextmanager
     def drawn(self, *devices: torch.device) -> Iterator[None]:
-        """Inside, the rank's own numbers are drawn."""
+        """Inside, this rank's random numbers are drawn."""
         self.begin(*devices)
         try:
             yield

@@ -263,7 +263,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             # The set-up failed before there were masters: the next one starts from the same weights.
             if not isinstance(parameter, DTensor):
                 parameter.data = data
-        self._give_back()
+        self._swap_out()
         self._fp32_copies.settle()
         if self._masters is not None:
             self._masters.follow_devices()
@@ -322,13 +322,13 @@ class MasterWeightsPrecision(GradientStepPrecision):
         try:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         finally:
-            self._give_back()
+            self._swap_out()
             self._fp32_copies.put_back(p for group in optimizer.param_groups for p in group["params"])
         if self._range is not None and self._masters is not None:
             self._range.look([p for g in optimizer.param_groups for p in g["params"] if p in self._masters])
         return result
 
-    def _give_back(self) -> None:
+    def _swap_out(self) -> None:
         """After an exception inside of a step; does nothing otherwise."""
         for hooks in self._hooks:
             hooks.swap_out()

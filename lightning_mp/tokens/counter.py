@@ -13,7 +13,7 @@ from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.gradients.gradient_ops import accumulation_dtype
 
 __all__ = [
-    "LEDGER_KINDS",
+    "COUNTER_KINDS",
     "TokenCounterDelta",
     "TokenCounterDeltas",
     "NUM_TOTALS",
@@ -24,7 +24,7 @@ __all__ = [
 #: Entries of a counter's state; no part is larger than ``tokens``.
 _PARTS = ("skipped_tokens", "repeated_tokens", "last_window_tokens")
 _SUMS = ("tokens", "input_tokens", "nonpad_tokens", "samples", "windows", "last_window_samples")
-LEDGER_KINDS = dict.fromkeys((*_SUMS, *_PARTS, "largest_micro_batch"), COUNT)
+COUNTER_KINDS = dict.fromkeys((*_SUMS, *_PARTS, "largest_micro_batch"), COUNT)
 
 #: Length of the vector that a window adds over all ranks, see :meth:`AccumulationTotals.tensor`.
 NUM_TOTALS = 6
@@ -192,7 +192,7 @@ class TokenCounter:
         Raises:
             ValueError: if one is missing or cannot be; nothing is changed then.
         """
-        state = checked_state(state, LEDGER_KINDS, "the token counter")
+        state = checked_state(state, COUNTER_KINDS, "the token counter")
         if too_large := [name for name in _PARTS if state[name] > state["tokens"]]:
             raise ValueError(
                 f"The checkpoint's state of the token counter cannot be loaded: {too_large[0]!r} is"

@@ -105,7 +105,7 @@ class Run:
         self.plan = plan
         self.settings = AccumulationSettings(
             schedule=Thresholds(plan.schedule, "step"),
-            straddles_epochs=plan.carry_over,
+            carries_over=plan.carry_over,
             budget=None if plan.budget is None else TokenBudget(plan.budget),
         )
         self.settings.freeze()

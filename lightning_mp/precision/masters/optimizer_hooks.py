@@ -33,7 +33,7 @@ __all__ = ["MASTER_KEY", "MasterHooks"]
 
 
 class MasterHooks:
-    """Lends masters to one optimizer for its steps, and carries them through its checkpoints.
+    """Swaps masters in for the steps of one optimizer, and carries them through its checkpoints.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -43,7 +43,7 @@ class MasterHooks:
     def __init__(self, optimizer: Optimizer, store: MasterStore) -> None:
         self._optimizer = optimizer
         self._store = store
-        self._lent: dict[Tensor, Tensor] = {}
+        self._swapped_in: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
         self._marks: list[tuple[Tensor | None, int]] = []
         self._depth = 0
@@ -79,10 +79,10 @@ class MasterHooks:
         self._handles, self._modes = [], []
 
     def _on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._lent:
+        if self._swapped_in:
             return method(*args, **kwargs)
         try:
-            self._lend(only_with_gradient=False)
+            self._swap_in(only_with_gradient=False)
             return method(*args, **kwargs)
         finally:
             self.swap_out()
@@ -106,7 +106,7 @@ class MasterHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.paused:
             return None
-        if self._lent and self._gradients_are_the_same():
+        if self._swapped_in and self._gradients_are_the_same():
             # torch calls the hooks again when a subclass's step calls its parent's: this is the same step.
             self._depth += 1
             return None
@@ -118,9 +118,9 @@ class MasterHooks:
         elif callable(kwargs.get("closure")):
             changed = args, kwargs | {"closure": self._with_weights(kwargs["closure"])}
         else:
-            self._lend(only_with_gradient=True)
+            self._swap_in(only_with_gradient=True)
             return None
-        self._lend(only_with_gradient=False)
+        self._swap_in(only_with_gradient=False)
         return changed
 
     def _with_weights(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -130,7 +130,7 @@ class MasterHooks:
             depth = self._depth
             self.swap_out()
             result = closure()
-            self._lend(only_with_gradient=False)
+            self._swap_in(only_with_gradient=False)
             self._depth = depth
             return result
 
@@ -155,7 +155,7 @@ class MasterHooks:
         return parameter in self._store or (parameter.requires_grad and parameter.dtype in HALF_DTYPES)
 
     @torch.no_grad()
-    def _lend(self, *, only_with_gradient: bool) -> None:
+    def _swap_in(self, *, only_with_gradient: bool) -> None:
         for group in self._optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if not self._has_master(parameter) or (only_with_gradient and parameter.grad is None):
@@ -165,35 +165,35 @@ class MasterHooks:
                 if is_new:
                     widen_early_state(self._optimizer, group, parameter, master)
                 group["params"][index] = master
-                self._lent[parameter] = master
+                self._swapped_in[parameter] = master
                 self._versions[parameter] = private_api.version_of(parameter)
                 self._move_state(parameter, master)
-        with_gradient = [p for p in self._lent if p.grad is not None]
+        with_gradient = [p for p in self._swapped_in if p.grad is not None]
         gradients = as_float32([p.grad for p in with_gradient if p.grad is not None])
         for parameter, gradient in zip(with_gradient, gradients, strict=True):
-            self._lent[parameter].grad = gradient
-        self._marks = [_mark(parameter.grad, master) for parameter, master in self._lent.items()]
+            self._swapped_in[parameter].grad = gradient
+        self._marks = [_mark(parameter.grad, master) for parameter, master in self._swapped_in.items()]
 
     def _gradients_are_the_same(self) -> bool:
-        """Whether no backward and no ``zero_grad`` has come since masters were lent."""
+        """Whether no backward and no ``zero_grad`` has come since masters were swapped in."""
         return all(
             parameter.grad is gradient and (gradient is None or version in (-1, private_api.version_of(gradient)))
-            for parameter, (gradient, version) in zip(self._lent, self._marks, strict=True)
+            for parameter, (gradient, version) in zip(self._swapped_in, self._marks, strict=True)
         )
 
     def swap_out(self) -> None:
         """Puts the 16-bit parameters back and writes them again, if masters are swapped in; can be called any time."""
-        lent, self._lent = self._lent, {}
+        swapped_in, self._swapped_in = self._swapped_in, {}
         self._versions, self._marks, self._depth = {}, [], 0
-        if not lent:
+        if not swapped_in:
             return
-        parameter_of = {master: parameter for parameter, master in lent.items()}
+        parameter_of = {master: parameter for parameter, master in swapped_in.items()}
         for group in self._optimizer.param_groups:
             group["params"][:] = [parameter_of.get(p, p) for p in group["params"]]
-        for parameter, master in lent.items():
+        for parameter, master in swapped_in.items():
             self._move_state(master, parameter)
             master.grad = None
-        self._store.write_back(list(lent), list(lent.values()))
+        self._store.write_back(list(swapped_in), list(swapped_in.values()))
 
     def _move_state(self, source: Tensor, target: Tensor) -> None:
         state = self._optimizer.state.pop(source, None)
@@ -216,7 +216,7 @@ class MasterHooks:
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Takes the masters out, and remembers the rest: torch casts it to the dtype of the 16-bit parameters.
 
-        Nothing is lent meanwhile, because a load that fails calls no hook that could give it back.
+        No master is swapped in meanwhile, because a load that fails calls no hook that could swap it out.
         """
         if self.paused:
             return state_dict

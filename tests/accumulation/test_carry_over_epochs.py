@@ -153,7 +153,7 @@ def test_checkpoints_of_an_epochs_end_wait_for_the_window(tmp_path: Path) -> Non
     }
 
 
-def test_two_ranks_straddle_together_with_one_reduction_per_window() -> None:
+def test_two_ranks_carry_over_together_with_one_reduction_per_window() -> None:
     def train(rank: int, epochs: int) -> Any:
         data = [token_batches(LENGTHS), token_batches([7, 3, 9, 6, 2])][rank]
         module = TokenModel(adamw)
@@ -168,7 +168,7 @@ def test_two_ranks_straddle_together_with_one_reduction_per_window() -> None:
         assert torch.equal(a, c)
 
 
-def test_a_budget_lands_inside_of_a_straddled_window() -> None:
+def test_a_budget_lands_inside_of_a_carried_over_window() -> None:
     budget = ChinchillaBudget(tokens=40)
     _, steps = fit(TokenModel(), token_batches(LENGTHS), budget, epochs=-1)
     assert budget.tokens_seen == 40
