@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 from lightning_mp.accumulation.batch_split import (
-    Microbatch,
     merge_outputs,
     microbatch_bounds,
     num_samples,
@@ -64,8 +63,9 @@ def test_tensor_is_viewed_and_not_copied():
 
 
 def test_a_batch_that_fits_is_the_same_object():
-    assert split_batch(X, 5) == [Microbatch(X, 5)]
-    assert split_batch(X, 5)[0].batch is X
+    (microbatch,) = split_batch(X, 5)
+    assert microbatch.batch is X
+    assert microbatch.samples == 5
 
 
 def test_nested_containers():
