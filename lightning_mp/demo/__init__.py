@@ -1,5 +1,6 @@
 """The main job: a small language model trained on real text with this pack, end to end.
 
-``lightning-mp demo`` runs it; :mod:`lightning_mp.demo.model` and :mod:`lightning_mp.demo.module` are a starting point
-for an own model.
+``lightning-mp demo`` runs it. Start reading at ``assemble`` in :mod:`lightning_mp.demo.run`, where the Trainer gets its
+plugin, strategy and callbacks; :mod:`lightning_mp.demo.model` and :mod:`lightning_mp.demo.module` are a starting point
+for your own model.
 """

@@ -32,14 +32,9 @@ def short_runs(
     Weights and the order of the text follow from torch's global seed. Lightning's own mixed precision refuses a fused
     AdamW together with clipping. The first function takes other arguments of the module by keyword.
     """
-    make_module = partial(
-        LanguageModel,
-        **asdict(shape),
-        learning_rate=peak_learning_rate(shape.parameters),
-        total_steps=steps,
-        warmup_steps=max(1, round(WARMUP_SHARE * steps)),
-        fused=fused,
-    )
+    schedule = {"total_steps": steps, "warmup_steps": max(1, round(WARMUP_SHARE * steps))}
+    peak = peak_learning_rate(shape.parameters)
+    make_module = partial(LanguageModel, **asdict(shape), learning_rate=peak, fused=fused, **schedule)
     return make_module, partial(TextData, corpus, batch_size, steps)
 
 
@@ -51,7 +46,7 @@ def train_with_stock(job: Job) -> dict[str, Any]:
     """
     settings, plan = job.settings, job.settings.plan
     torch.manual_seed(settings.seed)
-    fused = _takes_fused(settings.precision)
+    fused = not settings.precision.endswith("-mixed")
     make_module, _ = short_runs(job.corpus, settings.model, plan.optimizer_steps, settings.batch_size, fused=fused)
     model, data, timer = make_module(), job.data, Timer()
     trainer = pl.Trainer(
@@ -66,26 +61,22 @@ def train_with_stock(job: Job) -> dict[str, Any]:
         **job.trainer_options,
     )
     trainer.fit(model, data)
-    validation_loss = trainer.validate(model, data, verbose=False)[0]["val/loss"]
     updates = max((int(state["step"]) for state in trainer.optimizers[0].state.values()), default=0)
     return {
         "tokens": plan.micro_batches * plan.micro_batch_tokens,
         "optimizer_steps": trainer.global_step,
         "skipped_steps": trainer.global_step - updates,
         "schedule_steps_on_skips": trainer.lr_scheduler_configs[0].scheduler.last_epoch - updates,
-        "validation_loss": validation_loss,
         "fit_seconds": timer.time_elapsed("train"),
+        "validation_loss": trainer.validate(model, data, verbose=False)[0]["val/loss"],
+        "fused": fused,
     }
 
 
-def _takes_fused(precision: str) -> bool:
-    return not precision.endswith("-mixed")
-
-
-def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any], history: Mapping[str, Any]) -> str:
+def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """A table of the figures of :func:`train_with_stock` and of the run with this pack."""
     moved = sum(skip["next_learning_rate"] not in (None, skip["learning_rate"]) for skip in summary["skips"])
-    both = (stock, {**summary, "schedule_steps_on_skips": moved, "fit_seconds": history["fit_seconds"]})
+    both = (stock, {**summary, "schedule_steps_on_skips": moved})
     rows = [
         ("", "Lightning", "lightning_mp"),
         ("tokens", *(f"{run['tokens']:,}" for run in both)),
@@ -95,7 +86,7 @@ def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any], hist
         ("scheduler steps on skips", *(f"{run['schedule_steps_on_skips']:,}" for run in both)),
         ("validation loss", *(f"{run['validation_loss']:.4f}" for run in both)),
         ("time of the fit", *(f"{run['fit_seconds']:.1f} s" for run in both)),
-        ("fused AdamW with clipping", "yes" if _takes_fused(history["settings"]["precision"]) else "refused", "yes"),
+        ("fused AdamW with clipping", "yes" if stock["fused"] else "refused", "yes"),
     ]
     table = "\n".join(f"{name:<26}{left:>14}{right:>14}" for name, left, right in rows)
     if not math.isfinite(stock["validation_loss"]):

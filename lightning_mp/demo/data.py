@@ -21,10 +21,8 @@ MAX_BYTES = 16 * 2**20  # of the standard library, so that the start takes well 
 BLOCK_TOKENS = 128
 _MAX_VALIDATION_BATCHES = 32  # per rank
 
-# Tests, vendored or generated tables, and what is not part of the library.
-_SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", "dist-packages", "encodings", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
-)
+# Tests, and generated tables; folders with a hyphen, such as site-packages, are left out as well.
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "encodings", "lib2to3", "pydoc_data", "test", "tests"})
 
 
 @dataclass(frozen=True)
@@ -53,42 +51,34 @@ def load_text(file: str | None) -> Corpus:
 def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) -> Corpus:
     """Reads the source of Python's standard library, in the order of its file names; every 20th file is held out.
 
-    Files with the same content are read once, so none is on both sides.
-
-    Args:
-        root: Folder of ``*.py`` files; None takes ``sysconfig.get_path("stdlib")``.
-        max_bytes: Stop reading after this much.
+    Files with the same content are read once, so none is on both sides. ``root`` is another folder of source files.
 
     Raises:
         ValueError: If there are not even 20 different files.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    files: list[bytes] = []
-    for path in _sources(root):
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "-" not in name]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    files: dict[bytes, None] = {}  # a set that keeps its order
+    for path in sorted(paths, key=str):
         with suppress(OSError):
             content = path.read_bytes()
             max_bytes -= len(content)
             if max_bytes < 0:
                 break
-            files.append(content)
-    files = [content for content in dict.fromkeys(files) if content]
+            files[content] = None
+    files.pop(b"", None)
     if len(files) < VALIDATION_SHARE:
         raise ValueError(
             f"{root} holds {len(files)} Python source files, and at least {VALIDATION_SHARE} are needed: "
             "this Python comes without its library's source; give a text of your own with --text FILE."
         )
+    train = [content for index, content in enumerate(files, start=1) if index % VALIDATION_SHARE]
+    validation = list(files)[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
     source = f"{len(files)} source files of the Python {platform.python_version()} standard library"
-    held_out = files[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
-    del files[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
-    return Corpus(_as_tokens(b"".join(files)), _as_tokens(b"".join(held_out)), source)
-
-
-def _sources(root: Path) -> list[Path]:
-    paths = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "-" not in name]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(paths, key=str)
+    return Corpus(_as_tokens(b"".join(train)), _as_tokens(b"".join(validation)), source)
 
 
 def load_file(path: Path) -> Corpus:
@@ -105,8 +95,8 @@ def load_file(path: Path) -> Corpus:
         ) from error
     if not content:
         raise ValueError(f"the text {str(path)!r} is empty: give a file with some text in it with --text FILE.")
-    cut = len(content) - max(1, len(content) // VALIDATION_SHARE)
     tokens = _as_tokens(content)
+    cut = len(tokens) - max(1, len(tokens) // VALIDATION_SHARE)
     return Corpus(tokens[:cut], tokens[cut:], path.name)
 
 
@@ -116,9 +106,8 @@ def _as_tokens(content: bytes) -> Tensor:
 
 def _cut_blocks(text: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
     """Inputs and the tokens that follow them, views ``[num_blocks, block_tokens]``, without the tail of the text."""
-    num_blocks = max(0, (len(text) - 1) // block_tokens)
-    used = num_blocks * block_tokens
-    return text[:used].view(num_blocks, block_tokens), text[1 : used + 1].view(num_blocks, block_tokens)
+    used = max(0, (len(text) - 1) // block_tokens) * block_tokens
+    return text[:used].view(-1, block_tokens), text[1 : used + 1].view(-1, block_tokens)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -130,15 +119,6 @@ class TextBatches:
     served, which Lightning keeps in the checkpoint through ``state_dict``. An iteration that follows another one goes
     on where that ended.
 
-    Args:
-        text: uint8 ``[num_tokens]``.
-        batch_size: Sequences per batch and rank.
-        block_tokens: Tokens per sequence.
-        num_batches: Length of one iteration, over as many passes as that takes; None for one pass over the text.
-        seed: Chooses the order.
-        rank: This rank, of those that take different data.
-        world_size: Number of these ranks.
-
     Raises:
         ValueError: If the text does not fill one global batch.
 
@@ -148,13 +128,13 @@ class TextBatches:
         (2, [torch.Size([2, 4]), torch.Size([2, 4])])
     """
 
-    text: Tensor = field(kw_only=False)
-    batch_size: int
-    block_tokens: int
-    num_batches: int | None = None
+    text: Tensor = field(kw_only=False)  # uint8 [num_tokens]
+    batch_size: int  # sequences per rank
+    block_tokens: int  # per sequence
+    num_batches: int | None = None  # of one iteration, over as many passes as that takes; None for one pass
     seed: int = 0
     rank: int = 0
-    world_size: int = 1
+    world_size: int = 1  # ranks that take different data
 
     def __post_init__(self) -> None:
         self._inputs, self._labels = _cut_blocks(self.text, self.block_tokens)
@@ -168,7 +148,7 @@ class TextBatches:
             )
 
     def __len__(self) -> int:
-        return self._batches_per_pass if self.num_batches is None else self.num_batches
+        return self.num_batches or self._batches_per_pass
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         end = (self._served // len(self) + 1) * len(self)
@@ -237,22 +217,13 @@ class HeldOutBatches:
 class TextData(pl.LightningDataModule):
     """Training and validation batches of a corpus; in a Trainer, this rank's part of them.
 
-    The whole run is one epoch, over as many passes of the text as it takes, so that no accumulation window is cut at
-    the end of a pass.
-
-    Args:
-        corpus: The text.
-        batch_size: Sequences per batch and rank.
-        num_batches: Training batches of the run.
-        seed: Chooses their order; None takes torch's global seed.
+    The whole run is one epoch of ``num_batches``, over as many passes of the text as it takes, so that no accumulation
+    window is cut at the end of a pass. Without a seed the order follows from torch's global one.
     """
 
     def __init__(self, corpus: Corpus, batch_size: int, num_batches: int, seed: int | None = None) -> None:
         super().__init__()
-        self._corpus = corpus
-        self._batch_size = batch_size
-        self._num_batches = num_batches
-        self._seed = seed
+        self._corpus, self._batch_size, self._num_batches, self._seed = corpus, batch_size, num_batches, seed
 
     def train_dataloader(self) -> TextBatches:
         """All batches of the run."""

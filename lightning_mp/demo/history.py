@@ -7,18 +7,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp import ChinchillaBudget, MFUMonitor, StopAtBoundary
+import lightning_mp as mp
 from lightning_mp.core.devices import device_name, peak_memory_bytes
-from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.demo.settings import Settings
 from lightning_mp.diagnostics import StepOutcome
-from lightning_mp.gradients.gradient_ops import local_shard, sum_over_ranks_
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.gradients.gradient_ops import local_shard
 
 __all__ = ["HISTORY_KEY", "InjectOverflow", "RunHistory", "say"]
 
@@ -30,17 +28,25 @@ class RunHistory(Callback):
     """Records one row per optimizer step, skipped ones included, and one per validation; logs the learning rate.
 
     The loss of a step is the mean over the tokens of its window and all ranks. Losses stay on the device until the next
-    validation or checkpoint, and are added up over ranks and read together. What is logged every few steps only is
-    logged once more after the last step.
-    At the end everything is written to the JSON file ``path``; ``facts`` about the run go into every checkpoint, too.
+    validation or checkpoint, and are added up over ranks and read together. Rows and ``facts`` about the run go into
+    every checkpoint, and at the end, with figures of the callbacks ``budget``, ``stop`` and ``speed``, into the JSON
+    file ``path``.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
-        self._path = path
-        self._facts = dict(facts)
+    def __init__(
+        self,
+        path: Path,
+        facts: Mapping[str, Any],
+        budget: mp.ChinchillaBudget,
+        stop: mp.StopAtBoundary,
+        speed: mp.MFUMonitor,
+    ) -> None:
+        self._path, self._facts = path, dict(facts)
+        self._budget, self._stop, self._speed = budget, stop, speed
         columns = ("tokens", "train_loss", "learning_rate", "loss_scale", "skipped", "grad_norm")
         self._steps: dict[str, list[Any]] = {column: [] for column in columns}
         self._validation: dict[str, list[Any]] = {"tokens": [], "loss": []}
+        # sums of losses and numbers of tokens: of each micro-batch of an open window, and of closed windows
         self._window: list[Tensor] = []
         self._unread: list[Tensor] = []
 
@@ -70,7 +76,7 @@ class RunHistory(Callback):
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Notes the validation loss, and prints a line where no progress bar shows it."""
-        self._read_losses()
+        self._read_losses(trainer)
         tokens, loss = self._steps["tokens"][-1], float(trainer.callback_metrics["val/loss"])
         self._validation["tokens"].append(tokens)
         self._validation["loss"].append(loss)
@@ -81,7 +87,7 @@ class RunHistory(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Saves facts and rows."""
-        self._settle(trainer)
+        self._read_losses(trainer)
         checkpoint[HISTORY_KEY] = {"facts": self._facts, "steps": self._steps, "validation": self._validation}
 
     def on_load_checkpoint(
@@ -90,12 +96,9 @@ class RunHistory(Callback):
         """Goes on with the rows of the run that is resumed."""
         self._steps, self._validation = (checkpoint[HISTORY_KEY][rows] for rows in ("steps", "validation"))
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Waits for the last step."""
-        self._settle(trainer)
-
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Writes a last row of the log that has everything, and the file."""
+        """Writes a last row of the log that has everything, since most is logged every few steps only, and the file."""
+        self._read_losses(trainer)
         last = {name: float(value) for name, value in trainer.callback_metrics.items()}
         last["train/loss"] = self._steps["train_loss"][-1]
         for logger in trainer.loggers:
@@ -108,41 +111,33 @@ class RunHistory(Callback):
                 # The scaler did not call an unfused optimizer, so nothing set the rate of that step: the next one's.
                 rates[step] = rates[step + 1]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._figures(trainer), indent=1) + "\n")
+        self._path.write_text(json.dumps(self._figures(trainer.strategy.root_device), indent=1) + "\n")
 
-    def _figures(self, trainer: "pl.Trainer") -> dict[str, Any]:
-        callbacks: dict[type, Any] = {type(callback): callback for callback in callbacks_of(trainer)}
-        budget, stop, rates = callbacks[ChinchillaBudget], callbacks[StopAtBoundary], callbacks[MFUMonitor]
+    def _figures(self, device: torch.device) -> dict[str, Any]:
         stopped_by = None
-        if stop.path is not None:
+        if self._stop.path is not None:
             # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
-            stopped_by = "interrupt" if stop.stopped_by == "SIGINT" or stop.max_seconds is None else "time"
-        device = trainer.strategy.root_device
+            by_time = self._stop.stopped_by != "SIGINT" and self._stop.max_seconds is not None
+            stopped_by = "time" if by_time else "interrupt"
         return {
             **self._facts,
             "steps": self._steps,
             "validation": self._validation,
-            "tokens": budget.tokens_seen,
-            "budget_tokens": budget.budget_tokens,
+            "tokens": self._budget.tokens_seen,
+            "budget_tokens": self._budget.budget_tokens,
             "stopped_by": stopped_by,
             "device": device_name(device),
-            "tokens_per_second": rates.total.tokens_per_second,
-            "mfu": rates.total.mfu,
-            "train_seconds": rates.throughput.totals.seconds,
-            "fit_seconds": callbacks[Timer].time_elapsed("train"),
+            "tokens_per_second": self._speed.total.tokens_per_second,
+            "mfu": self._speed.total.mfu,
+            "train_seconds": self._speed.throughput.totals.seconds,
+            "fit_seconds": self._budget.device_seconds / self._facts["settings"]["devices"],
             "peak_memory_bytes": peak_memory_bytes(device),
         }
 
-    def _settle(self, trainer: "pl.Trainer") -> None:
-        dispatcher = StepOutcomeDispatcher.of(trainer)
-        if dispatcher is not None:
-            dispatcher.settle()
-        self._read_losses()
-
-    def _read_losses(self) -> None:
+    def _read_losses(self, trainer: "pl.Trainer") -> None:
         if self._unread:
             # Ranks that hold parts of one copy of the model all count its tokens, in the sum and in the number.
-            sums, counts = sum_over_ranks_(torch.stack(self._unread)).unbind(1)
+            sums, counts = trainer.strategy.reduce(torch.stack(self._unread), reduce_op="sum").unbind(1)
             self._steps["train_loss"] += (sums / counts).tolist()
             self._unread = []
 

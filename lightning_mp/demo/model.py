@@ -1,8 +1,8 @@
 """A small GPT (pre-norm blocks, causal attention, tied head, no biases), and text written by it."""
 
 import math
+from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, count
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from lightning_mp.core.arguments import whole_number
 
 __all__ = ["GPT", "GPTConfig", "config_for_parameters", "generate"]
 
-_WIDTH_STEP = 16  # matmul dimensions in multiples of 16 suit every 16-bit and fp8 kernel
+# Multiples of 16 suit every 16-bit and fp8 kernel; from 256 on heads are 64 wide.
+_WIDTHS = (*range(16, 64, 16), *range(64, 256, 32), *range(256, 2**13, 64))
 _INIT_STD = 0.02  # GPT-2: Radford et al. 2019 and the released code
 
 
@@ -20,22 +21,15 @@ _INIT_STD = 0.02  # GPT-2: Radford et al. 2019 and the released code
 class GPTConfig:
     """The shape of a :class:`GPT`.
 
-    Args:
-        layers: Number of transformer blocks.
-        heads: Attention heads per block; must divide ``width``.
-        width: Size of the residual stream.
-        block_tokens: Longest sequence, in tokens.
-        vocab: Number of token ids; 256 for bytes.
-
     Raises:
         ValueError: If a number is below 1 or ``width`` is not a multiple of ``heads``.
     """
 
     layers: int
-    heads: int
-    width: int
-    block_tokens: int = 128
-    vocab: int = 256
+    heads: int  # of attention, per layer
+    width: int  # of the residual stream
+    block_tokens: int = 128  # of the longest sequence
+    vocab: int = 256  # token ids: bytes
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -71,27 +65,24 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
         >>> config_for_parameters(124_000_000, block_tokens=1024, vocab=50257)
         GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257)
     """
-    smallest = GPTConfig(1, 1, _WIDTH_STEP, block_tokens, vocab)
+    smallest = GPTConfig(1, 1, _WIDTHS[0], block_tokens, vocab)
     if parameters < smallest.parameters:
         raise ValueError(
-            f"a model of {parameters} parameters cannot be built: the smallest has {smallest.parameters} "
-            f"(1 layer, width {_WIDTH_STEP}, {vocab} token ids, blocks of {block_tokens}); ask for at least that many."
+            f"a model of {parameters} parameters cannot be built: the smallest has {smallest.parameters} (1 layer, "
+            f"width {smallest.width}, {vocab} token ids, blocks of {block_tokens}); ask for at least that many."
         )
-    shapes = []
-    # Coarser from 64 on, and whole heads of 64 from 256 on.
-    for width in chain(range(_WIDTH_STEP, 64, _WIDTH_STEP), range(64, 256, 32), count(256, 64)):
+
+    def deepened(width: int) -> GPTConfig:
         heads = width // 64 if width >= 256 else min(4, max(1, width // 24))
         one_layer = GPTConfig(1, heads, width, block_tokens, vocab)
-        layers = 1 + max(0, round((parameters - one_layer.parameters) / (12 * width**2 + 2 * width)))
-        shapes.append(replace(one_layer, layers=layers))
-        if one_layer.parameters > parameters:
-            break
+        more_layers = max(0, round((parameters - one_layer.parameters) / (12 * width**2 + 2 * width)))
+        return replace(one_layer, layers=1 + more_layers)
 
     def cost(shape: GPTConfig) -> float:
         excess = max(0.0, abs(math.log(shape.parameters / parameters)) - 0.05)
         return abs(math.log(shape.width / shape.layers / 64)) + 20 * excess
 
-    return min(shapes, key=cost)
+    return min(map(deepened, _WIDTHS), key=cost)
 
 
 class CausalSelfAttention(nn.Module):
@@ -114,18 +105,13 @@ class CausalSelfAttention(nn.Module):
         return projected
 
 
-class MLP(nn.Module):
+class MLP(nn.Sequential):
     """Two matrices with a GELU (tanh form, as in GPT-2) between them."""
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
-        self.down = nn.Linear(4 * config.width, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to ``[..., width]``."""
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return out
+        up = nn.Linear(config.width, 4 * config.width, bias=False)
+        down = nn.Linear(4 * config.width, config.width, bias=False)
+        super().__init__(OrderedDict(up=up, gelu=nn.GELU(approximate="tanh"), down=down))
 
 
 class Block(nn.Module):

@@ -13,11 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_mp import PipelineParallelStrategy, WarmupCosine
 from lightning_mp.demo.model import GPT, GPTConfig
-from lightning_mp.lr_schedule.schedules import WarmupCosine
-from lightning_mp.modules.stage_placeholder import is_pipelined
-from lightning_mp.pipelining.api import pipelined_loss
-from lightning_mp.pipelining.layers import PipelineLayer
+from lightning_mp.pipelining import PipelineLayer, pipelined_loss
 
 __all__ = ["LanguageModel"]
 
@@ -90,7 +88,7 @@ class LanguageModel(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Notes whether the strategy cuts the model into stages."""
-        self._is_pipelined = is_pipelined(self.trainer)
+        self._is_pipelined = isinstance(self.trainer.strategy, PipelineParallelStrategy)
 
     def configure_model(self) -> None:
         """Shards the model under Lightning's own ``ModelParallelStrategy``, which leaves that to the module."""

@@ -82,35 +82,19 @@ def prepare(
         raise ValueError(f"--max-minutes {max_minutes:g} is not allowed: give a positive number of minutes.")
     if given.get("text") is not None:
         given = {**given, "text": str(Path(given["text"]).resolve())}  # a run may be resumed from elsewhere
-    path = _latest_checkpoint(out) if resume else None
-    saved = None if path is None else _load_history(path)
-    settings = Settings(**given) if saved is None else Settings.resume(saved["facts"]["settings"], given)
-    if saved is not None and saved["shape"] != settings.model:
-        raise ValueError(
-            f"the checkpoint {path} holds a model of another size ({saved['shape']}) than this run's "
-            f"({settings.model}): leave --params out, or start a new run without --resume."
-        )
-    corpus = load_text(settings.text)
-    # These refuse a text that is too short.
-    shape = {"block_tokens": BLOCK_TOKENS, "world_size": settings.replicas}
-    TextBatches(corpus.train, batch_size=settings.batch_size, **shape)
-    HeldOutBatches(corpus.validation, batch_size=1, max_batches=1, **shape)
-    if saved is not None and saved["facts"]["text"]["digest"] != corpus.digest:
-        raise ValueError(
-            f"the text ({corpus.source}) is not the one that the run of {path} began with "
-            f"({saved['facts']['text']['source']}): bring that back, or start a new run without --resume."
-        )
     accelerator = available_device_type(accelerator)
-    use_few_threads(settings.model.parameters, accelerator)
-    return Job(
-        settings=settings,
-        corpus=corpus,
-        folder=path.parent.parent if path is not None else _new_run(out),
-        accelerator=accelerator,
-        max_seconds=None if max_minutes is None else 60 * max_minutes,
-        resumed_from=path,
-        resumed_tokens=saved["steps"]["tokens"][-1] if saved is not None else 0,
-    )
+    max_seconds = None if max_minutes is None else 60 * max_minutes
+    if resume:
+        job = _resumed(given, out, accelerator, max_seconds)
+    else:
+        settings = Settings(**given)
+        job = Job(settings, load_text(settings.text), _new_run(out), accelerator, max_seconds)
+    # These refuse a text that is too short.
+    shape = {"block_tokens": BLOCK_TOKENS, "world_size": job.settings.replicas}
+    TextBatches(job.corpus.train, batch_size=job.settings.batch_size, **shape)
+    HeldOutBatches(job.corpus.validation, batch_size=1, max_batches=1, **shape)
+    use_few_threads(job.settings.model.parameters, accelerator)
+    return job
 
 
 def use_few_threads(parameters: int, accelerator: str) -> None:
@@ -126,18 +110,13 @@ def _new_run(out: Path) -> Path:
     return Path(CSVLogger(out, name="").log_dir)
 
 
-def _latest_checkpoint(out: Path) -> Path:
+def _resumed(given: Mapping[str, Any], out: Path, accelerator: str, max_seconds: float | None) -> Job:
     path = latest_checkpoint(out)
     if path is None:
         raise ValueError(
             f"--resume finds no checkpoint under {out}: start a run without --resume, or name the folder of the run "
             "with --out."
         )
-    return path
-
-
-def _load_history(path: Path) -> dict[str, Any]:
-    """The history in a checkpoint of the demo, and the shape of its model."""
     try:
         # mapped: the weights stay on disk
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -150,5 +129,19 @@ def _load_history(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} was not written by this demo: name the folder of a demo run with --out, or start a "
             "new run without --resume."
         )
-    shape = {name: checkpoint["hyper_parameters"][name] for name in GPTConfig.__dataclass_fields__}
-    return {**checkpoint[HISTORY_KEY], "shape": GPTConfig(**shape)}
+    history = checkpoint[HISTORY_KEY]
+    settings = Settings.resume(history["facts"]["settings"], given)
+    shape = GPTConfig(**{name: checkpoint["hyper_parameters"][name] for name in GPTConfig.__dataclass_fields__})
+    if shape != settings.model:
+        raise ValueError(
+            f"the checkpoint {path} holds a model of another size ({shape}) than this run's ({settings.model}): leave "
+            "--params out, or start a new run without --resume."
+        )
+    corpus, text = load_text(settings.text), history["facts"]["text"]
+    if text["digest"] != corpus.digest:
+        raise ValueError(
+            f"the text ({corpus.source}) is not the one that the run of {path} began with ({text['source']}): bring "
+            "that back, or start a new run without --resume."
+        )
+    folder, tokens = path.parent.parent, history["steps"]["tokens"][-1]
+    return Job(settings, corpus, folder, accelerator, max_seconds, resumed_from=path, resumed_tokens=tokens)

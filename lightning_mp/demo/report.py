@@ -25,9 +25,9 @@ def summarise(history: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     steps, validation = history["steps"], history["validation"]["loss"]
     tail = steps["train_loss"][-max(1, round(_TAIL_SHARE * len(steps["train_loss"]))) :]
     train_loss, validation_loss = sum(tail) / len(tail), validation[-1] if validation else None
-    copied = ("tokens", "budget_tokens", "tokens_per_second", "mfu", "train_seconds", "peak_memory_bytes", "device")
+    copied = ("tokens", "budget_tokens", "tokens_per_second", "mfu", "train_seconds", "fit_seconds")
     return {
-        **{name: history[name] for name in copied},
+        **{name: history[name] for name in (*copied, "peak_memory_bytes", "device")},
         "optimizer_steps": len(steps["tokens"]),
         "skipped_steps": sum(steps["skipped"]),
         "train_loss": train_loss,
@@ -50,7 +50,6 @@ def format_table(summary: Mapping[str, Any], folder: Path) -> str:
     """The table for the terminal."""
     share = summary["tokens"] / summary["budget_tokens"]
     memory = "allocated on the GPU" if summary["device"] not in ("cpu", "mps") else "resident"
-    skips = summary["skips"]
     rows = [
         ("tokens", f"{summary['tokens']:,}"),
         ("budget", f"{summary['budget_tokens']:,} ({'spent exactly' if share == 1 else f'{share:.1%} spent'})"),
@@ -59,16 +58,15 @@ def format_table(summary: Mapping[str, Any], folder: Path) -> str:
         ("train loss", f"{_loss(summary['train_loss'])}, mean of the last {_TAIL_SHARE:.0%} of the steps"),
         ("validation loss", _loss(summary["validation_loss"])),
         ("tokens per second", f"{summary['tokens_per_second'] or 0:,.0f} on {summary['device']}"),
-        *([("MFU", f"{summary['mfu']:.1%}")] if summary["mfu"] is not None else []),
+        ("MFU", "" if summary["mfu"] is None else f"{summary['mfu']:.1%}"),
         ("time in training", f"{summary['train_seconds']:.1f} s, validation left out"),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB {memory}"),
-        *(("skipped step", _describe_skip(skip)) for skip in skips[:_SKIPS_IN_TABLE]),
-        *([("", f"and {len(skips) - _SKIPS_IN_TABLE} more, see summary.json")] if len(skips) > _SKIPS_IN_TABLE else []),
-        ("results in", str(folder)),
-        ("", ", ".join(sorted(path.name for path in folder.iterdir()))),
+        *(("skipped step", _describe_skip(skip)) for skip in summary["skips"][:_SKIPS_IN_TABLE]),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    if len(summary["skips"]) > _SKIPS_IN_TABLE:
+        rows.append(("", f"and {len(summary['skips']) - _SKIPS_IN_TABLE} more, see summary.json"))
+    rows += [("results in", str(folder)), ("", ", ".join(sorted(path.name for path in folder.iterdir())))]
+    return "\n".join(f"{name:<17}  {value}" for name, value in rows if value)
 
 
 def _loss(loss: float | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -44,11 +44,10 @@ _WARNINGS_ABOUT_NOTHING = (
 
 
 def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
-    """Trains, and leaves checkpoint, logs, sample, picture and summary in the run's folder.
+    """Trains, and leaves checkpoints, logs, sample, picture and summary in the run's folder.
 
-    Returns 0 if the run did what was asked, 130 if it was interrupted. If Lightning or the pack refuses the
-    combination, nothing is left behind. On the second Ctrl-C, or on one before the first batch, KeyboardInterrupt says
-    where the last checkpoint is.
+    Returns 0 if the run did what was asked, 130 if it was interrupted. On the second Ctrl-C, or on one before the first
+    batch, KeyboardInterrupt says where the last checkpoint is.
     """
     try:
         if job.resumed_tokens >= job.settings.plan.budget_tokens:
@@ -69,8 +68,9 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
 
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
     """Builds the Trainer."""
-    settings, folder = job.settings, job.folder
-    on_terminal = sys.stdout.isatty()
+    settings, folder, on_terminal = job.settings, job.folder, sys.stdout.isatty()
+    budget = mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
+    speed, stop = mp.MFUMonitor(), mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds)
     loggers: list[Any] = [CSVLogger(folder, name="csv")]
     if _is_installed("tensorboard", "No TensorBoard log is written"):
         loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
@@ -82,13 +82,12 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
             mp.OverflowMonitor(),
             mp.OverflowPostMortem(dirpath=folder),
             mp.AccumulationScheduler(settings.accumulation, unit="step"),
-            mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter),
+            budget,
             # The cosine ends where the run ends: Hoffmann et al. 2022 (arXiv:2203.15556), appendix B, find that a cycle
             # more than 25% too long clearly hurts. The first step's rate is not 0, so that it does something.
             mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
-            mp.MFUMonitor(),
-            Timer(),
-            RunHistory(folder / "history.json", job.facts),
+            speed,
+            RunHistory(folder / "history.json", job.facts, budget, stop, speed),
             *extra_callbacks,
             ModelCheckpoint(
                 folder / "checkpoints",
@@ -96,7 +95,7 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
                 auto_insert_metric_name=False,
                 every_n_train_steps=-(-settings.plan.optimizer_steps // _CHECKPOINTS),
             ),
-            mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds),
+            stop,
             InjectOverflow(settings),
             *([TQDMProgressBar(refresh_rate=5)] if on_terminal else []),
         ],
@@ -136,7 +135,10 @@ def _strategy(settings: Settings) -> Strategy | str:
 
 
 def fit(trainer: pl.Trainer, job: Job) -> None:
-    """Builds the model and trains it, from the checkpoint if the run goes on."""
+    """Builds the model and trains it, from the checkpoint if the run goes on.
+
+    If Lightning or the pack refuses the combination, nothing is left behind.
+    """
     shape = job.settings.model
     # TokenLearningRate sets the rate
     model = LanguageModel(**asdict(shape), learning_rate=peak_learning_rate(shape.parameters), total_steps=None)
@@ -161,36 +163,38 @@ def _conclude(job: Job) -> int:
     """Shows what came of the run, and returns the exit code."""
     # Read from the file: under some strategies the training happened in other processes.
     history = json.loads((job.folder / "history.json").read_text())
-    if history["stopped_by"] == "interrupt":
+    stopped_by = history["stopped_by"]
+    if stopped_by == "interrupt":
         say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
         return 130
-    _show(job, history)
-    if history["stopped_by"] == "time":
+    summary = _show(job, history)
+    if stopped_by == "time":
         say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
+    comparison_file = job.folder / "comparison.txt"
+    if job.settings.compare and stopped_by is None and not comparison_file.exists():
+        say("\nOnce more with Lightning's own plugin, for --compare:")
+        with quiet_lightning(logging.ERROR, *_WARNINGS_ABOUT_NOTHING), interrupts_kept():
+            comparison = format_comparison(train_with_stock(job), summary)
+        comparison_file.write_text(comparison + "\n")
+        say(comparison)
     return 0
 
 
-def _show(job: Job, history: dict[str, Any]) -> None:
-    """Writes and prints sample, picture and summary, and the comparison if there is to be one."""
+def _show(job: Job, history: dict[str, Any]) -> dict[str, Any]:
+    """Writes and prints sample, picture and summary."""
     folder = job.folder
     checkpoint = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     trained = LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True).eval()
     sample = _printable(generate(trained.model, b"def ", _SAMPLE_TOKENS))
     (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
+    say(f"\nA sample:\n{indent(sample, '    ')}\n")
     summary = summarise(history, folder)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    say(f"\nA sample:\n{indent(sample, '    ')}\n")
     if _is_installed("matplotlib", "No picture is drawn"):
         plot_of(history).write(folder / "report.png")
     say(format_table(summary, folder))
-    comparison_file = folder / "comparison.txt"
-    if job.settings.compare and history["stopped_by"] is None and not comparison_file.exists():
-        say("\nOnce more with Lightning's own plugin, for --compare:")
-        with quiet_lightning(logging.ERROR, *_WARNINGS_ABOUT_NOTHING), interrupts_kept():
-            comparison = format_comparison(train_with_stock(job), summary, history)
-        comparison_file.write_text(comparison + "\n")
-        say(comparison)
+    return summary
 
 
 def _is_installed(package: str, otherwise: str) -> bool:

@@ -89,17 +89,17 @@ class Settings:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed {self.seed} is not allowed: give a number from 0 to 4294967295.")
         self._check_layout()
-        plan = self.plan
+        plan, steps = self.plan, self.plan.optimizer_steps
         if plan.budget_tokens < plan.micro_batch_tokens:
             raise ValueError(
                 f"the budget of {plan.budget_tokens:,} tokens ({self.tokens_per_parameter:g} for each of "
                 f"{plan.parameters:,} parameters) is smaller than one batch of {plan.micro_batch_tokens:,} tokens: "
                 "raise --tokens-per-parameter or --params, or lower --batch-size or --devices."
             )
-        if self.inject_overflow is not None and not 0 <= self.inject_overflow < plan.optimizer_steps:
+        if self.inject_overflow is not None and not 0 <= self.inject_overflow < steps:
             raise ValueError(
-                f"--inject-overflow {self.inject_overflow} is not allowed: this run has {plan.optimizer_steps} "
-                f"optimizer steps, so give a number from 0 to {plan.optimizer_steps - 1}."
+                f"--inject-overflow {self.inject_overflow} is not allowed: this run has {steps} optimizer steps, so "
+                f"give a number from 0 to {steps - 1}."
             )
 
     def _check_layout(self) -> None:
@@ -153,12 +153,6 @@ class Settings:
 
         Raises:
             ValueError: If another setting differs, or the batches cannot be divided over so many devices.
-
-        Example:
-            >>> Settings.resume({"seed": 0}, {"seed": 3})
-            Traceback (most recent call last):
-            ValueError: --seed 3 differs from the run to resume, which has 0: leave --seed out to go on with that run,
-            or start a new one without --resume.
         """
         kept = cls(**saved)
         layout = {each.name for each in fields(cls) if each.metadata["group"] == "layout"}
@@ -168,14 +162,14 @@ class Settings:
                     f"{flag(name)} {value} differs from the run to resume, which has {getattr(kept, name)}: leave "
                     f"{flag(name)} out to go on with that run, or start a new one without --resume."
                 )
-        smallest = replace(kept, **{name: given[name] for name in layout & given.keys()}, batch_size=1)
-        sequences = kept.batch_size * kept.replicas
-        if sequences % smallest.replicas:
+        going_on = replace(kept, **{name: given[name] for name in layout & given.keys()}, batch_size=1)
+        batch_size, left = divmod(kept.batch_size * kept.replicas, going_on.replicas)
+        if left:
             raise ValueError(
-                f"the run to resume has batches of {sequences} sequences, which {smallest.replicas} copies of the "
-                "model cannot share evenly: choose --devices so that they can."
+                f"the run to resume has batches of {kept.batch_size * kept.replicas} sequences, which "
+                f"{going_on.replicas} copies of the model cannot share evenly: choose --devices so that they can."
             )
-        return replace(smallest, batch_size=sequences // smallest.replicas)
+        return replace(going_on, batch_size=batch_size)
 
 
 def peak_learning_rate(parameters: int) -> float:
