@@ -1,5 +1,7 @@
 """Checkpoints of sharded runs, as one file and as one per rank: a resumed run ends at the same bits."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +73,49 @@ def fit(make: Any, precision: str, epochs: int, **arguments: Any) -> tuple[Any, 
     return trainer, module
 
 
+KINDS = ("full", "sharded")
+
+
+@pytest.fixture(scope="module")
+def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Any]:
+    """Of each rank, by kind and precision: the straight run, its half and the resumed one, and the half's checkpoint.
+
+    All of one strategy are made by the same processes.
+    """
+
+    @cache
+    def of_a_strategy(make: Any) -> tuple[list[Any], Path]:
+        folder = tmp_path_factory.mktemp("resumed")
+
+        def train(kind: str, precision: str) -> Any:
+            path = folder / f"{kind} {precision}.ckpt"
+            _, straight = fit(lambda: make(kind), precision, 2)
+            trainer, half = fit(lambda: make(kind), precision, 1)
+            trainer.save_checkpoint(path)
+            trainer, resumed = fit(lambda: make(kind), precision, 2, ckpt_path=path, weights_only=False)
+            assert trainer.global_step == 2 * STEPS
+            return straight.run, half.run, resumed.run
+
+        def train_all(rank: int) -> Any:
+            return {(kind, precision): train(kind, precision) for kind in KINDS for precision in PLUGINS}
+
+        return run_ranks(train_all, 2, timeout_seconds=150), folder
+
+    return of_a_strategy
+
+
 @pytest.mark.parametrize("precision", PLUGINS)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [fsdp1, fsdp2])
 @pytest.mark.full
-def test_a_resumed_run_is_the_same_to_the_bit(make: Any, kind: str, precision: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_to_the_bit(
+    make: Any, kind: str, precision: str, resumed_runs: Callable[[Any], Any]
+) -> None:
     """D43: the full checkpoint of FSDP1 on CPU, too. Weights, moments, masters and loss scale."""
-    path = tmp_path / "half.ckpt"
-
-    def train(rank: int) -> Any:
-        _, straight = fit(lambda: make(kind), precision, 2)
-        trainer, half = fit(lambda: make(kind), precision, 1)
-        trainer.save_checkpoint(path)
-        trainer, resumed = fit(lambda: make(kind), precision, 2, ckpt_path=path, weights_only=False)
-        assert trainer.global_step == 2 * STEPS
-        return straight.run, half.run, resumed.run
-
-    for straight, half, resumed in run_ranks(train, 2):
+    ranks, folder = resumed_runs(make)
+    path = folder / f"{kind} {precision}.ckpt"
+    for runs in ranks:
+        straight, half, resumed = runs[kind, precision]
         assert half.scales + resumed.scales == straight.scales
         assert half.norms + resumed.norms == straight.norms
         assert all(torch.equal(a, b) for a, b in zip(resumed.weights, straight.weights, strict=True))
