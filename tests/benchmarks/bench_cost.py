@@ -80,7 +80,7 @@ def section_of_calls(toy: bool) -> list[str]:
         progress("Python calls per micro-batch")
         found = host_calls(Path(folder), 5 if toy else 25)
         progress("Python calls of models of several sizes")
-        grown = growth_of_host_calls(Path(folder), 2 if toy else 5, GROWTH[:2] if toy else GROWTH)
+        grown = growth_of_host_calls(2 if toy else 5, GROWTH[:2] if toy else GROWTH)
     rows = [[way, f"{calls:,.0f}", f"{calls / found['stock']:.2f}"] for way, calls in found.items()]
     growth_rows = [
         [

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -79,6 +81,7 @@ class ClippingSeen(BenchmarkModule):
         self.counter.mode.in_optimizer = before
 
 
+@cache
 def count_step(setup: Setup, way: str) -> StepCounts | None:
     """None where Lightning refuses the combination."""
     torch.manual_seed(0)
@@ -197,21 +200,23 @@ class GrownCalls:
     calls: dict[str, float]
 
 
-def growth_of_host_calls(folder: Path, micro_batches: int, growth: Iterable[int] = GROWTH) -> list[GrownCalls]:
+@cache
+def growth_of_host_calls(micro_batches: int, growth: tuple[int, ...] = GROWTH) -> list[GrownCalls]:
     """Of models that grow in depth, which adds tensors: width alone changes no count."""
-    grown = []
-    for layers in growth:
-        module = Layers(layers)
-        plugin = our_plugin("bf16-mixed")
-        found = {
-            "plain": plain_loop_calls(micro_batches, layers=layers),
-            "stock": calls(folder, micro_batches, stock_plugin("bf16-mixed"), layers=layers),
-            "ours": calls(folder, micro_batches, plugin, layers=layers),
-            "ours, all callbacks": calls(folder, micro_batches, plugin, all_callbacks().values(), layers=layers),
-        }
-        sizes = [p.numel() for p in module.parameters()]
-        grown.append(GrownCalls(sum(sizes), len(sizes), found))
-    return grown
+    with TemporaryDirectory() as folder:
+        return [_calls_of_layers(Path(folder), micro_batches, layers) for layers in growth]
+
+
+def _calls_of_layers(folder: Path, micro_batches: int, layers: int) -> GrownCalls:
+    plugin = our_plugin("bf16-mixed")
+    found = {
+        "plain": plain_loop_calls(micro_batches, layers=layers),
+        "stock": calls(folder, micro_batches, stock_plugin("bf16-mixed"), layers=layers),
+        "ours": calls(folder, micro_batches, plugin, layers=layers),
+        "ours, all callbacks": calls(folder, micro_batches, plugin, all_callbacks().values(), layers=layers),
+    }
+    sizes = [p.numel() for p in Layers(layers).parameters()]
+    return GrownCalls(sum(sizes), len(sizes), found)
 
 
 PLUGINS: dict[str, Callable[[], Precision | None]] = {
@@ -229,6 +234,7 @@ PLUGINS: dict[str, Callable[[], Precision | None]] = {
 KEPT = ("weights", "gradients", "masters", "optimizer states")
 
 
+@cache
 def bytes_per_parameter(name: str) -> dict[str, float]:
     """Of a decoder with AdamW, in the second step of a run, by part: walked, not estimated."""
     parts = measure("decoder", "AdamW", PLUGINS[name]()).parts

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -171,6 +172,7 @@ WAYS: dict[str, dict[str, Callable[[int, int], Wire]]] = {
 }
 
 
+@cache
 def count_wire(ranks: int) -> dict[tuple[str, str], Wire]:
     """By strategy and way, of rank 0 except for the bytes of its sockets, which are those of the busiest rank."""
 
