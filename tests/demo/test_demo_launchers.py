@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from started_python import plain_environment
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -21,6 +22,7 @@ def run(tmp_path):
         return subprocess.run(
             [sys.executable, "-m", "lightning_mp", *command, *size, *options],
             cwd=tmp_path,
+            env=plain_environment(),
             capture_output=True,
             text=True,
             timeout=200,

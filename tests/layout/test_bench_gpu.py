@@ -11,6 +11,7 @@ from statistics import median
 
 import pytest
 import torch
+from started_python import plain_environment
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -205,7 +206,10 @@ def command(out: Path, *options: str) -> list[str]:
 @pytest.fixture(scope="module")
 def toy_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     out = tmp_path_factory.mktemp("bench")
-    return subprocess.run(command(out), capture_output=True, text=True, timeout=110, check=False), out
+    found = subprocess.run(
+        command(out), capture_output=True, text=True, timeout=110, env=plain_environment(), check=False
+    )
+    return found, out
 
 
 @pytest.mark.full
@@ -336,7 +340,7 @@ def test_without_torchao_the_fp8_row_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_sigterm_keeps_what_was_measured(tmp_path: Path) -> None:
     """Of the tables that `--only` names, and of no others."""
     arguments = command(tmp_path, "--repeats", "10000", "--only", "16-MIXED", "nothing")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=plain_environment()) as process:
         try:
             assert process.stdout is not None
             assert any("repeat 3 of 10000" in line for line in process.stdout)
