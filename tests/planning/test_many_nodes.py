@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from started_python import plain_environment
 
 from lightning_mp.__main__ import main
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
@@ -76,7 +77,7 @@ def small(command: str) -> str:
 def environment(**more: str) -> dict[str, str]:
     """Of a login shell: nothing of a launcher that runs these tests; ``python`` is this one."""
     launchers = re.compile(r"SLURM_|RANK$|WORLD_SIZE$|MASTER_|TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not launchers.search(name)}
+    kept = {name: value for name, value in plain_environment().items() if not launchers.search(name)}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     return kept | {"PATH": path, "OMP_NUM_THREADS": "1"} | more
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from started_python import plain_environment
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -139,6 +140,7 @@ def launch(folder: Path, launcher: list[str], runs: tuple[str, ...]) -> None:
     process = subprocess.Popen(
         [sys.executable, *launcher, str(script), *runs],
         cwd=folder,
+        env=plain_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
