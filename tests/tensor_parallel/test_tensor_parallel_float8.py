@@ -1,7 +1,7 @@
 """Float8Precision under tensor parallelism: layers and runs against one process."""
 
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -23,7 +23,10 @@ from lightning_mp.precision.fp8.layer_filter import Float8Layer, choose_float8_l
 from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.timeout(400),
+]
 
 run_ranks = partial(run_any_ranks, imports=FLOAT8)
 
@@ -158,29 +161,60 @@ def train(rank: int, ranks: int, *, steps: int = 4, callbacks: Any = (), **argum
     }
 
 
+alone = cache(partial(train, 0, 1))
+
+CASES = [*((recipe, 2) for recipe in RECIPES), ("rowwise", 4)]
+
+Runs = Callable[[int], list[dict[str, Any]]]
+
+
+def windows() -> list[Callback]:
+    return [AccumulationScheduler({0: 2}), ActivationCheckpointing("Block")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All runs on so many ranks, one after the other in the same processes; of each rank, by name."""
+
+    @cache
+    def on_ranks(ranks: int) -> list[dict[str, Any]]:
+        checkpoint = tmp_path_factory.mktemp("runs") / "last.ckpt"
+        plans: list[Any] = ["auto", "auto_sequence", GLOBS] if ranks == 2 else ["auto_sequence"]
+        recipes = [recipe for recipe, number in CASES if number == ranks]
+
+        def run(rank: int) -> dict[str, Any]:
+            def split(plan: Any = "auto", **arguments: Any) -> dict[str, Any]:
+                strategy = fsdp2(
+                    tensor_parallel_size=2, tensor_parallel_plan=plan, save_distributed_checkpoint=ranks == 4
+                )
+                return train(rank, ranks, strategy=strategy, **arguments)
+
+            found: dict[str, Any] = {recipe: [split(plan, recipe=recipe) for plan in plans] for recipe in recipes}
+            found["overflow"] = split(callbacks=[Overflow()])
+            if ranks == 4:
+                found["windows"] = split("auto_sequence", callbacks=windows(), steps=3)
+            found["straight"] = split()
+            split(steps=2, save_to=checkpoint)
+            dist.barrier()
+            found["resumed"] = split(ckpt_path=checkpoint)
+            return found
+
+        return run_ranks(run, ranks, timeout_seconds=300)
+
+    return on_ranks
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("recipe", "ranks"), [*((recipe, 2) for recipe in RECIPES), ("rowwise", 4)])
-def test_it_equals_one_process(recipe: str, ranks: int) -> None:
+@pytest.mark.parametrize(("recipe", "ranks"), CASES)
+def test_it_equals_one_process(recipe: str, ranks: int, runs: Runs) -> None:
     """Up to values that fall to the other side between two fp8 numbers, clipped by norm, relative to the way made."""
-    plans: list[Any] = ["auto", "auto_sequence", GLOBS] if ranks == 2 else ["auto_sequence"]
-
-    def run(rank: int) -> Any:
-        strategies = [fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan) for plan in plans]
-        return [train(rank, ranks, strategy=strategy, recipe=recipe) for strategy in strategies]
-
-    alone = train(0, 1, recipe=recipe)
-    for found in zip(*run_ranks(run, ranks, timeout_seconds=120), strict=True):
-        check(list(found), alone)
+    for found in zip(*(of_rank[recipe] for of_rank in runs(ranks)), strict=True):
+        check(list(found), alone(recipe=recipe))
 
 
 @pytest.mark.full
-def test_windows_and_recomputed_blocks_equal_one_process() -> None:
-    def run(rank: int, ranks: int) -> Any:
-        strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan="auto_sequence") if ranks > 1 else "auto"
-        callbacks = [AccumulationScheduler({0: 2}), ActivationCheckpointing("Block")]
-        return train(rank, ranks, strategy=strategy, callbacks=callbacks, steps=3)
-
-    check(run_ranks(lambda rank: run(rank, 4), 4, timeout_seconds=120), run(0, 1))
+def test_windows_and_recomputed_blocks_equal_one_process(runs: Runs) -> None:
+    check([of_rank["windows"] for of_rank in runs(4)], train(0, 1, callbacks=windows(), steps=3))
 
 
 def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -197,11 +231,8 @@ def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_an_overflow_on_one_rank_skips_on_all(ranks: int) -> None:
-    def run(rank: int) -> Any:
-        return train(rank, ranks, strategy=fsdp2(tensor_parallel_size=2), callbacks=[Overflow()])
-
-    found = run_ranks(run, ranks)
+def test_an_overflow_on_one_rank_skips_on_all(ranks: int, runs: Runs) -> None:
+    found = [of_rank["overflow"] for of_rank in runs(ranks)]
     assert_same_on_ranks(found)
     assert (found[0]["skipped"], found[0]["steps"]) == (1, 4)
     assert all(value.isfinite().all() for value in found[0]["weights"].values())
@@ -209,16 +240,7 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_run_is_resumed_with_the_same_bits(ranks: int, tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        def strategy() -> Any:
-            return fsdp2(tensor_parallel_size=2, save_distributed_checkpoint=ranks == 4)
-
-        straight = train(rank, ranks, strategy=strategy())
-        train(rank, ranks, strategy=strategy(), steps=2, save_to=tmp_path / "last.ckpt")
-        dist.barrier()
-        resumed = train(rank, ranks, strategy=strategy(), ckpt_path=tmp_path / "last.ckpt")
-        return straight["weights"], resumed["weights"]
-
-    for straight, resumed in run_ranks(run, ranks, timeout_seconds=120):
+def test_a_run_is_resumed_with_the_same_bits(ranks: int, runs: Runs) -> None:
+    for found in runs(ranks):
+        straight, resumed = (found[name]["weights"] for name in ("straight", "resumed"))
         assert all(torch.equal(value, resumed[name]) for name, value in straight.items())

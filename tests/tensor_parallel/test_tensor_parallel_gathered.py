@@ -93,12 +93,14 @@ def test_fewer_key_value_heads_than_ranks_are_refused_with_a_plan_that_works() -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rest", ["auto", "auto_sequence"])
 @pytest.mark.parametrize(("make", "gathered"), [(llama, LLAMA), (gpt2, GPT2)])
-def test_attention_on_all_heads_equals_one_process(make: Any, gathered: dict[str, Style], rest: Any) -> None:
+def test_attention_on_all_heads_equals_one_process(make: Any, gathered: dict[str, Style]) -> None:
     """In blocks split along the sequence, too, where gradients are sums over ranks until they are scattered."""
-    for weights in run_ranks(lambda rank: trained(make, 2, {**gathered, "*": rest}), 2):
-        check(weights, trained(make, 1))
+    plans: list[Plan] = [{**gathered, "*": "auto"}, {**gathered, "*": "auto_sequence"}]
+    alone = trained(make, 1)
+    for of_rank in run_ranks(lambda rank: [trained(make, 2, plan) for plan in plans], 2):
+        for weights in of_rank:
+            check(weights, alone)
 
 
 # -- clipping by norm with Lightning's own plugins ---------------------------------------------------------------------
@@ -140,14 +142,19 @@ def test_a_plugin_that_clips_in_its_own_way_keeps_it() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("freeze", ["-", "mlp"])
-def test_stock_clipping_equals_one_process(ranks: int, freeze: str) -> None:
-    def run(rank: int) -> Any:
-        return trained(lambda: llama(kv_heads=2), ranks, "auto_sequence", freeze, gradient_clip_val=0.1)
+def test_stock_clipping_equals_one_process(ranks: int) -> None:
+    """Of a whole model, and with a part of it frozen."""
 
-    alone = trained(lambda: llama(kv_heads=2), 1, freeze=freeze, gradient_clip_val=0.1)
-    for weights in run_ranks(run, ranks):
-        check(weights, alone)
+    def run(ranks: int) -> list[dict[str, Tensor]]:
+        plan: Plan = "auto_sequence"
+        return [
+            trained(lambda: llama(kv_heads=2), ranks, plan, freeze, gradient_clip_val=0.1) for freeze in ("-", "mlp")
+        ]
+
+    alone = run(1)
+    for of_rank in run_ranks(lambda rank: run(ranks), ranks):
+        for weights, expected in zip(of_rank, alone, strict=True):
+            check(weights, expected)
 
 
 # -- tables of embeddings ----------------------------------------------------------------------------------------------

@@ -99,34 +99,39 @@ def test_state_dicts_are_in_the_order_of_one_process() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "shards"])
-def test_optimizer_states_are_in_the_order_of_one_process(sharded: bool, tmp_path: Path) -> None:
-    """A single process writes, 2 ranks go on, 4 ranks go on, a single process ends: weights and moments as without."""
+def test_optimizer_states_are_in_the_order_of_one_process(tmp_path: Path) -> None:
+    """A single process writes, 2 ranks go on, 4 ranks go on, a single process ends: weights and moments as without.
+
+    By checkpoints of one file and by sharded ones.
+    """
     straight = train(steps=6, plugin=Precision(), save_to=tmp_path / "straight.ckpt")
     legs: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, TENSOR), (4, TENSOR), (1, {})]
-    paths = [tmp_path / f"{number}.ckpt" for number in range(4)]
+    paths = {sharded: [tmp_path / f"{sharded}{number}.ckpt" for number in range(4)] for sharded in (False, True)}
 
-    def leg(rank: int, number: int) -> Any:
+    def leg(rank: int, number: int, sharded: bool) -> Any:
         ranks, arguments = legs[number]
-        strategy = fsdp2(save_distributed_checkpoint=sharded and number < 3, **arguments)
         return train(
             rank,
             ranks,
-            strategy,
+            fsdp2(save_distributed_checkpoint=sharded and number < 3, **arguments),
             steps=(2, 3, 5, 6)[number],
             plugin=Precision(),
-            ckpt_path=paths[number - 1] if number else None,
-            save_to=paths[number],
+            ckpt_path=paths[sharded][number - 1] if number else None,
+            save_to=paths[sharded][number],
         )
 
     for number, (ranks, _) in enumerate(legs):
-        found = run_ranks(lambda rank, number=number: leg(rank, number), ranks)
-        assert_same_on_ranks(found)
-    assert_same(found[0], straight, atol=2e-6)
-    ours, theirs = (torch.load(path, weights_only=True) for path in (paths[3], tmp_path / "straight.ckpt"))
-    for index, values in theirs["optimizer_states"][0]["state"].items():
-        for name, value in values.items():
-            torch.testing.assert_close(ours["optimizer_states"][0]["state"][index][name], value, rtol=1e-3, atol=1e-6)
+        found = run_ranks(lambda rank, number=number: [leg(rank, number, sharded) for sharded in paths], ranks)
+        for of_kind in zip(*found, strict=True):
+            assert_same_on_ranks(list(of_kind))
+    theirs = torch.load(tmp_path / "straight.ckpt", weights_only=True)
+    for ended, (*_, path) in zip(found[0], paths.values(), strict=True):
+        assert_same(ended, straight, atol=2e-6)
+        ours = torch.load(path, weights_only=True)
+        for index, values in theirs["optimizer_states"][0]["state"].items():
+            for name, value in values.items():
+                ours_of_it = ours["optimizer_states"][0]["state"][index][name]
+                torch.testing.assert_close(ours_of_it, value, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -89,11 +90,11 @@ def test_it_equals_one_process(ranks: int, plugin: Any, arguments: dict[str, Any
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
-@pytest.mark.parametrize("plugin", [fp16, pytest.param(Precision, marks=pytest.mark.full)], ids=["16-mixed", "fp32"])
-def test_hugging_face_models_equal_one_process(kind: str, ranks: int, plugin: Any) -> None:
-    def run(devices: int) -> Any:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_hugging_face_models_equal_one_process(ranks: int) -> None:
+    cases = list(product(("llama", "gpt2"), (fp16, Precision)))
+
+    def run(kind: str, plugin: Any, devices: int) -> Any:
         module = HuggingFace(kind, dropout=0.0)
         trainer = quiet_trainer(
             devices=devices,
@@ -106,15 +107,16 @@ def test_hugging_face_models_equal_one_process(kind: str, ranks: int, plugin: An
         trainer.fit(module, loader([[rows] for rows in ids]))
         return full_weights(module)
 
-    alone = run(1)
-    for weights in run_ranks(lambda rank: run(ranks), ranks):
-        for name, value in alone.items():
+    found = run_ranks(lambda rank: [run(*case, ranks) for case in cases], ranks, timeout_seconds=110)
+    for (kind, plugin), of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+        alone = run(kind, plugin, 1)
+        for weights, (name, value) in product(of_ranks, alone.items()):
             torch.testing.assert_close(
                 weights[name],
                 value,
                 rtol=1e-3,
                 atol=3e-4 if plugin is fp16 else 2e-6,
-                msg=lambda text, n=name: f"{n}: {text}",
+                msg=lambda text, n=name, kind=kind: f"{kind}: {n}: {text}",
             )
 
 
