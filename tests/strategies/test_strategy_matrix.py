@@ -153,7 +153,7 @@ def rms(tensor: Tensor) -> float:
 
 @cache
 def results(strategy: str) -> dict[tuple[str, Cell], str]:
-    return {(strategy, cell): check(strategy, cell, runs) for cell, runs in distributed(strategy, chosen(strategy))}
+    return {(strategy, cell): check(strategy, cell, runs) for cell, runs in distributed(strategy, chosen)}
 
 
 def plain(cell: Cell, *, mean_of_means: bool = False) -> Run:

@@ -1,6 +1,7 @@
 """The strategies of the matrix; a further one is a line in ``FAMILIES``, and a model if it wants one of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -163,8 +164,32 @@ FAMILIES: dict[str, dict[str, Layout]] = {
 STRATEGIES = {name: layout for family in FAMILIES.values() for name, layout in family.items()}
 
 
-def distributed(strategy: str, cells: list[Cell]) -> Iterator[tuple[Cell, list[Run | str]]]:
-    """All cells in one set of processes, one run after the other; for each cell what every rank has."""
-    layout = STRATEGIES[strategy]
-    results = run_ranks(lambda rank: [train(cell, layout, rank) for cell in cells], layout.ranks, 600, imports=FLOAT8)
-    yield from zip(cells, map(list, zip(*results, strict=True)), strict=True)
+#: In the same processes: a process that splits layers takes longest to find out once how each operation is split.
+TOGETHER = (
+    ("tensor parallel", "FSDP2Strategy, tensor parallel"),
+    ("FSDP2 x tensor parallel, 2 x 2", "FSDP2Strategy x tensor parallel, 2 x 2"),
+)
+
+
+def distributed(strategy: str, chosen: Callable[[str], list[Cell]]) -> list[tuple[Cell, list[Run | str]]]:
+    """The chosen cells, and of each what every rank has."""
+    together = next((strategies for strategies in TOGETHER if strategy in strategies), (strategy,))
+    return _runs(together, chosen)[strategy]
+
+
+@cache
+def _runs(
+    strategies: tuple[str, ...], chosen: Callable[[str], list[Cell]]
+) -> dict[str, list[tuple[Cell, list[Run | str]]]]:
+    """One after the other in one set of processes."""
+    cells = [(strategy, cell) for strategy in strategies for cell in chosen(strategy)]
+    layouts = {strategy: STRATEGIES[strategy] for strategy in strategies}
+
+    def run(rank: int) -> list[Run | str]:
+        return [train(cell, layouts[strategy], rank) for strategy, cell in cells]
+
+    of_ranks = run_ranks(run, layouts[strategies[0]].ranks, 600, imports=FLOAT8)
+    found: dict[str, list[tuple[Cell, list[Run | str]]]] = {strategy: [] for strategy in strategies}
+    for (strategy, cell), *runs in zip(cells, *of_ranks, strict=True):
+        found[strategy].append((cell, runs))
+    return found
