@@ -27,6 +27,9 @@ repeated_work.read_entry_points_once()
 hypothesis.settings.register_profile("lightning_mp", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("lightning_mp quick", max_examples=25, deadline=None, derandomize=True)
 
+#: Looked through for doctests it would be imported, and hide matplotlib and transformers from all tests.
+collect_ignore = ["support/plain_install"]
+
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 FOLDER_NUMBERS = itertools.count()
 RANKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
