@@ -261,17 +261,6 @@ def test_two_decisions_about_one_optimizer_count_as_the_worse():
         assert not private_api.has_stepped(scaler)
 
 
-def test_a_recorded_decision_is_not_written_to():
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    decision = torch.tensor(1.0)
-    for _ in range(2):  # torch's update adds decisions up in place
-        for parameter in (nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))):
-            private_api.record_found_inf(scaler, torch.optim.SGD([parameter], lr=0.1), decision)
-        scaler.update()
-    assert decision.item() == 1.0
-
-
 def test_the_stage_of_an_optimizer_is_torchs():
     """What torch's own methods set is read, and what is set makes them raise."""
     scaler = GradScaler("cpu", init_scale=8.0)

@@ -1,6 +1,7 @@
 """AutocastPrecision against plain PyTorch loops, and what it refuses."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -291,23 +292,23 @@ def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float) 
 
 
 class TwoOptimizers(Regression):
-    """Each layer has an optimizer of its own; the loss of the first one's step is infinite at batch 1."""
+    """Each layer has an optimizer of its own; the loss of one of their steps is infinite at batch 1."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, overflowing: int = 0, optimizer: Any = torch.optim.SGD) -> None:
+        super().__init__(partial(optimizer, lr=1e-2))
         self.automatic_optimization = False
+        self.overflowing = overflowing
         self.scales: list[tuple[float, float]] = []
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[index].parameters(), lr=1e-2) for index in (0, 2)]
+        return [self.make_optimizer(self.net[index].parameters()) for index in (0, 2)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         scales = []
-        for optimizer in self.optimizers():
+        for index, optimizer in enumerate(self.optimizers()):
             loss = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
-            first_overflows = batch_idx == 1 and not scales
             optimizer.zero_grad()
-            self.manual_backward(loss * torch.inf if first_overflows else loss)
+            self.manual_backward(loss * torch.inf if (batch_idx, index) == (1, self.overflowing) else loss)
             optimizer.step()
             scales.append(self.trainer.precision_plugin.scaler.get_scale())
         self.scales.append((scales[0], scales[1]))
@@ -335,6 +336,22 @@ def test_one_scale_update_per_batch_with_several_optimizers(tmp_path: Any) -> No
     assert module.scales == [(1024.0, 1024.0), (1024.0, 1024.0), (512.0, 512.0)]
     for ours, theirs in zip(weights(module), weights(reference), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaler", [LossScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_of_several_optimizers_each_outcome_is_its_own(scaler: Any, overflowing: int) -> None:
+    """A fused kernel's decision is read a step late, when torch's GradScaler has added all up in the first tensor."""
+
+    class Outcomes(Callback):
+        def on_after_optimizer_step(self, *arguments: Any) -> None:
+            skipped.append(arguments[-1].skipped)
+
+    skipped: list[bool] = []
+    own = AutocastPrecision("16-mixed", scaler=scaler("cpu", init_scale=1024.0))
+    module = TwoOptimizers(overflowing, partial(torch.optim.AdamW, fused=True))
+    quiet_trainer(plugins=[own], callbacks=[Outcomes()]).fit(module, loader(regression_batches(3)))
+    assert skipped == [False, False, overflowing == 0, overflowing == 1, False, False]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
