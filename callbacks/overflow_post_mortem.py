@@ -32,9 +32,9 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import parameter_names
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
+from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.precision.base import GradientStepPrecision
-from lightning_mp.scaling.loss_scaler import LossScaler
 
 __all__ = ["OverflowPostMortem"]
 

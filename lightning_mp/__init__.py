@@ -37,9 +37,9 @@ from lightning_mp.callbacks import (
 )
 from lightning_mp.gradients.comm_hook import reduced_precision_hook
 from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
+from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
-from lightning_mp.scaling.loss_scaler import LossScaler
 from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
 
 if TYPE_CHECKING:

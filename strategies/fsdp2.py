@@ -34,10 +34,10 @@ from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.distributed.process_groups import named_mesh
+from lightning_mp.distributed.sharding_rules import Shard, read_shard, unit_names
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
-from lightning_mp.sharding.rules import Shard, read_shard, unit_names
 from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, forget_a_step_that_failed
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
 from lightning_mp.strategies.refused import (
@@ -73,7 +73,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     matches becomes a unit: its weights are gathered before its forward and freed after it. The rest is gathered for the
     whole step. All parameters are DTensors from then on.
 
-    Precision comes from the plugin, see :func:`~lightning_mp.sharding.all_gather_dtypes.gathered_dtypes`: with
+    Precision comes from the plugin, see :func:`~lightning_mp.distributed.all_gather_dtypes.gathered_dtypes`: with
     ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
     operation has the dtypes that it has on one device. Gradients are reduced in fp32; buffers are left alone. All
     ranks start from the weights of rank 0.

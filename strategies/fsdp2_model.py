@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.messages import listed
+from lightning_mp.distributed.all_gather_dtypes import gathered_dtypes
+from lightning_mp.distributed.materialize import Materialiser, not_initialisable
+from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
+from lightning_mp.distributed.sharding_rules import refuse_half_of_a_tie
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
-from lightning_mp.sharding.all_gather_dtypes import gathered_dtypes
-from lightning_mp.sharding.materialize import Materialiser, not_initialisable
-from lightning_mp.sharding.odd_parameters import refuse_odd_parameters, units_of_one_dtype
-from lightning_mp.sharding.rules import refuse_half_of_a_tie
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
 __all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]

@@ -7,8 +7,8 @@ from lightning_mp.diagnostics.noise_scale.estimate import NoiseScale
 from lightning_mp.diagnostics.overflow.report import OverflowReport
 from lightning_mp.diagnostics.overflow.search import OverflowFinding
 from lightning_mp.diagnostics.underflow.observation import UnderflowObservation
+from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcome
-from lightning_mp.scaling.loss_scaler import LossScaleFloorError
 
 __all__ = [
     "AuditFinding",

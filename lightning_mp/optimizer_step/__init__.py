@@ -1,1 +1,1 @@
-"""From "backward is done" to "stepped or skipped", and the hooks that follow."""
+"""From "backward is done" to "stepped or skipped": the gradient epilogue, the loss scale, and the hooks that follow."""

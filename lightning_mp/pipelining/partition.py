@@ -6,11 +6,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_mp.core.messages import listed
+from lightning_mp.distributed.sharding_rules import tied_parameters
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.stage_placeholder import StageSplit, detach_stages, release
 from lightning_mp.pipelining.layers import Layer
 from lightning_mp.pipelining.partition_points import balanced_split_points, named_split_points
-from lightning_mp.sharding.rules import tied_parameters
 
 __all__ = ["split_model", "first_layers", "parameters_of_layers"]
 

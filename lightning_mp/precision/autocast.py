@@ -8,12 +8,12 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_mp.distributed.fsdp1_models import FSDP1Model
+from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16, why_no_autocast
 from lightning_mp.precision.full_weights import FullWeightsPrecision
-from lightning_mp.scaling.loss_scaler import LossScaler
-from lightning_mp.sharding.fsdp1_models import FSDP1Model
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision

@@ -21,6 +21,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import is_asked_by
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.fused_optimizers import refuse_fused_without_dtensors
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin
@@ -31,7 +32,6 @@ from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
 from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or_skip
 from lightning_mp.precision.optimizer_states import refuse_other_optimizers
-from lightning_mp.sharding.fsdp1_models import FSDP1Model
 
 __all__ = ["GradientStepPrecision"]
 

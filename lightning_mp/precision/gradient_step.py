@@ -26,8 +26,8 @@ from lightning_mp.optimizer_step.bypassed_steps import found_by_unscaling
 from lightning_mp.optimizer_step.closures import OptimizerMemory, StepClosure, evaluates_its_closure_once
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, who_is_shown_gradients
+from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
-from lightning_mp.scaling.loss_scaler import LossScaleFloorError
 
 __all__ = ["GradientStep", "StepPlan", "step_or_skip"]
 

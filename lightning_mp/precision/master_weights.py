@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.modules.names import named_modules
+from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16
@@ -40,12 +41,11 @@ from lightning_mp.precision.masters.loaded_masters import MASTERS_KEY, MastersIn
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.state_dict import FullWeightsInState
 from lightning_mp.precision.masters.store import MasterStore, Storage, distribute_like, make_store, refine
-from lightning_mp.scaling.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
     from torch.utils.hooks import RemovableHandle
-from lightning_mp.sharding.fsdp1_models import FSDP1Model
+from lightning_mp.distributed.fsdp1_models import FSDP1Model
 
 __all__ = ["MasterWeightsPrecision"]
 

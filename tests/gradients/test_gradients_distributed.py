@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_mp.gradients import gradient_ops
-from lightning_mp.scaling.loss_scaler import LossScaler
+from lightning_mp.optimizer_step.loss_scaler import LossScaler
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 4.0

@@ -20,8 +20,6 @@ FLOORS = [
         "metrics",
         "optimizer_step",
         "planning",
-        "scaling",
-        "sharding",
         "tokens",
     },
     {"accumulation", "cli", "diagnostics", "lr_schedule", "tensor_parallel"},

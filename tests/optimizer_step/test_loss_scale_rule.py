@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp.scaling.update_rule import ScaleRule, ScaleState, update_scale_
+from lightning_mp.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_
 
 OPEN = {"min_scale": 0.0, "max_scale": math.inf}
 

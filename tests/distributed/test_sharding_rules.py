@@ -7,7 +7,13 @@ from fsdp2_runs import model
 from torch import nn
 
 from lightning_mp.demo.model import Block
-from lightning_mp.sharding.rules import read_shard, repeated_blocks, tied_parameters, unit_names, units_by_size
+from lightning_mp.distributed.sharding_rules import (
+    read_shard,
+    repeated_blocks,
+    tied_parameters,
+    unit_names,
+    units_by_size,
+)
 
 BLOCKS = ["model.blocks.0", "model.blocks.1"]
 

@@ -17,7 +17,7 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
-from lightning_mp.scaling.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
+from lightning_mp.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
 
 __all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler", "OnFloor"]
 
@@ -113,7 +113,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
     hand-written loop. Differences from torch's class: the scale stays within ``[min_scale, max_scale]``; gradients may
     be fp16, plain tensors and DTensors mixed; in a distributed run one reduction of one scalar makes all ranks skip
     together; the scaled loss is fp32; repeated overflows at the floor end the run with a clear error. The update rule
-    is documented in :func:`lightning_mp.scaling.update_rule.update_scale_`.
+    is documented in :func:`lightning_mp.optimizer_step.update_rule.update_scale_`.
 
     Args:
         device: device type; None takes the accelerator if there is one, else the CPU.
@@ -125,7 +125,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         min_scale: floor. The default 2^-24 keeps the inverse scale finite.
         max_scale: ceiling.
         hysteresis: overflows before the scale is lowered; 1 is torch's rule.
-        hysteresis_refill: "step" or "growth", see :func:`lightning_mp.scaling.update_rule.update_scale_`.
+        hysteresis_refill: "step" or "growth", see :func:`lightning_mp.optimizer_step.update_rule.update_scale_`.
         on_floor: what happens after ``FLOOR_PATIENCE_STEPS`` (20) overflows in a row at the floor: "raise"
             :class:`LossScaleFloorError`, "warn" or "ignore". It is noticed one step late, so that nothing waits for the
             device.

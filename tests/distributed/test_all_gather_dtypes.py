@@ -5,7 +5,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from small_models import Regression
 from torch import nn
 
-from lightning_mp.sharding.all_gather_dtypes import gathered_dtypes
+from lightning_mp.distributed.all_gather_dtypes import gathered_dtypes
 from lightning_mp.strategies.fsdp2_model import units_for
 
 

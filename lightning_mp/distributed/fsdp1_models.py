@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_mp.core.messages import listed
+from lightning_mp.distributed.odd_parameters import refuse_odd_parameters
 from lightning_mp.modules.names import named_modules
-from lightning_mp.sharding.odd_parameters import refuse_odd_parameters
 
 __all__ = ["FSDP1Model"]
 

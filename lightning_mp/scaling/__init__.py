@@ -1,1 +1,0 @@
-"""The loss scale: its update rule and the scaler that follows it."""
