@@ -18,6 +18,9 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # for `make demo` and `make bench-gpu`: make demo ARGS="--precision 16-mixed"
 ARGS ?=
 
+# Images for containers often set it. The tests start Python a hundred times, and compile all that they import each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 # a later step reads what an earlier one wrote, and two of them would fight for the cores
 .NOTPARALLEL:
 .PHONY: help install demo test test-full soak lint format notebooks docs drawings bench bench-gpu evidence clean
