@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy
 
@@ -72,6 +73,7 @@ def join_window_controller(
         MisconfigurationException: if something else controls windows, or counts differently.
     """
     refuse_rivals(callback, trainer, pl_module)
+    ResumableProgress.attach(trainer)
     controller = AccumulationController.attach(trainer)
     controller.settings.weigh(weight_by, count)
     return controller

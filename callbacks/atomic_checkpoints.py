@@ -22,6 +22,7 @@ from lightning_mp.checkpoints.atomic import (
     settle_checkpoint,
     temporary_path,
 )
+from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.checkpoints.sharded import (
     has_optimizer_state,
     is_sharded_checkpoint,
@@ -81,6 +82,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
                 " writes single files atomically, or remove AsyncCheckpointIO."
             )
         self._restore()
+        ResumableProgress.attach(trainer)
         if getattr(strategy, "writes_atomically", False):
             return
 

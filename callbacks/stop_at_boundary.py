@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -92,6 +93,7 @@ class StopAtBoundary(SettingsRepr, Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer and goes to the end of its callbacks."""
         refuse_other_trainers(self, trainer)
+        ResumableProgress.attach(trainer)
         # A new list: Lightning is walking through the old one while callbacks are set up.
         others = [callback for callback in callbacks_of(trainer) if callback is not self]
         set_callbacks(trainer, [*others, self])

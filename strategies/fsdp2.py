@@ -28,6 +28,7 @@ from lightning_mp.checkpoints.atomic import (
     temporary_path,
 )
 from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states
+from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.checkpoints.sharded import load_checkpoint, without_a_made_up_step
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
@@ -235,6 +236,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            ResumableProgress.attach(trainer)
             self.setup_optimizers(trainer)
             self._ranks_alike = RanksAlike(trainer, self.optimizers)
         self.setup_precision_plugin()  # after the optimizers, to which master weights attach
@@ -371,11 +373,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         assert self.lightning_module is not None
         path = standing_checkpoint(self._local(self.broadcast(checkpoint_path)))
         checkpoint = load_checkpoint(
-            path,
-            self.model,
-            self.optimizers,
-            strict=self.lightning_module.strict_loading,
-            weights_only=weights_only,
+            path, self.model, self.optimizers, strict=self.lightning_module.strict_loading, weights_only=weights_only
         )
         self.barrier()
         if self.is_global_zero:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import lightning.pytorch.trainer.call
 import torch
+from lightning.fabric.utilities import data as fabric_data
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loops import fit_loop
+from lightning.pytorch.loops import fit_loop, progress, training_epoch_loop
 from lightning.pytorch.loops.optimization import automatic
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -111,6 +113,13 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
     (fit_loop, "_FitLoop", "the loop of the next name"),
     (fit_loop._FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
+    (training_epoch_loop, "_TrainingEpochLoop", "the loop of the next name"),
+    (training_epoch_loop._TrainingEpochLoop, "_on_before_fetch", "the moment before a loader is asked for a batch"),
+    (training_epoch_loop._TrainingEpochLoop, "_should_check_val_fx", "whether validation follows this batch"),
+    (fabric_data, "_set_sampler_epoch", "calls set_epoch wherever a loader keeps its sampler"),
+    (progress, "_ProcessedTracker", "how many epochs were begun and ended"),
+    (CombinedLoader, "_state_dicts", "the states of the training loaders, as a checkpoint holds them"),
+    (CombinedLoader, "_load_state_dicts", "puts them back where Lightning does not"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
 )
 

@@ -5,18 +5,29 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_mp.core.instance_method import InstancePatch
+
 __all__ = [
+    "before_each_fetch",
     "ddp_arguments",
+    "end_restart",
+    "end_resumed_batch",
+    "end_resumed_epoch",
+    "fetches_ahead",
     "is_accumulating",
+    "loader_states",
     "logger_step",
     "min_steps_of",
     "replace_end_of_epoch",
     "set_device_property",
     "set_max_steps",
     "set_min_steps",
+    "set_sampler_epoch",
     "step_without_a_batch",
     "take_back_a_logged_step",
     "uses_distributed_sampler",
@@ -67,6 +78,113 @@ def logger_step(trainer: "pl.Trainer") -> int:
 def is_accumulating(trainer: "pl.Trainer") -> bool:
     """Whether no step was made after this micro-batch; Lightning logs nothing then."""
     return trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+
+
+def end_resumed_epoch(trainer: "pl.Trainer") -> None:
+    """Where a resumed run stands behind ``on_train_epoch_end``: counts the epoch, and leaves it for the next one.
+
+    ``fit_loop.reset`` has been called. It has counted the epoch where the run is limited in epochs.
+    """
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if fit_loop.restarted_on_epoch_end:
+        fit_loop.epoch_progress.increment_completed()
+    elif fit_loop.resumed_on_epoch_end:
+        # Limited in epochs, a run does not load them. The iterator that goes on from them is at its end.
+        assert fit_loop._combined_loader is not None
+        assert fit_loop._data_fetcher is not None
+        fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
+        fit_loop._combined_loader_states_to_load = []
+        iter(fit_loop._data_fetcher)
+    else:
+        return
+    epoch_loop.val_loop.restarting = False
+    epoch_loop.on_iteration_done()
+    fit_loop.on_iteration_done()
+
+
+def end_resumed_batch(trainer: "pl.Trainer") -> InstancePatch | None:
+    """Where a resumed run stands behind ``on_train_batch_end``: does what follows a batch before the next one begins.
+
+    That is validation where it is due, and the end of the epoch after its last batch, for which Lightning begins the
+    next one at once. Not where a learning rate may follow a metric of that batch, which no checkpoint holds.
+    """
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    epochs, batches = fit_loop.epoch_progress, epoch_loop.batch_progress
+    if not (epoch_loop.restarted_on_train_batch_end and fit_loop.restarted_mid_epoch):
+        return None
+    follows_batches = any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
+    is_last = batches.is_last_batch
+    if is_last:
+        # `fit_loop.reset` has counted the epoch.
+        for counts in (epochs.total, epochs.current):
+            assert isinstance(counts, _ProcessedTracker)
+            counts.processed -= 1
+            counts.completed -= 1
+
+    is_first = True
+
+    def reset() -> None:
+        nonlocal is_first
+        if not is_first:
+            patch.original()
+            return
+        is_first = False
+        before = epoch_loop._batches_that_stepped
+        if is_last:
+            batches.increment_completed()
+        else:
+            patch.original()
+        assert fit_loop._data_fetcher is not None
+        is_due = not follows_batches and epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+        if not (is_last or is_due):
+            return
+        epoch_loop.val_loop.restarting = False
+        epoch_loop.on_iteration_done()
+        after = before + 1 if is_last else epoch_loop._batches_that_stepped
+        epoch_loop._batches_that_stepped = before  # where validation logs
+        if is_due:
+            epoch_loop.on_advance_end(fit_loop._data_fetcher)
+        epoch_loop._batches_that_stepped = after
+
+    patch = InstancePatch(epoch_loop, "reset", reset)
+    return patch
+
+
+def end_restart(trainer: "pl.Trainer") -> None:
+    """Lets a learning rate follow its metric at the end of a resumed epoch, if the metric is there."""
+    configs = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if all(config.monitor in trainer.callback_metrics for config in configs):
+        trainer.fit_loop.on_iteration_done()
+
+
+def set_sampler_epoch(trainer: "pl.Trainer", dataloader: object) -> None:
+    """Tells the loader's sampler the epoch that comes next, or that a resumed run is in."""
+    counts = trainer.fit_loop.epoch_progress.current
+    assert isinstance(counts, _ProcessedTracker)
+    _set_sampler_epoch(dataloader, counts.processed)
+
+
+def loader_states(trainer: "pl.Trainer") -> list[dict[str, Any]]:
+    """States of the training loaders that have one."""
+    loader = trainer.fit_loop._combined_loader
+    return loader._state_dicts() if loader is not None else []
+
+
+def fetches_ahead(trainer: "pl.Trainer") -> bool:
+    """Whether a batch is fetched before the one ahead of it is used: only so is it known which one is the last."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and fetcher.length is None
+
+
+def before_each_fetch(trainer: "pl.Trainer", function: Callable[[], None]) -> InstancePatch:
+    """Calls ``function`` before a training loader is asked for a batch, except for the first one of a fit."""
+
+    def before() -> None:
+        function()
+        patch.original()
+
+    patch = InstancePatch(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
+    return patch
 
 
 def ddp_arguments(strategy: DDPStrategy) -> Mapping[str, Any]:

@@ -12,7 +12,15 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from refusing import Batches, refused, tokens, trains
-from small_models import Regression, TokenModel, loader, quiet_trainer, regression_batches, token_batches
+from small_models import (
+    Regression,
+    ResumableLoader,
+    TokenModel,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    token_batches,
+)
 from torch import Tensor
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget
@@ -163,10 +171,11 @@ def test_a_run_that_ends_before_its_budget_can_be_resumed_to_its_end(tmp_path: P
     """What the warning offers: resume from the last checkpoint with max_epochs=-1."""
     trainer = quiet_trainer(max_steps=2, callbacks=[ChinchillaBudget(tokens=40)])
     with pytest.warns(UserWarning, match=r"ended after 14 of 40 budgeted tokens \(35\.0%\): max_steps.*max_epochs=-1"):
-        trainer.fit(TokenModel(), loader(tokens()))
-    trainer.save_checkpoint(tmp_path / "early.ckpt")
+        trainer.fit(TokenModel(), ResumableLoader(tokens()))
+    path = tmp_path / "early.ckpt"
+    trainer.save_checkpoint(path)
     budget = ChinchillaBudget(tokens=40)
     module = TokenModel()
-    quiet_trainer(max_epochs=-1, callbacks=[budget]).fit(module, loader(tokens()), ckpt_path=tmp_path / "early.ckpt")
+    quiet_trainer(max_epochs=-1, callbacks=[budget]).fit(module, ResumableLoader(tokens()), ckpt_path=path)
     assert budget.tokens_seen == 40
     assert module.trained_tokens == 26

@@ -153,6 +153,7 @@ class Run:
         callbacks: those that are on trial besides, made in each rank; AtomicCheckpoints, unless the strategy does
             without.
         ckpt_path: what to go on from, where it is not the latest checkpoint.
+        tokens: its budget, where it is not that of :data:`TOKENS`.
         init_scale: the third step overflows after it has grown; with 2^18 the first two do.
     """
 
@@ -161,6 +162,7 @@ class Run:
     only_last: bool = False
     callbacks: Callable[[], list[Callback]] | None = None
     ckpt_path: Path | None = None
+    tokens: int | None = None
     init_scale: float = 2.0**16
 
     @property
@@ -175,7 +177,7 @@ class Run:
         # What was written is there after a kill, on the disk or not; test_atomic_checkpoint.py looks at the order.
         os.fsync = lambda descriptor: None
         kind = KINDS[self.kind]
-        budget = ChinchillaBudget(tokens=TOKENS[kind.data_ranks], save=False)
+        budget = ChinchillaBudget(tokens=self.tokens or TOKENS[kind.data_ranks], save=False)
         scaler = LossScaler(init_scale=self.init_scale, growth_interval=2)
         top_k = 0 if self.only_last else 1
         checkpoint = ModelCheckpoint(self.folder, every_n_train_steps=1, save_top_k=top_k, save_last=True)

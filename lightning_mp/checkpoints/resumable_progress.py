@@ -1,0 +1,163 @@
+"""What a checkpoint says of epochs and data, so that a run goes on with the very next batch."""
+
+from collections import deque
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_mp.core import private_loop_api
+from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.private_api import callbacks_of, set_callbacks
+
+__all__ = ["ResumableProgress"]
+
+
+class ResumableProgress(Callback):
+    """Lets a run go on exactly where it was, whichever batch its checkpoint was written after.
+
+    Lightning 2.6 goes on exactly from most checkpoints inside an epoch, if the data loader has a length and a state of
+    its own. It does not from these, which this callback corrects:
+
+    .. code-block:: text
+
+        written                       Lightning                                here
+        after a batch at which        does not validate                        validates, then goes on
+        validation is due
+        after an epoch's last batch   skips the next epoch, or counts it with  ends the epoch, validation and
+                                      the one before; a second restart in it   on_train_epoch_end included, and
+                                      begins it anew                           begins the next one
+        in on_train_epoch_end         with max_steps: does all of that hook    counts the epoch, and loads the
+                                      again and counts the epoch twice;        loader's state
+                                      with max_epochs: forgets the loader's
+                                      state
+        with a loader that has no     loses the batch that was fetched ahead   saves the loader's state before
+        length, or on an exception    or was in work                           that fetch
+        inside a later epoch, with    goes on in the order of the first epoch  sets the sampler's epoch before the
+        a sampler like                                                         loader goes on
+        DistributedSampler
+        at the end of a run, after    takes the epoch for finished, and has    keeps the epoch open, or just over,
+        it                            lost the loader's state                  and the loader's state
+        inside an epoch               ReduceLROnPlateau does nothing at the    it sees its metric, if that is there
+                                      epoch's end
+
+    The loader's state is copied before each fetch if it has no length, or if checkpoints are written on exceptions. All
+    ranks are given the state that rank 0 saved, as in Lightning.
+
+    :class:`~lightning_mp.AtomicCheckpoints`, :class:`~lightning_mp.StopAtBoundary`,
+    :class:`~lightning_mp.AccumulationScheduler`, :class:`~lightning_mp.ChinchillaBudget` and
+    :class:`~lightning_mp.FSDP2Strategy` bring it along.
+    """
+
+    def __init__(self) -> None:
+        # Loader states before the fetch before the last, and before the last, where they are needed.
+        self._before_fetches: deque[list[dict[str, Any]]] = deque(maxlen=2)
+        # Of a run that has ended.
+        self._at_end: list[dict[str, Any]] = []
+        # Methods of the strategy and the loop that are replaced for this fit.
+        self._methods: list[InstancePatch] = []
+
+    @classmethod
+    def attach(cls, trainer: "pl.Trainer") -> None:
+        """Puts one in front of the Trainer's callbacks if there is none."""
+        if not any(isinstance(callback, cls) for callback in callbacks_of(trainer)):
+            new = cls()
+            new.setup(trainer, trainer.lightning_module, str(trainer.state.fn))
+            # A new list: Lightning is walking through the old one while callbacks are set up.
+            set_callbacks(trainer, [new, *callbacks_of(trainer)])
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Lets samplers know the epoch before their loader goes on inside it."""
+        self._restore()
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+
+        def process(dataloader: object) -> object:
+            processed = patch.original(dataloader)
+            private_loop_api.set_sampler_epoch(trainer, processed)
+            return processed
+
+        patch = InstancePatch(trainer.strategy, "process_dataloader", process)
+        self._methods = [patch]
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Ends the batch and the epoch that a checkpoint was written after."""
+        self._before_fetches.clear()
+        self._at_end = []
+        private_loop_api.end_resumed_epoch(trainer)
+        reset = private_loop_api.end_resumed_batch(trainer)
+        saves_on_exception = any(
+            isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+            for callback in callbacks_of(trainer)
+        )
+
+        def keep() -> None:
+            if saves_on_exception or private_loop_api.fetches_ahead(trainer):
+                # A copy: a loader may hand out what its next fetch changes.
+                self._before_fetches.append(deepcopy(private_loop_api.loader_states(trainer)))
+
+        self._methods.append(private_loop_api.before_each_fetch(trainer, keep))
+        if reset is not None:
+            self._methods.append(reset)
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Lets ``ReduceLROnPlateau`` see the metric of a resumed epoch."""
+        private_loop_api.end_restart(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Writes what the run has really done."""
+        progress = checkpoint.get("loops", {}).get("fit_loop")
+        if progress is None:
+            return
+        reopen_epoch(progress, num_batches=trainer.num_training_batches)
+        batches = progress["epoch_loop.batch_progress"]["current"]
+        in_work = batches["ready"] > batches["processed"]
+        if in_work and not private_loop_api.is_accumulating(trainer):
+            # Lightning counts the step of a batch that was in work when it goes on, and again when it has made it.
+            progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        # Those before the fetch of the first batch that is not done. The present ones are right if it was not fetched.
+        fetched = in_work + private_loop_api.fetches_ahead(trainer)
+        if self._at_end or 0 < fetched <= len(self._before_fetches):
+            progress["state_dict"]["combined_loader"] = self._at_end or self._before_fetches[-fetched]
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Keeps the loaders' states, which Lightning resets after this."""
+        fetches_ahead = private_loop_api.fetches_ahead(trainer) and self._before_fetches
+        self._at_end = self._before_fetches[-1] if fetches_ahead else deepcopy(private_loop_api.loader_states(trainer))
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Gives the strategy and the loop their own methods back."""
+        self._restore()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Gives the strategy and the loop their own methods back."""
+        self._restore()
+
+    def _restore(self) -> None:
+        methods, self._methods = self._methods, []
+        for method in methods:
+            method.restore()
+
+
+def reopen_epoch(progress: dict[str, Any], num_batches: float) -> None:
+    """Counts the epoch in which a run ended as one that goes on, or that only has to be counted as completed.
+
+    Lightning counts it as finished in any case, also where the run ended after some of its ``num_batches``. A
+    checkpoint that is written while an epoch runs stays as it is.
+
+    Args:
+        progress: of the fit loop, as a checkpoint holds it; changed in place.
+        num_batches: of an epoch.
+    """
+    epochs, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]
+    ready = epochs["current"]["ready"]
+    if not ready or epochs["current"]["completed"] < ready:
+        return
+    is_over = batches["is_last_batch"] or batches["current"]["ready"] >= num_batches
+    for counts in (epochs["total"], epochs["current"]):
+        counts["completed"] -= 1
+        counts["processed"] -= not is_over

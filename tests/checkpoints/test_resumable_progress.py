@@ -1,0 +1,163 @@
+"""Promise 6: whichever batch a checkpoint was written after, a restarted run goes on with the next one."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from restarts import (
+    BATCHES,
+    SAVES,
+    Save,
+    SizedStream,
+    Stream,
+    Trace,
+    TurningStream,
+    ValidatedByEpoch,
+    interrupted,
+    trace,
+)
+from small_models import quiet_trainer
+
+from lightning_mp import AtomicCheckpoints, ChinchillaBudget, StopAtBoundary
+from lightning_mp.checkpoints.resumable_progress import reopen_epoch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    # Lightning counts the steps of an epoch itself, and takes a loader in the middle of one for one without a state.
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:The run ended after .* budgeted tokens"),
+]
+
+STREAMS = {"with a length": SizedStream, "without one": Stream, "with a sampler": TurningStream}
+LIMITS = {"epochs": {"max_epochs": 3}, "steps": {"max_epochs": -1, "max_steps": 3 * BATCHES - 2}}
+
+a_stream = pytest.mark.parametrize("stream", STREAMS.values(), ids=list(STREAMS))
+
+
+@a_stream
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=list(LIMITS))
+@pytest.mark.parametrize("save", SAVES.values(), ids=list(SAVES))
+def test_a_restarted_run_sees_the_same_batches(
+    save: Save, limit: dict[str, int], stream: type[Stream], tmp_path: Path
+) -> None:
+    """In the same epochs, at the same learning rates, logged at the same steps; epochs are ended and validated."""
+    straight = interrupted(tmp_path / "straight", (), list, save, stream, **limit)
+    # Before the last batch of an epoch; after it, and then inside the next one, or at its end.
+    for before in ((4,), (5, 2), (5, 5), (7, 3)):
+        restarted = interrupted(tmp_path / str(before), before, lambda: [AtomicCheckpoints()], save, stream, **limit)
+        assert restarted == straight, before
+
+
+@pytest.mark.parametrize("before", [(3,), (5,), (6, 3)])
+def test_a_validation_inside_an_epoch_is_made_up_for(before: tuple[int, ...], tmp_path: Path) -> None:
+    """Checkpoints of every second step, written before the validation of every second step."""
+    save = Save({"every_n_train_steps": 2, "save_top_k": 0}, ValidatedByEpoch)
+    runs, stops = [], []
+    for name, where in (("straight", ()), ("restarted", before)):
+        stops.append(EarlyStopping("score", patience=100))
+
+        def callbacks(stop: EarlyStopping = stops[-1]) -> list[Callback]:
+            return [AtomicCheckpoints(), stop]
+
+        arguments: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2}
+        runs.append(interrupted(tmp_path / name, where, callbacks, save, SizedStream, **arguments))
+    assert runs[0] == runs[1]
+    assert stops[0].wait_count == stops[1].wait_count == 3 * 2 - 1
+
+
+def goes_on_as(straight: Trace, stopped: Trace) -> bool:
+    """The same, but that Lightning ends the epoch where the run ends as well."""
+    further = {name for name, *_ in stopped.events - straight.events}
+    return stopped._replace(events=stopped.events & straight.events) == straight and further <= {"on_train_epoch_end"}
+
+
+def total_steps(limit: str, end: int | None) -> dict[str, int]:
+    """Of a run that ends early, or of one that ends after three epochs."""
+    if limit == "epochs":
+        return {"max_epochs": 3 if end is None else end // BATCHES}
+    return {"max_epochs": -1, "max_steps": 3 * BATCHES - 1 if end is None else end}
+
+
+@a_stream
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_run_that_had_ended_goes_on_with_a_larger_limit(limit: str, stream: type[Stream], tmp_path: Path) -> None:
+    """From a checkpoint that was written after ``fit``, inside an epoch or at the end of one."""
+    straight = trace([quiet_trainer(**total_steps(limit, None))], stream, tmp_path / "none.ckpt")
+    for ends in ((4,), (8,), (4, 8)) if limit == "epochs" else ((1,), (4,), (5,), (3, 6), (4, 5), (4, 8)):
+        trainers = [quiet_trainer(callbacks=[AtomicCheckpoints()], **total_steps(limit, end)) for end in (*ends, None)]
+        assert goes_on_as(straight, trace(trainers, stream, tmp_path / f"{ends}.ckpt", saves_after=True)), ends
+
+
+class AsksToStop(Callback):
+    """After an optimizer step, as a scheduler of jobs does."""
+
+    def __init__(self, stop: StopAtBoundary, step: int) -> None:
+        self.stop, self.step = stop, step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.stop._asked_by = "SIGTERM"
+
+
+@a_stream
+def test_a_run_that_was_asked_to_stop_goes_on(stream: type[Stream], tmp_path: Path) -> None:
+    limit = total_steps("epochs", None)
+    straight = trace([quiet_trainer(**limit)], stream, tmp_path / "none.ckpt")
+    for steps in ((1,), (3,), (3, 5), (7,)):
+        path = tmp_path / str(steps) / "stopped.ckpt"
+        stops = [StopAtBoundary(dirpath=path.parent, filename="stopped") for _ in steps]
+        trainers = [
+            *(
+                quiet_trainer(callbacks=[stop, AsksToStop(stop, n)], **limit)
+                for stop, n in zip(stops, steps, strict=True)
+            ),
+            quiet_trainer(callbacks=[StopAtBoundary()], **limit),
+        ]
+        assert goes_on_as(straight, trace(trainers, stream, path)), steps
+        assert all(stop.stopped_by == "SIGTERM" for stop in stops)
+
+
+@a_stream
+@pytest.mark.parametrize("tokens", [3, 4, 6])
+def test_a_budget_that_was_spent_can_be_raised(tokens: int, stream: type[Stream], tmp_path: Path) -> None:
+    """From the checkpoint that ChinchillaBudget writes; ``max_epochs`` counts the epoch in which it ended once."""
+
+    def spends(tokens: int) -> pl.Trainer:
+        budget = ChinchillaBudget(tokens=tokens, count=lambda batch: 1, landing="floor")
+        checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
+        return quiet_trainer(callbacks=[budget, checkpoint], enable_checkpointing=True, max_epochs=3)
+
+    straight = trace([spends(11)], stream, tmp_path / "none.ckpt")
+    path = tmp_path / f"budget_reached-step-{tokens}.ckpt"
+    assert goes_on_as(straight, trace([spends(tokens), spends(11)], stream, path))
+    assert path.exists()
+
+
+def progress(epochs: tuple[int, int, int, int], batches: int, is_last: bool) -> dict[str, Any]:
+    names = ("ready", "started", "processed", "completed")
+    return {
+        "epoch_progress": {key: dict(zip(names, epochs, strict=True)) for key in ("total", "current")},
+        "epoch_loop.batch_progress": {"current": {"ready": batches}, "is_last_batch": is_last},
+    }
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batches", "is_last", "reopened"),
+    [
+        pytest.param((0, 0, 0, 0), 0, False, (0, 0, 0, 0), id="before the first epoch"),
+        pytest.param((1, 1, 0, 0), 3, False, (1, 1, 0, 0), id="inside an epoch"),
+        pytest.param((1, 1, 1, 0), 4, True, (1, 1, 1, 0), id="in on_train_epoch_end"),
+        pytest.param((2, 1, 1, 1), 4, True, (2, 1, 1, 1), id="in on_train_epoch_start"),
+        pytest.param((2, 2, 2, 2), 3, False, (2, 2, 1, 1), id="ended inside an epoch"),
+        pytest.param((2, 2, 2, 2), 4, False, (2, 2, 2, 1), id="ended with an epoch"),
+        pytest.param((2, 2, 2, 2), 2, True, (2, 2, 2, 1), id="ended with a stream"),
+    ],
+)
+def test_only_the_epoch_of_a_run_that_has_ended_is_opened_again(
+    epochs: tuple[int, int, int, int], batches: int, is_last: bool, reopened: tuple[int, int, int, int]
+) -> None:
+    state = progress(epochs, batches, is_last)
+    reopen_epoch(state, num_batches=4)
+    assert state == progress(reopened, batches, is_last)
