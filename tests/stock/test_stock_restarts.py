@@ -35,21 +35,21 @@ def stock_and_ours(tmp_path: Path, before: tuple[int, ...], stream: type[Stream]
 
 
 def test_after_an_epochs_last_batch_a_restart_skips_the_next_epoch(tmp_path: Path) -> None:
-    """D58. The iterator of a stateful loader goes on from its end, so that the epoch after it is empty."""
+    """D59. The iterator of a stateful loader goes on from its end, so that the epoch after it is empty."""
     stock, ours = stock_and_ours(tmp_path, (BATCHES + 1,), SizedStream)
     assert stock == [pair for pair in IN_ORDER if pair[0] != 1]
     assert ours == IN_ORDER
 
 
 def test_a_loader_without_a_length_loses_a_batch(tmp_path: Path) -> None:
-    """D59. Its state is that after the batch which was fetched ahead."""
+    """D60. Its state is that after the batch which was fetched ahead."""
     stock, ours = stock_and_ours(tmp_path, (2,), Stream)
     assert stock == [pair for pair in IN_ORDER if pair != (0, 1)]
     assert ours == IN_ORDER
 
 
 def test_inside_a_later_epoch_the_order_is_that_of_the_first_one(tmp_path: Path) -> None:
-    """D61. The loader goes on before its sampler is told the epoch: a sample comes twice, another one never."""
+    """D62. The loader goes on before its sampler is told the epoch: a sample comes twice, another one never."""
     stock, ours = stock_and_ours(tmp_path, (BATCHES + 2,), TurningStream)
     in_order = [(epoch, (sample + epoch) % BATCHES) for epoch, sample in IN_ORDER]
     assert ours == in_order
@@ -57,7 +57,7 @@ def test_inside_a_later_epoch_the_order_is_that_of_the_first_one(tmp_path: Path)
 
 
 def test_a_run_that_ended_inside_an_epoch_takes_it_for_finished(tmp_path: Path) -> None:
-    """D60. It goes on in another epoch."""
+    """D61. It goes on in another epoch."""
     seen = {}
     for name, callbacks in {"stock": [], "ours": [AtomicCheckpoints()]}.items():
         trainers = [quiet_trainer(max_epochs=-1, max_steps=steps, callbacks=callbacks) for steps in (2, 4)]
