@@ -42,7 +42,7 @@ a_stream = pytest.mark.parametrize("stream", STREAMS.values(), ids=list(STREAMS)
 def test_a_restarted_run_sees_the_same_batches(
     save: Save, limit: dict[str, int], stream: type[Stream], tmp_path: Path
 ) -> None:
-    """In the same epochs, at the same learning rates, logged at the same steps; epochs are ended and validated."""
+    """D59, D60, D62. In the same epochs, at the same learning rates and logged steps; epochs end, and are validated."""
     straight = interrupted(tmp_path / "straight", (), list, save, stream, **limit)
     # Before the last batch of an epoch; after it, and then inside the next one, or at its end.
     for before in ((4,), (5, 2), (5, 5), (7, 3)):
@@ -83,7 +83,7 @@ def total_steps(limit: str, end: int | None) -> dict[str, int]:
 @a_stream
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_run_that_had_ended_goes_on_with_a_larger_limit(limit: str, stream: type[Stream], tmp_path: Path) -> None:
-    """From a checkpoint that was written after ``fit``, inside an epoch or at the end of one."""
+    """D61. From a checkpoint that was written after ``fit``, inside an epoch or at the end of one."""
     straight = trace([quiet_trainer(**total_steps(limit, None))], stream, tmp_path / "none.ckpt")
     for ends in ((4,), (8,), (4, 8)) if limit == "epochs" else ((1,), (4,), (5,), (3, 6), (4, 5), (4, 8)):
         trainers = [quiet_trainer(callbacks=[AtomicCheckpoints()], **total_steps(limit, end)) for end in (*ends, None)]
