@@ -46,8 +46,8 @@ class AtomicCheckpoints(SettingsRepr, Callback):
     protocol, such as ``s3://``, are left to Lightning.
 
     A restarted run goes on with the very next batch, if the loader has a ``state_dict``. Lightning alone loses batches,
-    a validation or an epoch: after an epoch's last batch, with a loader without a length, with a sampler that orders each
-    epoch anew, after the end of a run, and after an exception.
+    a validation or an epoch: after an epoch's last batch, with a loader without a length, with a sampler that orders
+    each epoch anew, after the end of a run, and after an exception.
 
     Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no optimizer state yet, because
     all steps so far were skipped or did not use it, and writing one before the first step makes Adam count a step too
