@@ -73,6 +73,8 @@ class ResumableProgress(Callback):
         self._restore()
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._before_fetches.clear()
+        self._at_end = []
 
         def process(dataloader: object) -> object:
             processed = patch.original(dataloader)
@@ -84,8 +86,6 @@ class ResumableProgress(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
-        self._before_fetches.clear()
-        self._at_end = []
         private_loop_api.end_resumed_epoch(trainer)
         reset = private_loop_api.end_resumed_batch(trainer)
         saves_on_exception = any(
