@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO
+from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.namespace_hint import NamespaceHint
@@ -268,6 +269,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self._gradients = StageGradients(module, split, self._mesh, self._collective_timeout)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            ResumableProgress.attach(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         # Ours clip by the norm of the whole model; Lightning's by that of what a rank holds.

@@ -47,8 +47,8 @@ class ResumableProgress(Callback):
     ranks are given the state that rank 0 saved, as in Lightning.
 
     :class:`~lightning_mp.AtomicCheckpoints`, :class:`~lightning_mp.StopAtBoundary`,
-    :class:`~lightning_mp.AccumulationScheduler`, :class:`~lightning_mp.ChinchillaBudget` and
-    :class:`~lightning_mp.FSDP2Strategy` bring it along.
+    :class:`~lightning_mp.AccumulationScheduler`, :class:`~lightning_mp.ChinchillaBudget`,
+    :class:`~lightning_mp.FSDP2Strategy` and :class:`~lightning_mp.PipelineParallelStrategy` bring it along.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from gloo import run_ranks
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled
 
@@ -114,6 +114,28 @@ def test_another_number_of_stages_goes_on_from_a_checkpoint(before, after, tmp_p
     resumed = run(PipelinedGPT, after, "32-true", tmp_path / "after.ckpt", str(path), max_epochs=2)
     wanted = run(PipelinedGPT, before, "32-true", tmp_path / "wanted.ckpt", max_epochs=2)
     assert first + resumed == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_epoch_whose_last_batch_was_saved_is_ended_by_the_resumed_run(tmp_path):
+    """D59: validated, too; with the strategy alone, and no callback that sees to it."""
+
+    class SavesAfterTheLastBatch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == trainer.num_training_batches - 1:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    def train(**trainer_args):
+        module = PipelinedMLP()
+        trainer = fit(module, PipelineParallelStrategy(microbatches=4), 2, **trainer_args)
+        return module.train_losses, module.val_losses, trainer.current_epoch
+
+    def run_all(rank):
+        first = train(max_epochs=1, callbacks=[SavesAfterTheLastBatch()], limit_val_batches=0)
+        resumed = train(max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
+        return first, resumed, train(max_epochs=3)
+
+    (first, *_), resumed, straight = run_ranks(run_all, 2)[0]
+    assert (first + resumed[0], *resumed[1:]) == straight
 
 
 @pytest.mark.full
