@@ -182,7 +182,7 @@ class TextBatches:
         self._served = state_dict["served"]
 
 
-class HeldOutBatches:
+class HeldOutBatches(list[list[Tensor]]):
     """The same validation batches ``[inputs, labels]`` every time, spread evenly over the held-out text.
 
     Arguments are those of :class:`TextBatches`; ``max_batches`` is per rank, and a short text has smaller batches.
@@ -205,13 +205,7 @@ class HeldOutBatches:
         num_batches = min(max_batches, blocks_per_rank // batch_size)
         chosen = torch.linspace(0, len(inputs) - 1, num_batches * batch_size * world_size).long()
         chosen = chosen.view(world_size, num_batches, batch_size)[rank]
-        self._batches = [[inputs[blocks].long(), labels[blocks].long()] for blocks in chosen]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return iter(self._batches)
+        super().__init__([inputs[blocks].long(), labels[blocks].long()] for blocks in chosen)
 
 
 class TextData(pl.LightningDataModule):

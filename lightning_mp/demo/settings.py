@@ -88,7 +88,6 @@ class Settings:
                 raise ValueError(f"{flag(name)} {value:g} is not allowed: give a positive number.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed {self.seed} is not allowed: give a number from 0 to 4294967295.")
-        self._check_layout()
         plan, steps = self.plan, self.plan.optimizer_steps
         if plan.budget_tokens < plan.micro_batch_tokens:
             raise ValueError(
@@ -102,25 +101,6 @@ class Settings:
                 f"give a number from 0 to {steps - 1}."
             )
 
-    def _check_layout(self) -> None:
-        """The strategies refuse the same, but only once all processes have started."""
-        for name in ("tensor_parallel", "stages"):
-            parts = getattr(self, name) or 1
-            if self.devices % parts:
-                raise ValueError(f"{flag(name)} {parts} needs a multiple of {parts} devices, got {self.devices}.")
-        size = f"a model of {self.model.parameters:,} parameters"
-        if self.model.heads % self.tensor_parallel:
-            raise ValueError(
-                f"--tensor-parallel {self.tensor_parallel} does not divide the {self.model.heads} attention heads of "
-                f"{size}: choose another number, or raise --params."
-            )
-        stages, layers = self.devices // self.replicas, self.model.layers + 3  # embedding, norm and head besides
-        if self.strategy == "mp_pipeline" and stages > layers:
-            raise ValueError(
-                f"--strategy mp_pipeline cannot split the {layers} layers of {size} into {stages} stages: give "
-                f"--stages {layers} or less, or raise --params."
-            )
-
     @cached_property
     def model(self) -> GPTConfig:
         """The shape of the model."""
@@ -128,10 +108,9 @@ class Settings:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model, each with its own part of every batch."""
-        if self.strategy == "mp_pipeline":
-            return self.devices // (self.stages or self.devices)
-        return self.devices // self.tensor_parallel
+        """Copies of the model, each with its own part of every batch; the strategy refuses what cannot be divided."""
+        parts = (self.stages or self.devices) if self.strategy == "mp_pipeline" else self.tensor_parallel
+        return max(1, self.devices // parts)
 
     @property
     def accumulation(self) -> dict[int, int]:
