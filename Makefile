@@ -49,10 +49,11 @@ $(INSTALLED): pyproject.toml constraints.txt scripts/make_venv.sh
 demo: $(INSTALLED)
 	$(RUN) -m lightning_mp demo $(ARGS)
 
+# each release of torch has other annotations, so that some of `# type: ignore` are needed with the pinned one only
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
+	$(RUN) -m mypy $(if $(TORCH),--no-warn-unused-ignores)
 
 format: $(INSTALLED)
 	$(RUN) -m ruff check --fix .

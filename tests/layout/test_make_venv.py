@@ -201,6 +201,12 @@ def test_make_takes_no_other_folder(torch, checkout):
     assert f'TORCH="{torch}" is no release of torch. Give all three numbers' in done.stderr
 
 
+@pytest.mark.parametrize(("arguments", "mypy"), [([], "mypy"), (["TORCH=2.15.0"], "mypy --no-warn-unused-ignores")])
+def test_ignored_type_errors_have_to_be_there_with_the_pinned_torch_only(arguments, mypy, checkout):
+    plan = subprocess.run(["make", "-n", "lint", *arguments], cwd=checkout, capture_output=True, text=True, check=True)
+    assert any(line.strip().endswith(f"-m {mypy}") for line in plan.stdout.splitlines())
+
+
 def test_make_keeps_an_environment_for_each_torch_and_removes_them_all(checkout):
     plan = subprocess.run(
         ["make", "-n", "test", "TORCH=2.11.0"], cwd=checkout, capture_output=True, text=True, check=True
