@@ -13,11 +13,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from lightning_mp.core.messages import listed
 from lightning_mp.distributed.odd_parameters import refuse_odd_parameters
 from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.norms import BATCH_NORMS
 
 __all__ = ["FSDP1Model"]
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class FSDP1Model:
@@ -94,6 +92,6 @@ def _keep_batch_norms_in_fp32(model: nn.Module, strategy: FSDPStrategy) -> None:
     Without it they would get 16-bit weights for fp32 statistics, which torch refuses (Lightning's own plugin makes the
     statistics 16 bit, too).
     """
-    has_one = any(isinstance(module, _BATCH_NORMS) for module in model.modules())
+    has_one = any(isinstance(module, BATCH_NORMS) for module in model.modules())
     if has_one and strategy.kwargs.get("auto_wrap_policy") is None and strategy.mixed_precision is None:
         strategy.kwargs["auto_wrap_policy"] = ModuleWrapPolicy(set())

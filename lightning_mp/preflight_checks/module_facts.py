@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.norms import BATCH_NORMS
 from lightning_mp.preflight_checks.found import FoundLayer, FoundWeight
 
 __all__ = ["layers_of", "own_scalers", "seen_in_a_step", "untied_embeddings", "weights_of"]
-
-_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def weights_of(module: nn.Module) -> tuple[FoundWeight, ...]:
@@ -77,7 +76,7 @@ def layers_of(module: nn.Module) -> tuple[FoundLayer, ...]:
     found: dict[int, FoundLayer] = {}
     for name, part in named_modules(module):
         sizes = tuple(_sizes(part))
-        learns = isinstance(part, _WITH_STATISTICS) and part.training and part.track_running_stats
+        learns = isinstance(part, BATCH_NORMS) and part.training and part.track_running_stats
         if sizes or learns:
             own = list(part.parameters(recurse=False))
             frozen = bool(own) and not any(parameter.requires_grad for parameter in own)

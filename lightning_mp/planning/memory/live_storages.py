@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import ReferenceType, ref
 
 from torch import Tensor, strided
@@ -30,19 +30,7 @@ Part = Literal[
 saved for backward; ``temporaries`` are all other results of operations, for as long as they are referenced. The last
 two come with several ranks: weights that FSDP2 has gathered, and the buckets of DDP or the reductions of FSDP2."""
 
-PARTS: tuple[Part, ...] = (
-    "weights",
-    "buffers",
-    "masters",
-    "optimizer states",
-    "gradients",
-    "weight casts",
-    "activations",
-    "batch",
-    "temporaries",
-    "gathered weights",
-    "communication buffers",
-)
+PARTS: tuple[Part, ...] = get_args(Part)
 """Every part, in the order of tables and plots."""
 
 

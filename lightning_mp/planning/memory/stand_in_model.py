@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.modules.stand_ins import module_with
 from lightning_mp.planning.memory.precision_storage import PrecisionStorage
 from lightning_mp.policy.applied import AppliedPolicy
@@ -17,16 +18,6 @@ from lightning_mp.policy.policy import PrecisionPolicy
 
 __all__ = ["StandInModel", "stand_in_for"]
 
-# MasterWeightsPrecision leaves their weights in fp32.
-_WITH_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
 _KEEP_FROZEN_CASTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_MULTIPLE = 16
@@ -141,7 +132,7 @@ def _kept_in_float32(
     kept = {
         id(parameter)
         for name, part in named_modules(module)
-        if isinstance(part, _WITH_STATISTICS) or name in ruled
+        if isinstance(part, NORMS_WITH_STATISTICS) or name in ruled
         for parameter in part.parameters(recurse=False)
     }
     buffers = {id(buffer) for buffer in module.buffers()}

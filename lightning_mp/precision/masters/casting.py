@@ -11,25 +11,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-__all__ = ["cast_weights_", "keeps_float32", "uncast_weights_", "unit_of_two_dtypes"]
+from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 
-# Their kernels want weights in the dtype of the running statistics, and those are fp32 (torch 2.13, CPU and CUDA).
-_WITH_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+__all__ = ["cast_weights_", "keeps_float32", "uncast_weights_", "unit_of_two_dtypes"]
 
 _CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def keeps_float32(module: nn.Module) -> bool:
     """Whether a module's own weights stay fp32: those of norms with running statistics, which are few."""
-    return isinstance(module, _WITH_STATISTICS)
+    return isinstance(module, NORMS_WITH_STATISTICS)
 
 
 def cast_weights_(
