@@ -7,12 +7,18 @@ convolutional module with a frozen parameter runs, under autocast, on a 16-bit c
 The module itself stays as it is: its parameters, their names, the state dict. The copies cost 2 bytes per frozen
 parameter beside its 4.
 
-A copy is made when it is first needed. It is made again when the weight was written to (the tensor's version counts
-that), moved or replaced, and when another loop takes over (training, validation, ...): what was written through
-``weight.data``, which torch does not count, is seen there and not before. In a model without frozen weights so is a
-frozen parameter that was put in the place of a trained one; until then torch casts it.
+A copy is made when it is first needed. It is made again before a forward when the weight was written to (the tensor's
+version counts that), moved or replaced, and when another loop takes over (training, validation, ...). A weight that has
+changed or is trained by the time it is used, as where one training step freezes and unfreezes nets, is cast by torch.
+
+What is written through ``weight.data``, as moving averages often are, torch does not count. So before each forward 16
+elements of every weight are compared with those of the forward before. A weight in which they differ is left to torch
+for the rest of the run. On a GPU the comparison is read one forward later, but for the first three, so that nothing
+waits for it. In a model without frozen weights, a frozen parameter that was put in the place of a trained one is seen
+when another loop takes over; until then torch casts it.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +29,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from lightning_mp.core import private_api
+from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.modules.forward_wrapper import unwrap_forward
 from lightning_mp.policy.module_rules import run_covered
 
@@ -52,6 +59,36 @@ _OPERATIONS: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
+#: Elements of each weight that are compared, and for how many forwards of a loop the host waits for that.
+_SAMPLED = 16
+_WAITS = 3
+
+
+class _Copy(NamedTuple):
+    source: nn.Parameter
+    storage: Tensor
+    """The memory that was copied; kept alive, so that no other memory can come to its address."""
+    version: int
+    loop: str
+    parameter: nn.Parameter
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weight is frozen still, and what it was, as far as torch counts what is written to it."""
+        source = self.source
+        return (
+            not source.requires_grad
+            and private_api.version_of(source) == self.version
+            and source.data_ptr() == self.storage.data_ptr()
+        )
+
+    def sample(self) -> Tensor:
+        """Some elements, ``[16]``: the same ones each time, from anywhere in the weight's memory."""
+        memory, start = self.storage, self.storage.storage_offset()
+        elements = min(memory.numel(), memory.untyped_storage().nbytes() // memory.element_size() - start)
+        return memory.as_strided((_SAMPLED,), (elements // _SAMPLED,), start)
+
+
 class FrozenModule:
     """A module, and the 16-bit copies of its frozen parameters by name.
 
@@ -63,6 +100,19 @@ class FrozenModule:
         self.operation = operation
         self.dtype = dtype
         self.copies: dict[str, nn.Parameter] = {}
+        self._made: dict[str, _Copy] = {}
+
+    def use(self, copies: dict[str, _Copy]) -> None:
+        """From now on, these."""
+        self._made, self.copies = copies, {name: copy.parameter for name, copy in copies.items()}
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the module still has the parameters that were copied, as they were."""
+        # The compiler cannot trace all of it, and guards what it has traced by `requires_grad`.
+        if torch.compiler.is_compiling():
+            return not any(getattr(self.module, name).requires_grad for name in self.copies)
+        return all(getattr(self.module, name) is copy.source and copy.is_current for name, copy in self._made.items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenModule":
         return FrozenModule(None, None, self.dtype)
@@ -81,19 +131,12 @@ def run_on_copies(
         or operation is None
         or not torch.is_autocast_enabled(device_type)
         or torch.get_autocast_dtype(device_type) != frozen.dtype
+        or not frozen.is_current
     ):
         return forward(*args, **kwargs)
     weight = frozen.copies.get("weight", module.weight)
     bias = frozen.copies.get("bias", module.bias)
     return operation(module, weight, bias, *args, **kwargs)
-
-
-class _Copy(NamedTuple):
-    source: nn.Parameter
-    storage: Tensor
-    """The memory that was copied; kept alive, so that no other memory can come to its address."""
-    state: tuple[int, str]
-    parameter: nn.Parameter
 
 
 class FrozenWeightCache:
@@ -116,6 +159,9 @@ class FrozenWeightCache:
         self._loop: str | None = None
         # Where nothing is frozen, one look at these tells that nothing has been since.
         self._trainable: list[nn.Parameter] = []
+        # Those that are written to unseen, by id.
+        self._changing: dict[int, nn.Parameter] = {}
+        self._watch = _Watch(reads_at_once=True)
 
     def refresh(self, loop: str) -> None:
         """Makes the copies what the weights are now; called before each forward.
@@ -125,18 +171,32 @@ class FrozenWeightCache:
         """
         if not self._wrapped and loop == self._loop and False not in self._learns():
             return
-        self._loop, self._trainable = loop, []
+        if loop != self._loop:
+            self._loop, self._watch = loop, _Watch(reads_at_once=self._device_type == "cpu")
         # Copies that were made in inference mode could not be used in training.
         with torch.inference_mode(False), torch.no_grad():
-            for module, operation in self._candidates:
-                copies = {}
-                for name in ("weight", "bias"):
-                    parameter = getattr(module, name)
-                    if _is_frozen(parameter, self._device_type):
-                        copies[name] = self._copy_of(parameter, loop)
-                    elif parameter is not None and parameter.requires_grad:
-                        self._trainable.append(parameter)
-                self._use(module, operation, copies)
+            self._make_copies(loop)
+            changing = {
+                id(copy.source): copy.source for copy in self._watch.look() if self._copies.get(id(copy.source)) is copy
+            }
+            if changing:
+                self._changing |= changing
+                self._make_copies(loop)
+            self._watch.begin(list(self._copies.values()))
+
+    def _make_copies(self, loop: str) -> None:
+        self._trainable = []
+        used: dict[int, _Copy] = {}
+        for module, operation in self._candidates:
+            copies = {}
+            for name in ("weight", "bias"):
+                parameter = getattr(module, name)
+                if _is_frozen(parameter, self._device_type) and id(parameter) not in self._changing:
+                    copies[name] = used[id(parameter)] = self._copy_of(parameter, loop)
+                elif parameter is not None and parameter.requires_grad:
+                    self._trainable.append(parameter)
+            self._use(module, operation, copies)
+        self._copies = used
 
     def _learns(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._trainable]
@@ -147,8 +207,9 @@ class FrozenWeightCache:
         for module, operation in self._candidates:
             self._use(module, operation, {})
         self._copies.clear()
+        self._changing.clear()
 
-    def _use(self, module: nn.Module, operation: Callable[..., Tensor], copies: dict[str, nn.Parameter]) -> None:
+    def _use(self, module: nn.Module, operation: Callable[..., Tensor], copies: dict[str, _Copy]) -> None:
         if not copies:
             frozen, wrapper = self._wrapped.pop(module, (None, None))
             if frozen is not None and wrapper is not None:
@@ -162,21 +223,63 @@ class FrozenWeightCache:
             wrapper = partial(run_on_copies, module.forward, frozen, self._device_type)
             module.forward = wrapper
             self._wrapped[module] = frozen, wrapper
-        self._wrapped[module][0].copies = copies
+        self._wrapped[module][0].use(copies)
 
-    def _copy_of(self, source: nn.Parameter, loop: str) -> nn.Parameter:
+    def _copy_of(self, source: nn.Parameter, loop: str) -> _Copy:
         """The copy of a frozen parameter, shared by all modules that share the parameter."""
-        state = (private_api.version_of(source), loop)
         known = self._copies.get(id(source))
         if known is None or known.source is not source or known.parameter.device != source.device:
-            copy = nn.Parameter(source.to(self._dtype), requires_grad=False)
-        elif known.state != state or known.storage.data_ptr() != source.data_ptr():
-            copy = known.parameter
-            copy.copy_(source)  # at its old address, for graphs that were captured
+            parameter = nn.Parameter(source.to(self._dtype), requires_grad=False)
+        elif known.loop != loop or not known.is_current:
+            parameter = known.parameter
+            parameter.copy_(source)  # at its old address, for graphs that were captured
         else:
-            return known.parameter
-        self._copies[id(source)] = _Copy(source, source.detach(), state, copy)
+            return known
+        copy = self._copies[id(source)] = _Copy(
+            source, source.detach(), private_api.version_of(source), loop, parameter
+        )
         return copy
+
+
+class _Watch:
+    """Looks for weights that are written to without torch's counting it, by comparing some of their elements.
+
+    Args:
+        reads_at_once: whether each look is read at once, as reading is no waiting; else the first three only.
+    """
+
+    def __init__(self, *, reads_at_once: bool) -> None:
+        self._reads_at_once = reads_at_once
+        self._copies: list[_Copy] = []
+        self._elements = torch.empty(0)
+        self._looks = 0
+        self._last_look: tuple[list[_Copy], HostCopy] | None = None
+
+    def begin(self, copies: list[_Copy]) -> None:
+        """Keeps elements of the weights for the looks to come, unless these are kept already."""
+        if len(copies) != len(self._copies) or not all(map(operator.is_, copies, self._copies)):
+            self._copies = copies
+            self._elements = self._elements_now()
+
+    def look(self) -> list[_Copy]:
+        """Those of the copies whose weights have changed since; as of the look before if this one is not read yet."""
+        if not self._copies:
+            return []
+        changed = (self._elements_now() != self._elements).any(1)
+        self._looks += 1
+        look, self._last_look = self._last_look, (self._copies, HostCopy(changed))
+        if self._reads_at_once or self._looks <= _WAITS:
+            look = self._last_look
+        if look is None:
+            return []
+        copies, flags = look
+        return [copy for copy, flag in zip(copies, flags.read(), strict=True) if flag]
+
+    def _elements_now(self) -> Tensor:
+        if not self._copies:
+            return torch.empty(0)
+        device = self._copies[0].storage.device
+        return torch.stack([copy.sample().to(device) for copy in self._copies])
 
 
 def _operation_of(module: nn.Module) -> Callable[..., Tensor] | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
@@ -240,12 +241,61 @@ def move(module: Adapted, batch_idx: int) -> None:
         parameter.data = parameter.data.clone() + 0.125
 
 
-@pytest.mark.parametrize("hook", [unfreeze, freeze, load, write_in_place, replace, move])
+def average(module: Adapted, batch_idx: int) -> None:
+    """As the teacher of a student, from the second batch on: torch does not count what is written to `.data`."""
+    for parameter in module.base.parameters():
+        parameter.data.mul_(0.5).add_(batch_idx / 2)
+
+
+@pytest.mark.parametrize("hook", [unfreeze, freeze, load, write_in_place, replace, move, average])
 def test_a_copy_is_never_stale(hook: Callable[[Adapted, int], None]):
     ours, stock = Adapted(), Adapted()
     ours.hook = stock.hook = hook
     for trained, expected in zip(weights(fit(ours)), stock_weights(stock), strict=True):
         assert torch.equal(trained, expected)
+
+
+def test_nets_that_are_frozen_and_trained_in_turn_inside_of_a_step():
+    """As in BigGAN's loop: the discriminator is frozen when a step begins, then trained, then frozen again and used."""
+
+    class Nets(Adapted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            for trained, frozen in ((self.base, self.adapters), (self.adapters, self.base)):
+                trained.requires_grad_(True)
+                frozen.requires_grad_(False)
+                optimizer.zero_grad()
+                self.manual_backward(Adapted.training_step(self, batch, batch_idx))
+                optimizer.step()
+
+    ours = Nets()
+    quiet_trainer(plugins=[AutocastPrecision("bf16-mixed", cache_weights=False)]).fit(
+        ours, loader(regression_batches(4))
+    )
+    stock = Nets()
+    quiet_trainer(plugins=[MixedPrecision("bf16-mixed", "cpu")]).fit(stock, loader(regression_batches(4)))
+    for trained, expected in zip(weights(ours), weights(stock), strict=True):
+        assert torch.equal(trained, expected)
+
+
+def test_a_device_is_asked_one_forward_late_what_was_written_through_data():
+    """Not in the first three forwards, where moving averages begin."""
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    for quiet_forwards, late in ((0, 0), (5, 1)):
+        frozen = FrozenWeightCache([layer], LOW, "cpu")
+        frozen.refresh("train")
+        frozen._watch._reads_at_once = False
+        for _ in range(quiet_forwards):
+            frozen.refresh("train")
+        layer.weight.data.add_(1.0)
+        for forward in range(3):
+            frozen.refresh("train")
+            assert list(frozen._copies) == [id(layer.weight)] * (forward < late) + [id(layer.bias)]
+        frozen.detach()
 
 
 def test_a_merge_through_data_is_seen_by_validation():
