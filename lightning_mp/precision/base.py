@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -63,6 +64,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _ran_on: str | None = None
     _step_hooks: Sequence[RemovableHandle] = ()
     _plans: Mapping[Optimizer, StepPlan] = MappingProxyType({})
+    _planned_for: Sequence[Callback] | None = None
 
     def __str__(self) -> str:
         name = f"{type(self).__name__}({self.precision!r})"
@@ -112,7 +114,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def teardown(self) -> None:
         """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
         dispatcher, self._dispatcher = self._dispatcher, None
-        self._trainer, self._plans = None, {}
+        self._trainer, self._plans, self._planned_for = None, {}, None
         with ExitStack() as stack:
             # The last one first.
             stack.callback(super().teardown)
@@ -265,6 +267,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def _plan_of(self, optimizer: Optimizer, model: "pl.LightningModule") -> StepPlan:
         """The same for a whole fit; not made before the first step, where strategies have wrapped the model."""
+        callbacks = private_api.callbacks_of(model.trainer)
+        if callbacks is not self._planned_for:
+            # `LearningRateFinder` trains with a list of its own, without ours, before the fit that it belongs to.
+            self._plans, self._planned_for = {}, callbacks
         plan = self._plans.get(optimizer)
         if plan is None:
             plan = StepPlan.of(optimizer, model, self, self._dispatcher, self._epilogue_type())
