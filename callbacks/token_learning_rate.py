@@ -6,8 +6,6 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
@@ -80,8 +78,6 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._request = CooldownRequest()
         self._cooldown = 0.0
         self._end_tokens = 0
-        self._handles: list[RemovableHandle] = []
-        self._is_in_batch = False
         self._first_batch = True
         self._warned = False
 
@@ -182,8 +178,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             self._controller = join_window_controller(self, trainer, pl_module, self.count)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses anything else that sets the rate, and wraps the optimizer's steps."""
-        self._is_in_batch = False
+        """Refuses anything else that sets the rate, and asks to be told of every step."""
         schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
         if schedulers:
             raise MisconfigurationException(
@@ -198,8 +193,8 @@ class TokenLearningRate(SettingsRepr, Callback):
                 )
             # As torch's schedulers do: a distributed checkpoint is read only into what is there.
             initial_rates(optimizer)
-            handle = optimizer.register_step_pre_hook(lambda _, *call: self._before_step(trainer, *call))
-            self._handles.append(handle)
+        assert self._controller is not None
+        self._controller.before_each_step(lambda: self._set_step_rates(trainer))
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the horizon, continues from a checkpoint, and sets the first rate."""
@@ -259,19 +254,6 @@ class TokenLearningRate(SettingsRepr, Callback):
             trained = self._controller.counter.tokens - self._controller.counter.skipped_tokens
             self._warn_of_a_missed_end(trained, f"the run ended after {trained:,} tokens")
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Leaves the optimizers."""
-        self._detach()
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Leaves the optimizers."""
-        self._detach()
-
-    def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(
@@ -279,34 +261,11 @@ class TokenLearningRate(SettingsRepr, Callback):
     ) -> None:
         """Lets ranks agree on a cooldown where a window opens; looks at the first batch."""
         assert self._controller is not None
-        self._is_in_batch = True
         if self._first_batch:
             self._first_batch = False
             self._look_at(trainer, batch)
         if not self._controller.is_open:
             self._cooldown = self._request.agree(pl_module.device) or self._cooldown
-
-    def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
-    ) -> None:
-        """Sets the rate where the optimizer itself calls the closure, which makes the gradients."""
-        self._set_step_rates(trainer)
-
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Leaves the optimizer alone until the next batch: distributed checkpoints make steps, at a rate of 0."""
-        self._is_in_batch = False
-
-    def needs_gradients(self, step_index: int) -> bool:
-        """Our precision plugins need not make true gradients for this callback."""
-        return False
-
-    def _before_step(self, trainer: "pl.Trainer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # With a closure the window is still open; `on_before_optimizer_step` comes inside of it. The first argument is
-        # the optimizer.
-        if self._is_in_batch and len(args) == 1 and kwargs.get("closure") is None:
-            self._set_step_rates(trainer)
 
     def _set_step_rates(self, trainer: "pl.Trainer") -> None:
         assert self._controller is not None

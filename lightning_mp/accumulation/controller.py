@@ -1,5 +1,6 @@
 """The accumulation controller: which micro-batches make one optimizer step, what each weighs, and when the run ends."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,7 @@ class AccumulationController(Callback):
         # Of this fit, once its first batch was seen.
         self._meter: MicroBatchMeter | None = None
         self._boundary: AccumulationBoundary | None = None
+        self._before_steps: list[Callable[[], None]] = []
         # Of a checkpoint, until training starts.
         self._saved_window: PartialAccumulation | None = None
 
@@ -117,6 +119,18 @@ class AccumulationController(Callback):
         """Tokens that a batch like this presents over all ranks, padding included."""
         assert self.weighting is not None
         return self._num_data_ranks * self.weighting.size(batch, {"token"})[1]
+
+    def before_each_step(self, function: Callable[[], None]) -> None:
+        """Calls ``function`` in this fit before each optimizer step, also one that is skipped.
+
+        The step's window is closed and counted by then. It may be called more than once for a step.
+        """
+        self._before_steps.append(function)
+
+    def announce_step(self) -> None:
+        """An optimizer is about to step, or to skip its step; precision plugins call this, too."""
+        for function in self._before_steps:
+            function()
 
     def needs_gradients(self, step_index: int) -> bool:
         """Our precision plugins need not make true gradients for the controller: they normalise themselves."""
@@ -195,6 +209,7 @@ class AccumulationController(Callback):
             self._boundary.detach()
         self.settings = AccumulationSettings(self.settings.constant)
         self._meter = self._boundary = None
+        self._before_steps = []
         self.state = replace(transitions.close_early(self.state), micro_batch=None)
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
@@ -245,9 +260,8 @@ class AccumulationController(Callback):
     ) -> None:
         """With a stock precision plugin: normalises the gradient here. Ours has done it already."""
         totals = self.window_totals(pl_module.device)
-        if totals is None:
-            return
-        factor = self.close_window(gradient_ops.sum_over_ranks_(totals))
+        factor = self.close_window(gradient_ops.sum_over_ranks_(totals)) if totals is not None else None
+        self.announce_step()
         if factor is not None:
             parameters = gradient_ops.parameters_with_gradient(optimizer)
             gradient_ops.multiply_([gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None], factor)

@@ -105,11 +105,6 @@ class RunHistory(Callback):
             logger.log_metrics(last, step=trainer.global_step - 1)
         if not trainer.is_global_zero:
             return
-        rates = self._steps["learning_rate"]
-        for step in reversed(range(len(rates) - 1)):
-            if self._steps["skipped"][step]:
-                # The scaler did not call an unfused optimizer, so nothing set the rate of that step: the next one's.
-                rates[step] = rates[step + 1]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self._figures(trainer.strategy.root_device), indent=1) + "\n")
 

@@ -157,6 +157,8 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
 
     # Decide and plan: from here on every rank knows whether the step is skipped, and by what gradients are multiplied.
     normalisation = controller.close_window(totals) if controller is not None and totals is not None else None
+    if controller is not None:
+        controller.announce_step()
     by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
     epilogue.plan(normalisation, limit if by_norm else None)
 

@@ -7,12 +7,20 @@ import pytest
 import torch
 from gloo import process_group, run_ranks
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from recorded_rates import COSINE, LENGTHS, TOTAL, WSD, Recording, adamw, expected, first, fit, fused, tensor_rate
+from third_party_optimizers import THIRD_PARTY
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    ChinchillaBudget,
+    LossScaler,
+    MasterWeightsPrecision,
+)
 from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
 from lightning_mp.lr_schedule.cooldown import CooldownRequest
 from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
@@ -33,6 +41,51 @@ class CoolDownAt(Callback):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if pl_module.seen_batches == self.at:
             self.rate.cooldown_now(**self.how)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+PLUGINS = {
+    "no plugin": list,
+    "stock bf16": lambda: [MixedPrecision("bf16-mixed", "cpu")],
+    "bf16": lambda: [AutocastPrecision("bf16-mixed")],
+    "fp16": lambda: [half()],
+    "masters": lambda: [MasterWeightsPrecision("bf16-true")],
+    "masters, remainder": lambda: [MasterWeightsPrecision("bf16-true", storage="remainder")],
+}
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A step of its own, as where something is logged in it; ours cannot know that it evaluates its closure once."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("kind", {"own AdamW": OwnAdamW} | THIRD_PARTY)
+def test_every_optimizer_steps_at_the_schedules_rates(kind: str, plugin: str) -> None:
+    optimizer = ({"own AdamW": OwnAdamW} | THIRD_PARTY)[kind]
+    module = Recording(lambda groups: optimizer(groups, lr=1e-2))
+    fit(module, [TokenLearningRate(COSINE, tokens=TOTAL)], plugins=PLUGINS[plugin]())
+    assert first(module) == pytest.approx(expected(COSINE, LENGTHS), rel=1e-9)
+
+
+def test_a_skipped_step_shows_the_rate_that_the_next_one_uses() -> None:
+    """Unfused, so that the optimizer is not called for it."""
+
+    class Shown(Callback):
+        rates: list[float]
+
+        def __init__(self) -> None:
+            self.rates = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    shown, module = Shown(), Recording(adamw, overflows=(7,))
+    fit(module, [shown, TokenLearningRate(COSINE, tokens=TOTAL)], plugins=[half()])
+    assert shown.rates[6] != shown.rates[7] == shown.rates[8]
 
 
 # -- resume ------------------------------------------------------------------------------------------------------------
@@ -303,13 +356,14 @@ def test_a_request_on_its_way_between_ranks_is_saved() -> None:
     assert run_ranks(ask, 2) == [[0.0, 24.0, 24.0, 0.0]] * 2
 
 
-def test_a_cooldown_that_meets_a_skipped_step_begins_after_it() -> None:
-    """Unfused: the optimizer is not called for a skipped step, and the request must outlive it."""
-    rate, module = TokenLearningRate(WSD, tokens=1000), Recording(adamw, overflows=(7,))
+@pytest.mark.parametrize("optimizer", [adamw, fused])
+def test_a_cooldown_that_meets_a_skipped_step_is_shorter_by_its_tokens(optimizer: Any) -> None:
+    """Whether the optimizer is called for a skipped step, as a fused one is, or not."""
+    rate, module = TokenLearningRate(WSD, tokens=1000), Recording(optimizer, overflows=(7,))
     fit(module, [rate, CoolDownAt(rate, 7, tokens=20)], plugins=[half()], max_epochs=-1)
     start = WSD(sum(LENGTHS[:7]) / 1000)
-    falling = [1e-2 * start * (1 - (tokens / 20) ** 0.5) for tokens in (0, 8, 13)]
-    assert first(module)[7:] == pytest.approx(falling, rel=1e-9)
+    falling = [1e-2 * start * (1 - (tokens / (20 - LENGTHS[7])) ** 0.5) for tokens in (0, 8, 13)]
+    assert first(module)[7 + (optimizer is fused) :] == pytest.approx(falling, rel=1e-9)
 
 
 def test_a_cooldown_that_waits_for_a_step_is_saved(tmp_path: Path) -> None:
