@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
 
-__all__ = ["check_step_past_the_plugin", "found_by_unscaling"]
+__all__ = ["check_step_past_the_plugin", "found_by_unscaling", "holds_parameters_of"]
 
 
 def found_by_unscaling(
@@ -23,6 +23,12 @@ def found_by_unscaling(
     wrappers = handed_out if isinstance(handed_out, list) else [handed_out]
     same = [w for w in wrappers if isinstance(w, LightningOptimizer) and w.optimizer is optimizer]
     return private_api.unscaled_found_inf(scaler, [optimizer, *same])
+
+
+def holds_parameters_of(optimizer: Optimizer, model: "pl.LightningModule") -> bool:
+    """Whether an optimizer steps any of a module's parameters, as one that another optimizer wraps."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def check_step_past_the_plugin(
@@ -50,5 +56,5 @@ def check_step_past_the_plugin(
             f"{name}.step() was called on the optimizer itself, bypassing {plugin}: its gradients are scaled by"
             f" {scaler.get_scale():g}, and they were not unscaled, checked or clipped. Call step() on what Lightning"
             " hands out (self.optimizers(), or the argument `optimizer` of optimizer_step), not on its attribute"
-            " `.optimizer`; or scaler.step(optimizer)."
+            " `.optimizer` or on an optimizer inside of it; or scaler.step(optimizer)."
         )

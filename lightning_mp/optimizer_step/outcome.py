@@ -143,7 +143,7 @@ class StepOutcomeDispatcher:
         self.skipped_steps = self._skipped_before.get(trainer, 0)
         self._pending: _Pending | None = None
         self._last_skipped: bool | None = False
-        self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module, lambda: self._last_skipped)
+        self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module, lambda: self._last_skipped, self.settle)
         self._frequency = LearningRateFrequency(trainer, lambda: self.skipped_steps)
         self._averaging = SkippedStepAveragingGuard(trainer, self.settle, lambda: self.skipped_steps)
         self._ranks_alike: RanksAlike | None = None

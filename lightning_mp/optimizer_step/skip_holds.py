@@ -4,12 +4,13 @@ Both wrap a public method on the instance, for the time of one ``fit``. The sche
 attribute set there would end up in ``scheduler.state_dict()``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,34 +22,42 @@ __all__ = ["SkippedStepAveragingGuard", "SkippedStepSchedulerGuard"]
 
 
 class _SchedulerSnapshot:
-    """A scheduler's state and the optimizer settings it drives, to go back to."""
+    """What a step of a scheduler changed, its state and settings of the optimizer's groups, to take that back.
+
+    Args:
+        scheduler: about to step.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._state = deepcopy(scheduler.state_dict())
         optimizer: Optimizer = scheduler.optimizer
         # Groups as they are, not their numbers: until the outcome is known, groups may be added and removed.
-        self._groups = [
-            (
-                group,
-                {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in group.items()
-                    if key != "params"
-                },
-            )
-            for group in optimizer.param_groups
-        ]
+        self._groups = [(group, _settings(group)) for group in optimizer.param_groups]
+        self._written: list[dict[str, Any]] = []
+
+    def after_step(self) -> None:
+        """The scheduler has stepped."""
+        self._written = [_settings(group) for group, _ in self._groups]
 
     def restore(self) -> None:
+        """Takes the step back; settings that others have changed since stay as they are."""
         state = _with_later_entries(self._state, self._scheduler.state_dict())
         self._scheduler.load_state_dict(state)
-        for group, settings in self._groups:
+        for (group, settings), written in zip(self._groups, self._written, strict=True):
             for key, value in settings.items():
-                if isinstance(value, Tensor):
-                    group[key].copy_(value)
-                else:
+                now = group.get(key)
+                if isinstance(now, Tensor) and isinstance(value, Tensor):
+                    now.copy_(torch.where(now == written[key], value, now))  # on the device, so that nothing waits
+                elif now == written.get(key):
                     group[key] = value
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a parameter group as they are now."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+    }
 
 
 def _with_later_entries(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -72,20 +81,27 @@ class SkippedStepSchedulerGuard:
     If the outcome of the step is known when Lightning steps the scheduler, a skip simply leaves it out. If it is still
     on its way (fused optimizers), the scheduler steps, and goes back when the outcome turns out to be a skip. That is
     before the next optimizer step, so every step that is made uses the learning rate it would have without skips.
-    Schedulers with ``interval="epoch"`` count epochs and are left alone.
+    Schedulers with ``interval="epoch"`` count epochs and are left alone; before one of them steps, the outcome is
+    waited for, since both may set the rate of one optimizer.
 
     Args:
         trainer: the Trainer that fits.
         pl_module: its module.
         last_skipped: whether the last step was skipped; None while that is not known.
+        find_out: waits until it is known.
     """
 
     def __init__(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", last_skipped: Callable[[], bool | None]
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        last_skipped: Callable[[], bool | None],
+        find_out: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
         self._last_skipped = last_skipped
+        self._find_out = find_out
         self._method: InstancePatch | None = None
         self._snapshots: list[_SchedulerSnapshot] = []
 
@@ -111,13 +127,19 @@ class SkippedStepSchedulerGuard:
         counts_steps = any(
             config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
         )
-        if counts_steps:
-            skipped = self._last_skipped()
-            if skipped:
-                return
-            if skipped is None:
-                self._snapshots.append(_SchedulerSnapshot(scheduler))
+        if not counts_steps:
+            if self._snapshots:
+                self._find_out()
+            self._method.original(scheduler, metric)
+            return
+        skipped = self._last_skipped()
+        if skipped:
+            return
+        snapshot = _SchedulerSnapshot(scheduler) if skipped is None else None
         self._method.original(scheduler, metric)
+        if snapshot is not None:
+            snapshot.after_step()
+            self._snapshots.append(snapshot)
 
 
 class SkippedStepAveragingGuard:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core import private_api
@@ -23,9 +24,10 @@ from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import is_asked_by
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
+from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import refuse_fused_without_dtensors
 from lightning_mp.gradients.replication import GradientReplication
-from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin
+from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
@@ -62,7 +64,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _shown_table: str = ""
     _skipped_steps: int = 0
     _ran_on: str | None = None
-    _step_hooks: Sequence[RemovableHandle] = ()
+    _step_hook: RemovableHandle | None = None
     _plans: Mapping[Optimizer, StepPlan] = MappingProxyType({})
     _planned_for: Sequence[Callback] | None = None
 
@@ -106,8 +108,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
             self._plans = {}
-            self._remove_step_hooks()
-            self._step_hooks = [o.register_step_pre_hook(self._notice_step) for o in optimizers]
+            self._remove_step_hook()
+            # Of any optimizer: one may hold another that steps for it.
+            self._step_hook = register_optimizer_step_pre_hook(self._notice_step)
             self._dispatcher = StepOutcomeDispatcher(self._trainer, self._trainer.lightning_module).attach(optimizers)
         return model, optimizers, lr_schedulers
 
@@ -122,13 +125,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 stack.callback(lambda: setattr(self, "_skipped_steps", dispatcher.skipped_steps))
                 stack.callback(dispatcher.detach)
             stack.callback(self._end_run)
-            stack.callback(self._remove_step_hooks)
+            stack.callback(self._remove_step_hook)
             # Manual optimization updates the scale when the next batch begins, and there is none.
             self._update_scale_of_last_batch()
 
-    def _remove_step_hooks(self) -> None:
-        handles, self._step_hooks = self._step_hooks, []
-        for handle in handles:
+    def _remove_step_hook(self) -> None:
+        handle, self._step_hook = self._step_hook, None
+        if handle is not None:
             handle.remove()
 
     def _start_run(self, run: AutocastRun) -> None:
@@ -267,7 +270,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def _plan_of(self, optimizer: Optimizer, model: "pl.LightningModule") -> StepPlan:
         """The same for a whole fit; not made before the first step, where strategies have wrapped the model."""
-        callbacks = private_api.callbacks_of(model.trainer)
+        callbacks = vars(model.trainer)["callbacks"]
         if callbacks is not self._planned_for:
             # `LearningRateFinder` trains with a list of its own, without ours, before the fit that it belongs to.
             self._plans, self._planned_for = {}, callbacks
@@ -282,9 +285,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         return GradientEpilogue
 
     def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before any step of an optimizer, also one that is made past the plugin."""
-        if self._trainer is not None and (self._step is None or not self._step.is_stepping):
-            check_step_past_the_plugin(optimizer, self, self.scaler, self._trainer.lightning_module)
+        """Before any step of any optimizer: one that is made past the plugin, with this module's gradients."""
+        if self._trainer is None or (self._step is not None and self._step.is_stepping):
+            return
+        module = self._trainer.lightning_module
+        if optimizer in self._trainer.optimizers or holds_parameters_of(optimizer, module):
+            check_step_past_the_plugin(optimizer, self, self.scaler, module)
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -294,8 +300,23 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             yield
 
     def _update_scale_of_last_batch(self) -> None:
-        if self.scaler is not None and private_api.has_stepped(self.scaler):
-            self.scaler.update()
+        """Of manual optimization. Gradients that wait for a step of their optimizer change with the scale."""
+        scaler = self.scaler
+        if scaler is None or not private_api.has_stepped(scaler):
+            return
+        optimizers = self._trainer.optimizers if self._trainer is not None else []
+        waiting = [
+            parameter
+            for optimizer in optimizers
+            if not private_api.has_stepped(scaler, optimizer)
+            for parameter in gradient_ops.parameters_with_gradient(optimizer)
+        ]
+        before = private_api.grad_scaler_scale(scaler)
+        before = before.clone() if before is not None else None
+        scaler.update()
+        now = private_api.grad_scaler_scale(scaler)
+        if waiting and before is not None and now is not None:
+            gradient_ops.multiply_(gradient_ops.local_shards(waiting), now / before)
 
     # -- clipping ------------------------------------------------------------------------------------------------------
 

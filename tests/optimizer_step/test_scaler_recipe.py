@@ -1,13 +1,13 @@
 """torch's public recipe (unscale_, clip, step, update) works through the plugins or raises as torch does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from small_models import Regression, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
 
@@ -165,8 +165,33 @@ class ManualPast(Regression):
         optimizer.step()
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Holds the optimizer that steps for it and shares its groups, as implementations of SAM do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def second_step(self) -> None:
+        self.inner.step()
+
+
+class ManualInner(ManualPast):
+    """Steps by a method that nobody but the optimizer knows."""
+
+    def configure_optimizers(self) -> Any:
+        return Wrapping(self.make_optimizer(self.parameters()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(Regression.training_step(self, batch, batch_idx))
+        optimizer.optimizer.second_step()
+
+
 @pytest.mark.parametrize("optimizer", [sgd, fused_adamw], ids=["sgd", "fused"])
-@pytest.mark.parametrize("module", [PastThePlugin, ManualPast])
+@pytest.mark.parametrize("module", [PastThePlugin, ManualPast, ManualInner])
 @pytest.mark.parametrize(
     "plugin",
     [
@@ -197,6 +222,23 @@ def test_without_a_scale_a_step_past_the_plugin_is_warned_about() -> None:
         quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")]).fit(ManualPast(sgd), loader(regression_batches(2)))
 
 
+def test_steps_of_other_modules_are_nobodys_business() -> None:
+    """Neither those of an optimizer of other weights in the same run, nor any once the run has ended."""
+    other = nn.Linear(2, 2)
+
+    class TrainsAnother(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            other(torch.ones(2)).sum().backward()
+            sgd(other.parameters()).step()
+
+    module, before = Regression(sgd), other.weight.detach().clone()
+    plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[TrainsAnother()])
+    trainer.fit(module, loader(regression_batches(2)))
+    assert not torch.equal(other.weight, before)
+    trainer.optimizers[0].step()
+
+
 def test_a_step_that_only_makes_state_is_no_step(tmp_path: Any) -> None:
     """torch makes an optimizer's state so, with zero gradients and a learning rate of zero, to load a checkpoint."""
 
@@ -215,3 +257,60 @@ def test_a_step_that_only_makes_state_is_no_step(tmp_path: Any) -> None:
     trainer = quiet_trainer(plugins=[plugin], callbacks=[MakesState()])
     trainer.fit(Regression(sgd), loader(regression_batches(2)))
     assert trainer.global_step == 2
+
+
+# -- manual optimization -----------------------------------------------------------------------------------------------
+
+
+class TwoRates(pl.LightningModule):
+    """One optimizer steps in each batch, the other in each fourth, over a gradient that it has added up."""
+
+    automatic_optimization = False
+
+    def __init__(self, optimizer: Any, bad_batches: Sequence[int] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.make_optimizer, self.bad_batches = optimizer, bad_batches
+        self.fast, self.slow = nn.Linear(8, 1), nn.Linear(8, 1)
+        self.windows: list[list[Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        fast, slow = self.optimizers()
+        x, y = batch
+        loss = nn.functional.mse_loss(self.fast(x).float(), y)
+        fast.zero_grad()
+        self.manual_backward(loss * torch.inf if batch_idx in self.bad_batches else loss)
+        fast.step()
+        self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y) / 4)
+        if batch_idx % 4 == 3:
+            slow.step()
+            slow.zero_grad()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if optimizer.param_groups[0]["params"][0] is self.slow.weight:
+            self.windows.append([p.grad.float().clone() for p in self.slow.parameters()])
+
+    def configure_optimizers(self) -> Any:
+        return [self.make_optimizer(part.parameters()) for part in (self.fast, self.slow)]
+
+
+@pytest.mark.parametrize("optimizer", [sgd, fused_adamw], ids=["sgd", "fused"])
+@pytest.mark.parametrize("plugin", [AutocastPrecision, MasterWeightsPrecision])
+@pytest.mark.parametrize(
+    ("bad_batches", "growth_interval"), [((1,), 1000), ((), 2), ((2, 3, 5), 1)], ids=["overflow", "growth", "both"]
+)
+def test_a_window_is_a_mean_whatever_the_other_optimizer_does_to_the_scale(
+    bad_batches: Sequence[int], growth_interval: int, plugin: Any, optimizer: Any
+) -> None:
+    """Promise 4. Scales are powers of two, so that in fp32 gradients nothing is rounded by them."""
+    precision = {AutocastPrecision: "16-mixed", MasterWeightsPrecision: "16-true"}[plugin]
+    found = []
+    for bad, interval in (((), 1000), (bad_batches, growth_interval)):
+        module = TwoRates(optimizer, bad)
+        scaler = LossScaler("cpu", init_scale=256.0, growth_interval=interval)
+        quiet_trainer(plugins=[plugin(precision, scaler=scaler)]).fit(module, loader(regression_batches(8)))
+        found.append(module.windows)
+    assert len(found[0]) == 2
+    for window, undisturbed in zip(found[1], found[0], strict=True):
+        for ours, expected in zip(window, undisturbed, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4)

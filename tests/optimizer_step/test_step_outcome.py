@@ -126,6 +126,47 @@ def test_schedulers_that_count_epochs_are_left_alone() -> None:
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
 
+class SetsGroups(Regression):
+    """A schedule by step beside one by epoch, and what others set in the groups between two epochs."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.settings: list[tuple[float, float]] = []
+
+    def on_train_epoch_start(self) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["weight_decay"] = 0.01 * (1 + self.current_epoch)
+            if self.current_epoch == 2:
+                group["lr"] = 0.25
+
+    def configure_optimizers(self) -> Any:
+        made = self.make_optimizer(self.parameters())
+        made.register_step_post_hook(
+            lambda stepped, *_: self.settings.append(
+                (float(stepped.param_groups[0]["lr"]), stepped.param_groups[0]["weight_decay"])
+            )
+        )
+        by_step = {"scheduler": lr_scheduler.ExponentialLR(made, 0.5), "interval": "step"}
+        by_epoch = {"scheduler": lr_scheduler.MultiplicativeLR(made, lambda epoch: 0.1), "interval": "epoch"}
+        return [made], [by_step, by_epoch]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_what_others_set_before_a_skip_is_known_stays(plugin: str) -> None:
+    """D07. The last step of each epoch is skipped; a fused optimizer learns of that in the next epoch."""
+    make_plugin, make_callbacks = PLUGINS[plugin]
+    last = [epoch * NUM_BATCHES + NUM_BATCHES - 1 for epoch in range(3)]
+    made = {}
+    for optimizer in (adamw, fused_adamw):
+        module = SetsGroups(optimizer, overflows=last)
+        fit(make_plugin(), make_callbacks(), module, max_epochs=3)
+        made[optimizer] = module.settings
+    if len(made[fused_adamw]) == 3 * NUM_BATCHES:  # its kernel runs for a skipped step, too
+        made[fused_adamw] = [settings for step, settings in enumerate(made[fused_adamw]) if step not in last]
+    assert made[fused_adamw] == made[adamw]
+    assert len({decay for _, decay in made[adamw]}) == 3
+
+
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_averaged_weights_hold(plugin: str, optimizer: Any) -> None:
