@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -37,10 +36,11 @@ from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.distributed.sharding_rules import Shard, read_shard, unit_names
 from lightning_mp.gradients.clipping import let_clip_over_meshes
+from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
 from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, forget_a_step_that_failed
-from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
+from lightning_mp.strategies.fsdp2_model import LOW_DTYPES, STEPS, ForwardMethods, shard_model
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,
     refuse_own_parallelism,
@@ -238,6 +238,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             ResumableProgress.attach(trainer)
             self.setup_optimizers(trainer)
+            refuse_without_dtensors(*self.optimizers)
             self._ranks_alike = RanksAlike(trainer, self.optimizers)
         self.setup_precision_plugin()  # after the optimizers, to which master weights attach
         if self.tensor_parallel_size > 1:
@@ -297,7 +298,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         rounded = [dtype for unit in units if (dtype := private_sharding_api.sharding_param_dtype(unit)) is not None]
         precision = str(self.precision_plugin.precision)
-        if rounded and not precision.startswith("bf16" if rounded[0] == torch.bfloat16 else "16"):
+        if rounded and rounded[0] != LOW_DTYPES.get(precision):
             raise MisconfigurationException(
                 f"The model is sharded already and gathers weights in {rounded[0]}, and precision is now {precision!r}."
                 " Use the precision that it was sharded for, or a new model."

@@ -22,13 +22,13 @@ from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
-__all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
+__all__ = ["LOW_DTYPES", "STEPS", "ForwardMethods", "shard_model", "units_for"]
 
 #: Methods of a LightningModule that begin with a forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-
-_LOW = {
+#: In which dtype weights are gathered, by the plugin's precision.
+LOW_DTYPES = {
     "16-mixed": torch.float16,
     "bf16-mixed": torch.bfloat16,
     "fp8-mixed": torch.bfloat16,
@@ -102,7 +102,7 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
     """The units with the dtypes that a precision plugin wants, inner ones first."""
     precision = str(plugin.precision)
     policy = getattr(plugin, "policy", None)
-    low = _LOW.get(precision)
+    low = LOW_DTYPES.get(precision)
     if getattr(plugin, "eval_precision", precision) != precision:
         low = None  # what is gathered in 16 bit could not be evaluated in fp32
     if low is not None and precision.endswith("-mixed"):

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop
 
 from lightning_mp.core import private_api
 
@@ -15,11 +16,13 @@ __all__ = [
     "fused_step",
     "momentum_is_missing",
     "one_mesh_per_group",
-    "refuse_fused_without_dtensors",
+    "refuse_without_dtensors",
 ]
 
-
 _PLAIN = {Tensor, nn.Parameter}
+
+#: They end in an error of torch at the first step (torch 2.13; Rprop steps from 2.15 on).
+_NOT_WITH_DTENSORS = (Adafactor, *(() if torch.__version__ >= "2.15" else (Rprop,)))
 
 
 def applies_grad_scale(optimizer: Optimizer) -> bool:
@@ -102,17 +105,23 @@ def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [group | {"params": members} for members in kinds.values()] if len(kinds) > 1 else [group]
 
 
-def refuse_fused_without_dtensors(optimizer: Optimizer) -> None:
-    """Refuses fused optimizers that torch has no kernel for DTensors of.
+def refuse_without_dtensors(*optimizers: Optimizer) -> None:
+    """Refuses optimizers that torch cannot step DTensors with.
 
     Raises:
-        ValueError: if a fused SGD or Adagrad has DTensors among its parameters.
+        ValueError: if an Adafactor, before torch 2.15 an Rprop, or a fused SGD or Adagrad has DTensors among its
+            parameters.
     """
-    if not isinstance(optimizer, SGD | Adagrad):
-        return
-    for group in optimizer.param_groups:
-        if group.get("fused") and any(isinstance(parameter, DTensor) for parameter in group["params"]):
-            name = type(optimizer).__name__
+    for optimizer in optimizers:
+        kind, name = type(optimizer), type(optimizer).__name__
+        sharded = [group for group in optimizer.param_groups if any(isinstance(p, DTensor) for p in group["params"])]
+        if sharded and kind in _NOT_WITH_DTENSORS:
+            raise ValueError(
+                f"{name} has sharded parameters (DTensors, from FSDP2 or tensor parallelism), and torch"
+                f" {torch.__version__} lacks operations that {name} needs on these. Use AdamW or another optimizer that"
+                " works element by element, or train with DDP."
+            )
+        if isinstance(optimizer, SGD | Adagrad) and any(group.get("fused") for group in sharded):
             raise ValueError(
                 f"{name}(fused=True) has sharded parameters (DTensors, from FSDP2 or tensor parallelism), for which"
                 f" torch has no fused {name}. Use {name}(foreach=True), or a fused Adam or AdamW, which torch has."

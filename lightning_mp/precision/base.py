@@ -25,7 +25,7 @@ from lightning_mp.core.namespace_hint import is_asked_by
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients import gradient_ops
-from lightning_mp.gradients.fused_optimizers import refuse_fused_without_dtensors
+from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
@@ -103,7 +103,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             for optimizer in optimizers:
                 if self.scaler is not None:
                     refuse_closures_under_a_scale(optimizer, self)
-                refuse_fused_without_dtensors(optimizer)
+                refuse_without_dtensors(optimizer)
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)

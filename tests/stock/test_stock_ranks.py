@@ -231,6 +231,7 @@ def test_a_rank_keeps_whole_gradients_until_they_are_reduced(outcomes: dict[str,
     assert outcomes["D53"] == 64
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 has mended it")
 def test_a_layer_first_used_in_the_last_micro_batch_ends_in_an_assertion(outcomes: dict[str, Any]) -> None:
     """D54."""
     assert outcomes["D54"].startswith("AssertionError")

@@ -11,9 +11,11 @@ from fsdp2_runs import Recorded, ResumableLoader, batches, fp16, fsdp2, model
 from gloo import run_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
@@ -53,6 +55,31 @@ def test_parameters_that_ranks_would_train_apart_in_manual_optimization_are_refu
             quiet_trainer(devices=2, strategy=fsdp2()).fit(make(), loader(regression_batches(1)))
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
+def test_an_optimizer_that_torch_cannot_step_shards_with_is_refused_at_set_up(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """Stock Lightning ends inside torch at the first step; where that trains, the refusal can go."""
+
+    class Sharded(Regression):
+        def configure_model(self) -> None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def run(rank: int) -> str:
+        stock = ModelParallelStrategy(process_group_backend="gloo")
+        with pytest.raises(RuntimeError, match="DTensor|placement|aten"):
+            quiet_trainer(devices=2, strategy=stock).fit(Sharded(kind), loader(regression_batches(1)))
+        with pytest.raises(ValueError, match="has sharded parameters") as caught:
+            quiet_trainer(devices=2, strategy=fsdp2()).fit(Regression(kind), loader(regression_batches(1)))
+        return str(caught.value)
+
+    if kind is torch.optim.Rprop and torch.__version__ >= "2.15":
+        pytest.skip("torch 2.15 steps shards with Rprop")
+    for said in run_ranks(run, 2):
+        assert said.startswith(f"{kind.__name__} has sharded parameters (DTensors, from FSDP2 or tensor parallelism)")
+        assert said.endswith("or train with DDP.")
 
 
 def test_sync_batchnorm_is_refused() -> None:
