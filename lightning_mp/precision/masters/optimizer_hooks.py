@@ -9,6 +9,9 @@ For the time of a step, fp32 masters stand in the parameter groups where the 16-
     the step          is the optimizer's own; it sees nothing but fp32
     after the step    everything back, and parameter = master rounded
 
+An optimizer that shares its groups with a base optimizer (SAM, Lookahead) has state in both, which moves together. A
+parameter is stood for by the same master in every step, so that state also stays with it where it is kept elsewhere.
+
 The parameters themselves are never touched. Swapping ``parameter.data`` for fp32 data would be simpler, but a change
 of dtype makes autograd drop the gradient accumulator that DDP has hooked, and from the second step on the ranks would
 train apart, without an error.
@@ -28,6 +31,7 @@ from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, as_float3
 from lightning_mp.precision.masters.fp32_state import widen_early_state, widened
 from lightning_mp.precision.masters.loaded_masters import MASTER_KEY, by_index, warn_of_other_weights, without_masters
 from lightning_mp.precision.masters.store import MasterStore
+from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 
 __all__ = ["MASTER_KEY", "MasterHooks"]
 
@@ -44,6 +48,7 @@ class MasterHooks:
         self._optimizer = optimizer
         self._store = store
         self._swapped_in: dict[Tensor, Tensor] = {}
+        self._stepping: list[Optimizer] = []
         self._versions: dict[Tensor, int] = {}
         self._marks: list[tuple[Tensor | None, int]] = []
         self._depth = 0
@@ -51,16 +56,17 @@ class MasterHooks:
         self.paused = False
         self._loading: dict[Tensor, dict[str, Any]] = {}
         self._accumulating: set[Tensor] = set()
+        stepping = with_wrapped(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in store:
-                    widen_early_state(optimizer, group, parameter, store.get(parameter))
+                    _widen(stepping, group, parameter, store.get(parameter))
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self._add_masters),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            *(loading.register_load_state_dict_pre_hook(self._before_load) for loading in stepping),
+            *(loading.register_load_state_dict_post_hook(self._after_load) for loading in stepping),
         ]
         # Schedule-free optimizers change their weights outside of steps, by these names.
         self._modes = [
@@ -95,7 +101,7 @@ class MasterHooks:
                     continue
                 if parameter not in self._store:
                     self._store.set(parameter, parameter)
-                    widen_early_state(self._optimizer, group, parameter, self._store.get(parameter))
+                    _widen(with_wrapped(self._optimizer), group, parameter, self._store.get(parameter))
                 parameter.grad_dtype = torch.float32
                 self._accumulating.add(parameter)
 
@@ -156,6 +162,7 @@ class MasterHooks:
 
     @torch.no_grad()
     def _swap_in(self, *, only_with_gradient: bool) -> None:
+        self._stepping = with_wrapped(self._optimizer)
         for group in self._optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if not self._has_master(parameter) or (only_with_gradient and parameter.grad is None):
@@ -163,7 +170,7 @@ class MasterHooks:
                 is_new = parameter not in self._store
                 master = self._store.swap_in(parameter)
                 if is_new:
-                    widen_early_state(self._optimizer, group, parameter, master)
+                    _widen(self._stepping, group, parameter, master)
                 group["params"][index] = master
                 self._swapped_in[parameter] = master
                 self._versions[parameter] = private_api.version_of(parameter)
@@ -196,9 +203,10 @@ class MasterHooks:
         self._store.write_back(list(swapped_in), list(swapped_in.values()))
 
     def _move_state(self, source: Tensor, target: Tensor) -> None:
-        state = self._optimizer.state.pop(source, None)
-        if state is not None:
-            self._optimizer.state[target] = state
+        for optimizer in self._stepping:
+            state = optimizer.state.pop(source, None)
+            if state is not None:
+                optimizer.state[target] = state
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -245,3 +253,8 @@ class MasterHooks:
 def _mark(gradient: Tensor | None, master: Tensor) -> tuple[Tensor | None, int]:
     """A gradient and its version; -1 if it is the master's own too, which the optimizer may change."""
     return gradient, -1 if gradient is None or gradient is master.grad else private_api.version_of(gradient)
+
+
+def _widen(optimizers: list[Optimizer], group: dict[str, Any], parameter: Tensor, master: Tensor) -> None:
+    for optimizer in optimizers:
+        widen_early_state(optimizer, group, parameter, master)

@@ -42,6 +42,14 @@ def _as_parameter(value: Tensor, original: Tensor) -> nn.Parameter:
     return parameter
 
 
+def _give_memory(parameter: Tensor, value: Tensor) -> None:
+    """Lets a parameter hold another value's memory. It stays the same object: optimizers know it by that."""
+    if isinstance(parameter, DTensor):
+        torch.utils.swap_tensors(parameter, _as_parameter(distribute_like(_local(value), parameter), parameter))
+    else:
+        parameter.data = value.detach()
+
+
 def distribute_like(local: Tensor, tensor: Tensor) -> Tensor:
     """A local part as a tensor that is distributed like another one."""
     if not isinstance(tensor, DTensor):
@@ -140,7 +148,7 @@ class MasterStore(ABC):
                 it counts more than what a checkpoint has.
         """
         value = value.detach().to(device=parameter.device, dtype=torch.float32)
-        self._kept[parameter] = self._new(parameter, value)
+        self._keep(parameter, value)
         self.write_back([parameter], [value])
         if given:
             self._given.add(parameter)
@@ -174,11 +182,13 @@ class MasterStore(ABC):
         return self._read(parameter)
 
     def swap_in(self, parameter: Tensor) -> Tensor:
-        """The master as an fp32 parameter for an optimizer; hand it to :meth:`write_back`."""
+        """The master as an fp32 parameter for an optimizer, the same object every time.
+
+        Hand it to :meth:`write_back`; until it is lent again, it may have no memory.
+        """
         if parameter not in self._kept:
             self.set(parameter, parameter)
-        master = self.get(parameter)
-        return master if isinstance(master, nn.Parameter) else _as_parameter(master, parameter)
+        return self._lend(parameter, self.get(parameter))
 
     def write_back(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Keeps the masters and writes the 16-bit parameters, each cast once."""
@@ -186,6 +196,7 @@ class MasterStore(ABC):
             self._given.difference_update(parameters)
         with torch.no_grad():
             self._write(parameters, masters)
+            self._take_back(parameters)
         for parameter in parameters:
             self._versions[parameter] = private_api.version_of(parameter)
 
@@ -195,11 +206,18 @@ class MasterStore(ABC):
             kept.data = kept.data.to(parameter.device)
 
     @abstractmethod
-    def _new(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """What is kept of a master."""
+    def _keep(self, parameter: Tensor, value: Tensor) -> None:
+        """Makes room for a master, or takes the value as it."""
 
     @abstractmethod
     def _read(self, parameter: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _lend(self, parameter: Tensor, master: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _take_back(self, parameters: Sequence[Tensor]) -> None:
+        """Frees what was needed only while masters were lent."""
 
     @abstractmethod
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None: ...
@@ -214,11 +232,20 @@ class FullMasters(MasterStore):
     Those of fp16 weights are held within ±65,504, the largest fp16 number: beyond it the weight would be infinite.
     """
 
-    def _new(self, parameter: Tensor, value: Tensor) -> Tensor:
-        return _as_parameter(value, parameter)
+    def _keep(self, parameter: Tensor, value: Tensor) -> None:
+        if parameter in self._kept:
+            _give_memory(self._kept[parameter], value)
+        else:
+            self._kept[parameter] = _as_parameter(value, parameter)
 
     def _read(self, parameter: Tensor) -> Tensor:
         return self._kept[parameter]
+
+    def _lend(self, parameter: Tensor, master: Tensor) -> Tensor:
+        return master
+
+    def _take_back(self, parameters: Sequence[Tensor]) -> None:
+        """Nothing to free: what is lent is what is kept."""
 
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         sources = [_local(m) for m in masters]
@@ -235,11 +262,27 @@ class FullMasters(MasterStore):
 class RemainderMasters(MasterStore):
     """Masters of bf16 parameters kept as the 16 bits that the parameter lacks: 2 bytes each, fp32 while lent."""
 
-    def _new(self, parameter: Tensor, value: Tensor) -> Tensor:
-        return torch.empty_like(_local(parameter), dtype=torch.int16)
+    def __init__(self) -> None:
+        super().__init__()
+        self._lent: dict[Tensor, nn.Parameter] = {}
+
+    def _keep(self, parameter: Tensor, value: Tensor) -> None:
+        self._kept[parameter] = torch.empty_like(_local(parameter), dtype=torch.int16)
 
     def _read(self, parameter: Tensor) -> Tensor:
         return distribute_like(join(_local(parameter), self._kept[parameter]), parameter)
+
+    def _lend(self, parameter: Tensor, master: Tensor) -> Tensor:
+        if parameter in self._lent:
+            _give_memory(self._lent[parameter], master)
+            vars(self._lent[parameter]).update(vars(parameter))
+        else:
+            self._lent[parameter] = _as_parameter(master, parameter)
+        return self._lent[parameter]
+
+    def _take_back(self, parameters: Sequence[Tensor]) -> None:
+        for lent in (self._lent[p] for p in parameters if p in self._lent):
+            _give_memory(lent, _local(lent).new_empty(0))
 
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         for parameter, master in zip(parameters, masters, strict=True):
