@@ -37,7 +37,7 @@ def test_a_step_on_the_lent_master_is_kept(store_class: type[MasterStore]) -> No
     parameter, value = parameter_and_value()
     parameter.lr_scale = 0.5
     store.set(parameter, value.clone())
-    master = store.swap_in(parameter)
+    (master,) = store.swap_in([parameter])
     assert isinstance(master, nn.Parameter)
     assert master.lr_scale == 0.5
     with torch.no_grad():
@@ -64,6 +64,49 @@ def test_weights_changed_in_place_are_followed(store_class: type[MasterStore], d
     assert torch.equal(master[inside], value[inside])
     assert (master.abs() <= 0.502).all()
     assert rounds_to(master, parameter.detach()).all()
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned"])
+@pytest.mark.parametrize(
+    ("store_class", "dtype"),
+    [(FullMasters, torch.bfloat16), (FullMasters, torch.float16), (RemainderMasters, torch.bfloat16)],
+)
+def test_weights_changed_through_data_are_followed(
+    store_class: type[MasterStore], dtype: torch.dtype, how: str
+) -> None:
+    """torch's version counter does not see them: as many bits stay as after a change that it sees."""
+    store, counted = store_class(), store_class()
+    parameter, value = parameter_and_value(dtype)
+    value[:3] = torch.tensor([-0.0, torch.inf, torch.nan])
+    other = nn.Parameter(parameter.detach().clone())
+    store.set(parameter, value.clone())
+    counted.set(other, value.clone())
+    with torch.no_grad():
+        other.clamp_(-0.5, 0.5)
+    if how == "assigned":
+        parameter.data = parameter.data.clamp(-0.5, 0.5)
+    else:
+        parameter.data.clamp_(-0.5, 0.5)
+    assert torch.equal(bits(store.get(parameter)), bits(counted.get(other)))
+    assert torch.equal(bits(store.swap_in([parameter])[0]), bits(counted.swap_in([other])[0]))
+
+
+def bits(value: torch.Tensor) -> torch.Tensor:
+    return torch.where(value.isnan(), 0, value.detach()).view(torch.int32)
+
+
+@pytest.mark.parametrize("store_class", STORES)
+def test_a_weight_that_is_stood_in_for_has_its_master_again(store_class: type[MasterStore]) -> None:
+    """Averages are put into the model for validation and taken out again; reading masters meanwhile does no harm."""
+    store = store_class()
+    parameter, value = parameter_and_value()
+    store.set(parameter, value.clone())
+    trained = parameter.detach().clone()
+    for write in (parameter.data.copy_, lambda weight: torch.no_grad()(parameter.copy_)(weight)):
+        write(trained * 0.5)
+        assert rounds_to(store.get(parameter), parameter.detach()).all()
+        write(trained)
+        assert torch.equal(store.get(parameter), value)
 
 
 @pytest.mark.parametrize("store_class", STORES)

@@ -115,6 +115,39 @@ def test_masters_start_from_the_true_initial_weights() -> None:
     assert any((a != a.bfloat16()).any() for a in initial)
 
 
+class Clamped(Regression):
+    """A critic whose weights are clamped after each step, in one of the ways that torch has."""
+
+    def __init__(self, optimizer: Any, way: str) -> None:
+        super().__init__(optimizer)
+        self.way = way
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.parameters():
+            if self.way == "counted":
+                with torch.no_grad():
+                    p.clamp_(-0.05, 0.05)
+            elif self.way == "in place":
+                p.data.clamp_(-0.05, 0.05)
+            else:
+                p.data = p.data.clamp(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("optimizer", GRID_OPTIMIZERS)
+@pytest.mark.parametrize(("precision", "storage"), KINDS)
+def test_weights_clamped_through_data_stay_clamped(precision: str, storage: str, optimizer: str) -> None:
+    """As in a Wasserstein GAN: bit for bit what a clamp is that torch's version counter sees."""
+    ends = {}
+    for way in ("counted", "in place", "assigned"):
+        module = Clamped(GRID_OPTIMIZERS[optimizer], way)
+        trainer = quiet_trainer(plugins=[master_weights(precision, storage)])
+        trainer.fit(module, loader(regression_batches(5)))
+        ends[way] = [*masters_of(trainer), *weights(module)]
+    assert max(float(w.abs().max()) for w in ends["counted"]) <= 0.0502
+    for way in ("in place", "assigned"):
+        assert all(torch.equal(a, b) for a, b in zip(ends[way], ends["counted"], strict=True))
+
+
 # -- skipped steps -----------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
+from lightning_mp.precision.masters.store import FullMasters
 
 SIDE = 128
 
@@ -115,6 +116,24 @@ def test_a_weight_is_cast_once_per_step_however_many_micro_batches(optimizer: An
     assert [watch.mode.written[p.untyped_storage().data_ptr()] for p in module.parameters()] == [3] * 4
     if storage == "fp32":
         assert watch.mode.copied == {}
+
+
+def test_weights_changed_through_data_are_found_without_a_wait_or_memory() -> None:
+    """Three kernels for each weight, and nothing is kept; none of them reads a gradient."""
+    store, kernels = FullMasters(), []
+    parameters = [nn.Parameter(torch.randn(SIDE, SIDE).bfloat16()) for _ in range(3)]
+    for parameter in parameters:
+        store.set(parameter, torch.randn(SIDE, SIDE))
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kernels.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Kernels():
+        store.swap_in(parameters)
+    ran = [name for name in kernels if name not in ("aten::detach", "aten::alias")]
+    assert ran == ["aten::_to_copy", "aten::eq", "aten::where"] * 3
 
 
 class CountGradientBytes(TorchDispatchMode):

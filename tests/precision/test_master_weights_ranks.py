@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_mp import AccumulationScheduler, OverflowMonitor
-from lightning_mp.precision.masters.store import FullMasters, RemainderMasters
+from lightning_mp.precision.masters import store
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -142,12 +142,11 @@ def model_parallel(parallelism: type[Regression], **arguments: Any) -> ModelPara
 def test_model_parallel_equals_ddp(parallelism: type[Regression], storage: str) -> None:
     """Masters are sharded like their parameters; no step finds a weight changed by somebody else."""
 
-    def follow(*_: Any) -> None:
+    def follow(*_: Any) -> Any:
         raise AssertionError("FSDP2 and DTensor do not count as somebody else")
 
     def train(rank: int) -> Any:
-        for store in (FullMasters, RemainderMasters):
-            store._follow_change = follow
+        store.rounds_to = follow
         module = parallelism(OPTIMIZERS["adamw_foreach"])
         ours = master_weights(storage=storage)
         trainer = quiet_trainer(devices=2, strategy=model_parallel(parallelism), plugins=[ours])

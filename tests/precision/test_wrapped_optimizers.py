@@ -183,9 +183,9 @@ def test_a_sharded_master_is_the_same_object_in_every_step(store: type[MasterSto
         masters = store()
         masters.set(parameter, value.clone())
         expected = value.to_local().clone()
-        optimizer = torch.optim.SGD([masters.swap_in(parameter)], lr=0.5, momentum=0.5)
+        optimizer = torch.optim.SGD(masters.swap_in([parameter]), lr=0.5, momentum=0.5)
         for step in range(3):
-            master = masters.swap_in(parameter)
+            (master,) = masters.swap_in([parameter])
             assert master is optimizer.param_groups[0]["params"][0]
             assert torch.equal(master.to_local(), expected)
             master.grad = torch.ones_like(master)
@@ -196,6 +196,6 @@ def test_a_sharded_master_is_the_same_object_in_every_step(store: type[MasterSto
             if store is RemainderMasters:
                 assert master.to_local().untyped_storage().nbytes() == 0
         masters.set(parameter, value)
-        assert masters.swap_in(parameter) is optimizer.param_groups[0]["params"][0]
+        assert masters.swap_in([parameter])[0] is optimizer.param_groups[0]["params"][0]
     finally:
         torch.distributed.destroy_process_group()

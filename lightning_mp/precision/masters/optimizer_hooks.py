@@ -163,18 +163,21 @@ class MasterHooks:
     @torch.no_grad()
     def _swap_in(self, *, only_with_gradient: bool) -> None:
         self._stepping = with_wrapped(self._optimizer)
-        for group in self._optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                if not self._has_master(parameter) or (only_with_gradient and parameter.grad is None):
-                    continue
-                is_new = parameter not in self._store
-                master = self._store.swap_in(parameter)
-                if is_new:
-                    _widen(self._stepping, group, parameter, master)
-                group["params"][index] = master
-                self._swapped_in[parameter] = master
-                self._versions[parameter] = private_api.version_of(parameter)
-                self._move_state(parameter, master)
+        places = [
+            (group, index, parameter)
+            for group in self._optimizer.param_groups
+            for index, parameter in enumerate(group["params"])
+            if self._has_master(parameter) and not (only_with_gradient and parameter.grad is None)
+        ]
+        new = {parameter for _, _, parameter in places if parameter not in self._store}
+        masters = self._store.swap_in([parameter for _, _, parameter in places])
+        for (group, index, parameter), master in zip(places, masters, strict=True):
+            if parameter in new:
+                _widen(self._stepping, group, parameter, master)
+            group["params"][index] = master
+            self._swapped_in[parameter] = master
+            self._versions[parameter] = private_api.version_of(parameter)
+            self._move_state(parameter, master)
         with_gradient = [p for p in self._swapped_in if p.grad is not None]
         gradients = as_float32([p.grad for p in with_gradient if p.grad is not None])
         for parameter, gradient in zip(with_gradient, gradients, strict=True):

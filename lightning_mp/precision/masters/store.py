@@ -115,9 +115,9 @@ class MasterStore(ABC):
     The parameters stay what they are all the time. A master is lent to the optimizer for one step as an fp32 parameter
     of its own; when it comes back, the weight is written again, once.
 
-    A parameter that was changed in place by other code (``load_state_dict``, clamping under ``torch.no_grad``) is
-    noticed by torch's version counter, and its master follows, see :func:`refine`. Changes through ``parameter.data``
-    are hidden from that counter by torch.
+    The master of a parameter that was changed by other code (``load_state_dict``, clamping, a projection) follows, see
+    :func:`refine`, at the next step. torch counts changes in place, but none through ``parameter.data``, so that the
+    numbers are compared. Until that step the master is kept: weights may only be stood in for by their average.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class MasterStore(ABC):
         working = _local(parameter)
         local = _local(value).to(device=working.device, dtype=torch.float32)
         if parameter in self._given and private_api.version_of(parameter) == self._versions[parameter]:
-            refined = refine_full(_local(self._read(parameter)), local)
+            refined = refine_full(_local(self.get(parameter)), local)
         else:
             refined = refine(working, local)
         agrees = torch.equal(refined, local)
@@ -175,20 +175,19 @@ class MasterStore(ABC):
         return agrees
 
     def get(self, parameter: Tensor) -> Tensor:
-        """The master, in fp32. Do not change it."""
-        if private_api.version_of(parameter) != self._versions[parameter]:
-            self._follow_change(parameter)
-            self._versions[parameter] = private_api.version_of(parameter)
+        """The master of the parameter as it is now, in fp32. Do not change it."""
         return self._read(parameter)
 
-    def swap_in(self, parameter: Tensor) -> Tensor:
-        """The master as an fp32 parameter for an optimizer, the same object every time.
+    def swap_in(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The masters as fp32 parameters for an optimizer, the same objects every time.
 
-        Hand it to :meth:`write_back`; until it is lent again, it may have no memory.
+        Hand them to :meth:`write_back`; until they are lent again, they may have no memory.
         """
-        if parameter not in self._kept:
-            self.set(parameter, parameter)
-        return self._lend(parameter, self.get(parameter))
+        for parameter in parameters:
+            if parameter not in self._kept:
+                self.set(parameter, parameter)
+        self._follow_changes(parameters)
+        return [self._lend(parameter) for parameter in parameters]
 
     def write_back(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Keeps the masters and writes the 16-bit parameters, each cast once."""
@@ -213,7 +212,11 @@ class MasterStore(ABC):
     def _read(self, parameter: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _lend(self, parameter: Tensor, master: Tensor) -> Tensor: ...
+    def _follow_changes(self, parameters: Sequence[Tensor]) -> None:
+        """Takes what other code made of the parameters; in a step, so without waiting for the device."""
+
+    @abstractmethod
+    def _lend(self, parameter: Tensor) -> Tensor: ...
 
     @abstractmethod
     def _take_back(self, parameters: Sequence[Tensor]) -> None:
@@ -221,9 +224,6 @@ class MasterStore(ABC):
 
     @abstractmethod
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None: ...
-
-    @abstractmethod
-    def _follow_change(self, parameter: Tensor) -> None: ...
 
 
 class FullMasters(MasterStore):
@@ -239,10 +239,29 @@ class FullMasters(MasterStore):
             self._kept[parameter] = _as_parameter(value, parameter)
 
     def _read(self, parameter: Tensor) -> Tensor:
-        return self._kept[parameter]
+        kept = self._kept[parameter]
+        weight, master, unchanged = self._compared(parameter)
+        if unchanged.all():
+            return kept
+        return distribute_like(torch.where(unchanged, master, weight), parameter)
 
-    def _lend(self, parameter: Tensor, master: Tensor) -> Tensor:
-        return master
+    @torch.no_grad()
+    def _follow_changes(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            weight, master, unchanged = self._compared(parameter)
+            torch.where(unchanged, master, weight, out=master)
+
+    def _compared(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A weight, its master, and where the one is still the other."""
+        master = _local(self._kept[parameter])
+        weight = _local(parameter).to(master.device)
+        if private_api.version_of(parameter) == self._versions[parameter]:
+            # What was written is known to the bit; a loaded weight may be a tie that was rounded the other way.
+            return weight, master, master.to(weight.dtype) == weight
+        return weight, master, rounds_to(master, weight)
+
+    def _lend(self, parameter: Tensor) -> Tensor:
+        return self._kept[parameter]
 
     def _take_back(self, parameters: Sequence[Tensor]) -> None:
         """Nothing to free: what is lent is what is kept."""
@@ -253,10 +272,6 @@ class FullMasters(MasterStore):
         if half:
             private_api.foreach_clamp_(half, HALF_MAX)
         private_api.foreach_copy_([_local(p) for p in parameters], sources)
-
-    def _follow_change(self, parameter: Tensor) -> None:
-        master = _local(self._kept[parameter])
-        master.copy_(refine(_local(parameter), master))
 
 
 class RemainderMasters(MasterStore):
@@ -272,7 +287,8 @@ class RemainderMasters(MasterStore):
     def _read(self, parameter: Tensor) -> Tensor:
         return distribute_like(join(_local(parameter), self._kept[parameter]), parameter)
 
-    def _lend(self, parameter: Tensor, master: Tensor) -> Tensor:
+    def _lend(self, parameter: Tensor) -> Tensor:
+        master = self._read(parameter)
         if parameter in self._lent:
             _give_memory(self._lent[parameter], master)
             vars(self._lent[parameter]).update(vars(parameter))
@@ -290,7 +306,7 @@ class RemainderMasters(MasterStore):
             _local(parameter).copy_(working)
             self._kept[parameter].copy_(remainder)
 
-    def _follow_change(self, parameter: Tensor) -> None:
+    def _follow_changes(self, parameters: Sequence[Tensor]) -> None:
         """Nothing to do: whatever the parameter is now, the number it makes with the old remainder rounds to it."""
 
 
