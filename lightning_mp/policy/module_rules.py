@@ -24,6 +24,7 @@ __all__ = [
     "ForwardRules",
     "PolicyScope",
     "cast_tensors",
+    "dtypes_to_cast",
     "run_covered",
     "run_opaque",
 ]
@@ -73,6 +74,20 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is dict:
         return {key: cast_tensors(item, dtype) for key, item in value.items()}
     return value
+
+
+def dtypes_to_cast(value: Any) -> set[torch.dtype]:
+    """The dtypes that :func:`cast_tensors` finds to cast.
+
+    Example:
+        >>> sorted(map(str, dtypes_to_cast([torch.zeros(1), (torch.zeros(1).half(), torch.zeros(1).long())])))
+        ['torch.float16', 'torch.float32']
+    """
+    if isinstance(value, Tensor):
+        return {value.dtype} & {*_CAST}
+    if isinstance(value, tuple | list):
+        return {dtype for item in value for dtype in dtypes_to_cast(item)}
+    return dtypes_to_cast(list(value.values())) if type(value) is dict else set()
 
 
 def run_covered(forward: Callable[..., Any], scope: PolicyScope, dtype: Dtype, *args: Any, **kwargs: Any) -> Any:

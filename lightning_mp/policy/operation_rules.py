@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.policy.module_rules import PolicyScope, cast_tensors
-from lightning_mp.policy.operations import by_autocast, functions_of
+from lightning_mp.policy.module_rules import PolicyScope, cast_tensors, dtypes_to_cast
+from lightning_mp.policy.operations import by_autocast, functions_of, promoted_by_rules
 from lightning_mp.policy.rules import LOW, Dtype
 
 if TYPE_CHECKING:
@@ -49,10 +49,15 @@ class OperationRule(NamedTuple):
     """Whether only the first argument is cast."""
     with_weights_only: bool = False
     """Whether the rule is about attention that returns its weights."""
+    mixed_only: bool = False
+    """Whether inputs that share one dtype are left as they are."""
 
 
 def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable[..., Any], OperationRule]:
     """The rules that autocast on this device type does not carry out by itself, by the function they are about.
+
+    With them come the operations that autocast on CUDA gives inputs of one dtype, the widest: a rule brings dtypes
+    together that do not meet without it.
 
     Example:
         >>> from lightning_mp import PrecisionPolicy
@@ -68,10 +73,15 @@ def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable
         native = by_autocast(operation, device_type)
         if native is not None and native == ("fp32" if dtype == torch.float32 else dtype):
             continue
-        rule = OperationRule(dtype, native == LOW, operation in _CASTS_INPUT_ONLY)
+        mixed_only = policy.leaves_to_autocast(operation, device_type)
+        rule = OperationRule(dtype, native == LOW, operation in _CASTS_INPUT_ONLY, mixed_only=mixed_only)
         rules |= dict.fromkeys(functions_of(operation), rule)
     if F.softmax in rules and rules[F.softmax].dtype == torch.float32:
         rules.setdefault(_ATTENTION_WITH_WEIGHTS, OperationRule(torch.float32, with_weights_only=True))
+    if rules:
+        widest = OperationRule(torch.float32, mixed_only=True)
+        for operation in promoted_by_rules(device_type):
+            rules = dict.fromkeys(functions_of(operation), widest) | rules
     return rules
 
 
@@ -107,6 +117,8 @@ class OperationRules(TorchFunctionMode):
         dtype = current if isinstance(rule.dtype, str) else rule.dtype
         if rule.low_by_autocast and dtype == current:
             return func(*args, **kwargs)  # with autocast's cache of cast weights
+        if rule.mixed_only and (kwargs.get("out") is not None or len(dtypes_to_cast((args, kwargs))) < 2):
+            return func(*args, **kwargs)  # a cast copy of out would take the result
         if rule.with_weights_only and not _returns_weights(args, kwargs):
             return func(*args, **kwargs)  # fused attention: its softmax accumulates in fp32
         return _run(func, rule, dtype, device_type, args, kwargs)

@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 from lightning_mp.core.private_api import autocast_knows
 
-__all__ = ["FAMILIES", "KNOWN_OPERATIONS", "by_autocast", "functions_of", "operation_of_module", "operations_named"]
+__all__ = [
+    "FAMILIES",
+    "KNOWN_OPERATIONS",
+    "PRODUCTS_WITH_A_VECTOR",
+    "by_autocast",
+    "functions_of",
+    "operation_of_module",
+    "operations_named",
+    "promoted_by_rules",
+]
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -69,6 +78,9 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 KNOWN_OPERATIONS = frozenset(name for family in FAMILIES.values() for name in family) | {"batch_norm", "instance_norm"}
 """Operations that a rule may name without the prefix ``op:``."""
 
+PRODUCTS_WITH_A_VECTOR = frozenset({"mv", "addmv"})
+"""Products that read each element once: 16 bit gains them little, and autocast on CPUs leaves them in fp32."""
+
 # In torch 2.13: aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
 # AT_FORALL_LOWER_PRECISION_FP) for CUDA and XPU, autocast_mode.cpp (AutocastMPS, AutocastCPU) for the others.
 _LOSSES_EVERYWHERE = frozenset(FAMILIES["losses"]) - {
@@ -101,6 +113,10 @@ _LOW_BY_AUTOCAST: Mapping[str, frozenset[str]] = {
     "cuda": frozenset(FAMILIES["matmuls"]),
     "mps": frozenset(FAMILIES["matmuls"]) - {"conv3d", "conv_transpose3d"},
 }
+
+# Of AT_FORALL_PROMOTE, what torch refuses with inputs of two dtypes unless autocast casts them to the widest. inner
+# calls dot and tensordot.
+_PROMOTED_BY_CUDA = ("bilinear", "cross", "dot", "index_put", "inner", "scatter_add", "tensordot", "vdot")
 
 _NAMESPACES: tuple[Any, ...] = (F, torch, torch.Tensor, torch.special, torch.linalg)
 
@@ -172,6 +188,16 @@ def by_autocast(operation: str, device_type: str) -> str | None:
     if operation in _FP32_BY_AUTOCAST.get(device_type, ()):
         return "fp32"
     return "low" if operation in _LOW_BY_AUTOCAST.get(device_type, ()) else None
+
+
+def promoted_by_rules(device_type: str) -> tuple[str, ...]:
+    """Operations that take inputs of several dtypes under autocast on CUDA, and not by themselves on this device type.
+
+    Example:
+        >>> promoted_by_rules("cuda"), "dot" in promoted_by_rules("cpu")
+        ((), True)
+    """
+    return () if device_type in ("cuda", "xpu") else _PROMOTED_BY_CUDA
 
 
 def operation_of_module(module: nn.Module) -> str | None:

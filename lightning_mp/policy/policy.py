@@ -35,6 +35,10 @@ class PrecisionPolicy:
       is on in that dtype, and of the rules about an operation the first wins.
     - Anything that no rule matches is left to autocast.
 
+    While rules cast operations, ``dot``, ``cross``, ``index_put`` and others that autocast on CUDA promotes to the
+    widest dtype of their inputs do so on every device type. ``lerp``, ``scatter`` and ``index_add`` do not, as on CUDA:
+    torch refuses inputs of two dtypes there.
+
     Rules about modules act on ``forward``; another method that is called directly is not covered. Rules about
     operations do not reach into scripted functions. ``F.linear_cross_entropy``, a product and a loss in one, is in no
     family.
@@ -70,7 +74,10 @@ class PrecisionPolicy:
 
     @classmethod
     def default(cls) -> "PrecisionPolicy":
-        """Norms, softmax and losses in fp32, matrix products and attention in 16 bit, on every device type."""
+        """Norms, softmax and losses in fp32, matrix products and attention in 16 bit, on every device type.
+
+        Products of a matrix and a vector (``mv``, ``addmv``) stay in fp32 on CPUs, as autocast has them there.
+        """
         return cls([("op:norms", "fp32"), ("op:softmaxes", "fp32"), ("op:losses", "fp32"), ("op:matmuls", LOW)])
 
     def __repr__(self) -> str:

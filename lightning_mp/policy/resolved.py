@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from lightning_mp.policy.operations import FAMILIES
+from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR, by_autocast
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 
 __all__ = ["PolicyModule", "ResolvedPolicy", "plain_table", "show", "table_rows"]
@@ -56,6 +56,24 @@ class ResolvedPolicy:
         """What an operation runs in where autocast is on; None if no rule is about it."""
         number = self.operations.get(operation)
         return self.rules[number].dtype if number is not None else None
+
+    def leaves_to_autocast(self, operation: str, device_type: str) -> bool:
+        """Whether a rule to 16 bit covers an operation without naming it, and autocast on this device type has it fp32.
+
+        That is so for the product of a matrix and a vector. Its 16-bit result would meet fp32 vectors where it does not
+        without a policy, as in the power iteration of ``spectral_norm``; only inputs of two dtypes are cast.
+
+        Example:
+            >>> from lightning_mp import PrecisionPolicy
+            >>> policy = PrecisionPolicy([("mv", "low"), ("matmuls", "low")]).resolve(torch.nn.Identity())
+            >>> policy.leaves_to_autocast("addmv", "cpu"), policy.leaves_to_autocast("mv", "cpu")
+            (True, False)
+        """
+        number = self.operations.get(operation)
+        if number is None or operation not in PRODUCTS_WITH_A_VECTOR or by_autocast(operation, device_type) is not None:
+            return False
+        rule = self.rules[number]
+        return rule.dtype != torch.float32 and rule.pattern != operation
 
     def compute_dtype(self, module: PolicyModule) -> Dtype:
         """What a module's own weights are used in: its rule's fp32, else its operation's dtype, else its rule's.

@@ -47,6 +47,13 @@ class HandNorm(nn.Module):
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
 
 
+class ProductWithVector(nn.Module):
+    """As in a power iteration: fp32 under autocast on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.mv(torch.eye(8), torch.ones(8)).mean()
+
+
 class Softmax(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(x, -1)
@@ -184,6 +191,7 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         lambda: bf16(None),
         [("low_precision", ("norm",), "log_softmax ran in bf16: norm.")],
     ),
+    "a product with a vector that a family rule leaves in fp32": (put("norm", ProductWithVector()), bf16, []),
     "a norm in 16 bit that the policy asks for": (
         lambda module: None,
         lambda: bf16({"norms": "bf16", "softmaxes": "fp32"}),

@@ -50,15 +50,19 @@ class AskedPrecision:
         module = next((row for row in self.policy.modules if row.name == record.module), None)
         if module is not None and dtype_of(module.dtype, self.base) == "fp32":
             return "fp32"
-        asked = {self._by_operation(name) for name in _narrowed(candidates(record.operation), module)}
+        asked = {
+            self._by_operation(name, record.device_type) for name in _narrowed(candidates(record.operation), module)
+        }
         if len(asked) == 1 and "" not in asked:
             return asked.pop()
         if asked - {""} and record.compute in asked:
             return record.compute
         return dtype_of(module.dtype, self.base) if module is not None and record.kind == "matmul" else ""
 
-    def _by_operation(self, name: str) -> str:
+    def _by_operation(self, name: str, device_type: str) -> str:
         assert self.policy is not None
+        if self.policy.leaves_to_autocast(name, device_type):
+            return ""
         return dtype_of(self.policy.operation_dtype(name), self.base)
 
 
