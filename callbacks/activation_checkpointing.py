@@ -35,9 +35,12 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     Works under any strategy and precision, and inside torch.compile. Weights, gradients and names in the state dict are
     those of a run without it, to the last bit, dropout included: checkpoints are non-reentrant
-    (``torch.utils.checkpoint``), the second run has the random state and the autocast of the first, and running
-    statistics of norms are updated once. Forwards without gradients, as in validation, are left alone. Other side
-    effects of a forward (counting calls, forward hooks of inner modules) happen twice.
+    (``torch.utils.checkpoint``), the second run has the random state and the autocast of the first, and buffers that a
+    forward changes (running statistics, the vectors of ``spectral_norm``, a codebook) are changed once, and are for the
+    second run what the first one found. Of modules that change buffers, all buffers are kept until backward. Compiled
+    modules that change buffers are refused, but for norms of torch. Forwards without gradients, as in validation, are
+    left alone. Other side effects of a forward (counting calls in a plain attribute, writing to parameters, forward
+    hooks of inner modules) happen twice.
 
     Modules are searched once all of them exist, including those built in ``setup`` or ``configure_model`` or replaced
     by a plugin. Their own forwards are wrapped, so it does not matter whether a strategy has wrapped them. At the end
@@ -76,7 +79,8 @@ class ActivationCheckpointing(SettingsRepr, Callback):
     Raises:
         ValueError: if ``modules`` or ``every`` cannot be read; at the start of a fit, if a pattern matches nothing
             (with the names that exist), or only modules inside those that another pattern matches.
-        MisconfigurationException: at the start of a fit, if something else checkpoints already.
+        MisconfigurationException: at the start of a fit, if something else checkpoints already; in its first
+            micro-batch, if a compiled forward changes buffers.
 
     Example:
         >>> from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
@@ -157,6 +161,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
             return
         if is_compiled(pl_module):
             self._is_counted = True
+            self._checkpointed.begin_compiled_step()
             rank_zero_info(
                 "ActivationCheckpointing: saved bytes and FLOPs are not counted, because the model is compiled and"
                 " would have to run uncompiled for it."
@@ -166,7 +171,13 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         self._cost.begin()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """The forward is over."""
+        """The forward is over.
+
+        Raises:
+            MisconfigurationException: if the model is compiled, and its forward changes buffers of these modules.
+        """
+        if self._checkpointed is not None:
+            self._checkpointed.end_compiled_forward()
         if self._cost is not None:
             self._cost.end_forward()
 

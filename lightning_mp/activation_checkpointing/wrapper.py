@@ -1,24 +1,29 @@
 """Activation checkpoints on any module: its forward keeps its inputs only, and runs again when backward comes to it.
 
-``module.forward`` becomes ``functools.partial(run_checkpointed, module.forward, switch, norms)``. Names of parameters
+``module.forward`` becomes ``functools.partial(run_checkpointed, module.forward, switch, state)``. Names of parameters
 and buffers stay as they are, torch.compile traces through it, and a deep copy of the module gets a method of its own.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from lightning_mp.activation_checkpointing.buffers import FoundBuffers, WatchedBuffers
 from lightning_mp.activation_checkpointing.cost import StepCost
+from lightning_mp.activation_checkpointing.whole_runs import WholeRuns
+from lightning_mp.core.messages import listed
 from lightning_mp.modules.forward_wrapper import unwrap_forward
+from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 
-__all__ = ["CheckpointedModules", "CheckpointSwitch", "run_checkpointed"]
+__all__ = ["CheckpointedModules", "CheckpointedState", "CheckpointSwitch", "run_checkpointed"]
 
 
 class CheckpointSwitch:
@@ -40,13 +45,35 @@ class CheckpointSwitch:
         return CheckpointSwitch, ()  # loaded from a file it is off
 
 
+class CheckpointedState:
+    """What the second run of a module has to mind.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        norms: modules of torch whose statistics change in training and do not enter into what they compute there.
+        buffers: those of all other modules in it.
+        runs: whether its second run may stop early.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.norms = tuple(inner for inner in module.modules() if _only_keeps_statistics(inner))
+        self.buffers = WatchedBuffers(module, but=self.norms)
+        self.runs = WholeRuns(module)
+
+
+def _only_keeps_statistics(module: nn.Module) -> bool:
+    return type(module) in NORMS_WITH_STATISTICS and getattr(module, "track_running_stats", False)
+
+
 def run_checkpointed(
-    forward: Callable[..., Any], switch: CheckpointSwitch, norms: tuple[nn.Module, ...], *args: Any, **kwargs: Any
+    forward: Callable[..., Any], switch: CheckpointSwitch, state: CheckpointedState, *args: Any, **kwargs: Any
 ) -> Any:
     """Runs a module's forward under a non-reentrant checkpoint; without gradients, as in evaluation, as it is.
 
     The random state, the autocast and the kernels allowed for attention (``torch.nn.attention.sdpa_kernel``) of the
-    first run are those of the second. What ``norms`` learn about the data is learned once.
+    first run are those of the second, and so are the buffers; what a forward does to them is done once.
     """
     if not switch.on or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -57,15 +84,16 @@ def run_checkpointed(
             # Where the compiler gives up inside of the module, as at hooks of FSDP2, the checkpoint runs uncompiled.
             forward = partial(_with_attention, forward, _attention_backends())
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    forward = state.runs.of_call(forward)
     cost, attention = switch.cost, _attention_backends()
-    if cost is None and not norms and len(attention) == len(_ATTENTION_SWITCHES):
+    if cost is None and not state.norms and not state.buffers and len(attention) == len(_ATTENTION_SWITCHES):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if cost is not None:
         cost.begin_call(kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first = cost.first_run() if cost is not None else nullcontext()
-        return first, _SecondRun(norms, cost, attention)
+        found = FoundBuffers(state.buffers)
+        return _first_run(found, cost), _SecondRun(state.norms, found, cost, attention)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -100,11 +128,24 @@ def _is_cache(value: Any) -> bool:
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
 
 
-class _SecondRun:
-    """Around the second run: running statistics are copies for that time. It may be entered again and again."""
+@contextmanager
+def _first_run(found: FoundBuffers, cost: StepCost | None) -> Iterator[None]:
+    with found, cost.first_run() if cost is not None else nullcontext():
+        yield
 
-    def __init__(self, norms: Iterable[nn.Module], cost: StepCost | None, attention: list[SDPBackend]) -> None:
+
+class _SecondRun:
+    """Around the second run: buffers are copies for that time. It may be entered again and again."""
+
+    def __init__(
+        self,
+        norms: Iterable[nn.Module],
+        found: FoundBuffers,
+        cost: StepCost | None,
+        attention: list[SDPBackend],
+    ) -> None:
         self._norms = tuple(norms)
+        self._found = found
         self._cost = cost
         self._attention = attention
         self._stack = ExitStack()
@@ -118,10 +159,12 @@ class _SecondRun:
             for name, buffer in norm.named_buffers(recurse=False):
                 self._own.append((norm, name, buffer))
                 setattr(norm, name, buffer.clone())
+        self._found.put_in()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._found.take_out()
         while self._own:
             norm, name, buffer = self._own.pop()
             setattr(norm, name, buffer)
@@ -140,12 +183,34 @@ class CheckpointedModules:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.switch = CheckpointSwitch()
         self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
+        self._before_step: list[FoundBuffers] = []
         for module in modules:
-            norms = tuple(inner for inner in module.modules() if getattr(inner, "track_running_stats", False))
-            wrapper = partial(run_checkpointed, module.forward, self.switch, norms)
+            wrapper = partial(run_checkpointed, module.forward, self.switch, CheckpointedState(module))
             module.forward = wrapper
             self._wrapped.append((module, wrapper))
         self.switch.on = True
+
+    def begin_compiled_step(self) -> None:
+        """Notes the buffers before the first forward of a compiled model, which no context can be put around."""
+        for _, wrapper in self._wrapped:
+            found = FoundBuffers(wrapper.args[2].buffers)
+            found.note()
+            self._before_step.append(found)
+
+    def end_compiled_forward(self) -> None:
+        """Refuses what cannot be kept.
+
+        Raises:
+            MisconfigurationException: if a compiled forward has changed buffers.
+        """
+        steps, self._before_step = self._before_step, []
+        names = [name for found in steps for name in found.changed_unseen()]
+        if names:
+            raise MisconfigurationException(
+                f"ActivationCheckpointing: a checkpointed module changes buffers in its forward ({listed(names)}), and"
+                " the model is compiled: torch.compile would change them again in the recomputation, and compute with"
+                " other values. Do not compile that module, or leave it out of ActivationCheckpointing."
+            )
 
     def detach(self) -> None:
         """Restores every module's own forward; where other code wrapped it meanwhile, only switches the wrapper off."""
@@ -154,3 +219,4 @@ class CheckpointedModules:
         for module, wrapper in reversed(self._wrapped):
             unwrap_forward(module, wrapper)
         self._wrapped.clear()
+        self._before_step.clear()
