@@ -68,7 +68,8 @@ class ActivationCheckpointing(SettingsRepr, Callback):
     Args:
         modules: what to checkpoint: a module class, its name, a glob over names, or a list of these. A string is a
             glob; where it matches no name it is the name of a class. Of modules inside of each other the outer one is
-            checkpointed. The LightningModule itself, containers without a forward and metrics cannot be.
+            checkpointed. The LightningModule itself, containers without a forward, metrics and TorchScript modules
+            cannot be.
         every: checkpoint the first of each ``every`` modules found, in the order of the model. (The last ones gain
             least: their activations are needed first.)
 

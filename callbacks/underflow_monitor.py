@@ -27,6 +27,7 @@ from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import names_in, positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.saved_state import checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -139,6 +140,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._logged: dict[str, float] = {}
         self._hooks: ActivationWatch | None = None
         self._backwards: BackwardWatch | None = None
+        self._left_out = LeftOut("UnderflowMonitor")
         self._forget()
 
     def _forget(self) -> None:
@@ -234,6 +236,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
             self._activations.get("activations"),
             self._activations.get("activation_gradients"),
             lambda: self._factor(loss_scale_of(trainer), already_scaled=True),
+            self._left_out,
         ).attach()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:

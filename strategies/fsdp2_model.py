@@ -18,6 +18,7 @@ from lightning_mp.distributed.all_gather_dtypes import gathered_dtypes
 from lightning_mp.distributed.materialize import Materialiser, not_initialisable
 from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
 from lightning_mp.distributed.sharding_rules import refuse_half_of_a_tie
+from lightning_mp.modules.class_forward import class_forward
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
@@ -152,7 +153,7 @@ def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[
     """The outermost modules with a forward, each gathered when it is called."""
     roots: list[str] = []
     for name, part in named_modules(module):
-        has_forward = type(part).forward is not nn.Module.forward
+        has_forward = class_forward(part) is not None
         inside = any(name.startswith(f"{root}.") for root in (*roots, *names))
         if name and has_forward and not inside and name not in names and next(part.parameters(), None) is not None:
             roots.append(name)

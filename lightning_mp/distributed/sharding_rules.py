@@ -7,6 +7,7 @@ from typing import Literal
 from torch import nn
 
 from lightning_mp.core.messages import listed
+from lightning_mp.modules.class_forward import class_forward
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
@@ -188,8 +189,8 @@ def _is_inside(name: str, unit: str) -> bool:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward; lists and other containers have none."""
-    return type(module).forward is not nn.Module.forward
+    """Whether it has a forward; lists and other containers have none, and TorchScript modules take no hooks."""
+    return class_forward(module) is not None
 
 
 def _has_parameters(module: nn.Module) -> bool:

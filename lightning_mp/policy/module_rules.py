@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.core import private_api
+from lightning_mp.core.left_out import LeftOut
+from lightning_mp.modules.class_forward import takes_hooks
 from lightning_mp.modules.forward_wrapper import unwrap_forward
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.rules import LOW, Dtype
@@ -137,11 +139,18 @@ class ForwardRules:
         if not set(dtypes.values()) - {LOW, None}:
             return
         seen: set[int] = set()
+        compiled = _inside_torchscript(model)
+        left_out = LeftOut("PrecisionPolicy")
         for name, module in named_modules(model):
             dtype = dtypes.get(name)
             if dtype is None or id(module) in seen:
                 continue
             seen.add(id(module))
+            if module in compiled:
+                left_out.tell(
+                    f"module {name!r}", "a TorchScript module runs in one precision, that of the outermost one"
+                )
+                continue
             self._wrap(module, partial(run_covered, module.forward, scope, dtype))
 
     def _wrap(self, module: nn.Module, wrapper: "partial[Any]") -> None:
@@ -153,3 +162,9 @@ class ForwardRules:
         for module, wrapper in reversed(self._wrapped):
             unwrap_forward(module, wrapper)
         self._wrapped.clear()
+
+
+def _inside_torchscript(model: nn.Module) -> set[nn.Module]:
+    """Modules whose forward Python never calls."""
+    compiled = [module for module in model.modules() if not takes_hooks(module)]
+    return {inner for module in compiled for inner in module.modules() if inner is not module}

@@ -8,6 +8,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_mp.core.messages import listed
+from lightning_mp.modules.class_forward import class_forward, takes_hooks
 from lightning_mp.modules.names import named_modules, near_misses
 from lightning_mp.policy.rules import LOW, Rule
 
@@ -50,9 +51,9 @@ def select_modules(
 ) -> dict[str, nn.Module]:
     """The modules that patterns are about, by name, in the order of the model.
 
-    Only what has a forward of its own can be meant: not the model as a whole, not a ``ModuleList`` and not a metric. Of
-    modules inside of each other the outer one is taken. A module that is used in several places comes once. A string is
-    a glob over names; where it matches none, it is the name of a class, short or in full.
+    Only what has a forward of its own in Python can be meant: not the model as a whole, a ``ModuleList``, a metric or a
+    TorchScript module. Of modules inside of each other the outer one is taken. A module that is used in several places
+    comes once. A string is a glob over names; where it matches none, it is the name of a class, short or in full.
 
     Args:
         model: the model.
@@ -91,8 +92,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for name, module in named_modules(model):
-        has_forward = type(module).forward is not nn.Module.forward
-        if name and has_forward and not isinstance(module, Metric) and id(module) not in seen:
+        if name and class_forward(module) and not isinstance(module, Metric) and id(module) not in seen:
             seen.add(id(module))
             found[name] = module
     return found
@@ -136,6 +136,8 @@ def _text(pattern: ModulePattern) -> str:
 def _nothing_fits(owner: str, pattern: ModulePattern, model: nn.Module, candidates: dict[str, nn.Module]) -> str:
     classes = Counter(type(module).__name__ for module in candidates.values())
     text = f"{owner}: {_text(pattern)} matches no module of {type(model).__name__} that has a forward of its own."
+    if not all(map(takes_hooks, model.modules())):
+        text += " TorchScript modules cannot be chosen: their forward is compiled."
     wanted = pattern if isinstance(pattern, str) else pattern.__name__
     misses = near_misses(wanted.rpartition(".")[2] or wanted, [*candidates, *classes])
     counts = listed([f"{name} ({number})" for name, number in classes.most_common()], most=12)

@@ -30,6 +30,7 @@ from torch.nn.utils import parametrize
 
 from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.modules.class_forward import class_forward
 from lightning_mp.modules.forward_wrapper import unwrap_forward
 from lightning_mp.policy.module_rules import run_covered
 
@@ -289,7 +290,7 @@ def _operation_of(module: nn.Module) -> Callable[..., Tensor] | None:
         return _transposed_linear
     if parametrize.is_parametrized(module) or getattr(module, "padding_mode", "zeros") != "zeros":
         return None
-    return _OPERATIONS.get(kind.forward)
+    return _OPERATIONS.get(class_forward(module))
 
 
 def _forward_is_its_own(module: nn.Module) -> bool:

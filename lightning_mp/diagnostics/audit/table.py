@@ -18,7 +18,7 @@ _COMPILED = (
     "Part of the step was compiled: what the compiler fused is not seen here, and modules inside have no row of their"
     " own calls. Audit once without torch.compile to see all of it."
 )
-_UNSEEN = "Not called where it could be seen (compiled, or another module uses their weights): "
+_UNSEEN = "Not called where it could be seen (compiled, TorchScript, or another module uses their weights): "
 _LEAST_WIDTH = 80
 
 

@@ -18,6 +18,7 @@ from lightning_mp.core.uncopied import RunHook
 from lightning_mp.diagnostics.audit.autocast_state import autocast_label, infer_autocast, join_autocast
 from lightning_mp.diagnostics.audit.operations import compute_dtype, identify, product_sizes
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord, Phase, dtype_label
+from lightning_mp.modules.class_forward import takes_hooks
 from lightning_mp.modules.names import named_modules
 
 __all__ = ["PrecisionWatch", "audit_step"]
@@ -55,8 +56,8 @@ class PrecisionWatch:
     What ``torch.compile`` was called on (a module, its methods) is compiled as ever, once. Operations are seen as far
     as the compiled code calls torch's operations: all of them with the backends "eager" and "aot_eager", products of
     matrices with "inductor", nothing in CUDA graphs. Modules inside have no record of their calls, and their operations
-    are put down to the module around. A compiled function that is no part of a module, and that is first called while
-    it is watched, is compiled once more afterwards if it calls modules.
+    are put down to the module around, as are those of TorchScript modules. A compiled function that is no part of a
+    module, and that is first called while it is watched, is compiled once more afterwards if it calls modules.
 
     In a reentrant activation checkpoint on a GPU, operations of the inner backward may be put down to another module.
 
@@ -106,7 +107,7 @@ class PrecisionWatch:
                 if module not in noted:
                     noted.add(module)
                     self._notes[name] = _Note(name, module)
-                    if module in wrappers or module not in inside:
+                    if takes_hooks(module) and (module in wrappers or module not in inside):
                         self._hook(wrappers.get(module, module), self._notes[name])
             self._mark()
             self._stack.enter_context(private_api.observe_dispatch(self._on_operation))

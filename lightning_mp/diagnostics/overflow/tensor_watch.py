@@ -18,6 +18,7 @@ from lightning_mp.diagnostics.overflow.observations import (
     read_observations,
     take_reading,
 )
+from lightning_mp.modules.class_forward import class_forward, takes_hooks
 from lightning_mp.modules.names import named_modules
 
 __all__ = ["TensorWatch"]
@@ -62,7 +63,7 @@ class TensorWatch:
         # A module that is used in several places goes by its first name.
         modules = {module: name for name, module in reversed(list(named_modules(self._root)))}
         for module, name in modules.items():
-            if module is self._root:
+            if module is self._root or not takes_hooks(module):
                 continue
             before, after = self._hooks(name, module)
             self._handles.append(module.register_forward_pre_hook(RunHook(before), with_kwargs=True))
@@ -181,8 +182,11 @@ class TensorWatch:
 
 
 def _argument_names(module: nn.Module) -> list[str]:
+    forward = class_forward(module)
+    if forward is None:
+        return []
     try:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
     except (TypeError, ValueError):
         return []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

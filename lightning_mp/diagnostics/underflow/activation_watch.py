@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.diagnostics.underflow.table import ExponentTable
+from lightning_mp.modules.class_forward import takes_hooks
 
 __all__ = ["ActivationWatch", "leaf_modules"]
 
 
 def leaf_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules inside that hold no other modules, by name; metrics are left out.
+    """The modules inside that hold no other modules, by name; metrics and TorchScript modules are left out.
 
     Example:
         >>> from torch import nn
@@ -26,7 +28,7 @@ def leaf_modules(module: nn.Module) -> dict[str, nn.Module]:
     return {
         name: inner
         for name, inner in module.named_modules()
-        if name and not isinstance(inner, Metric) and next(inner.children(), None) is None
+        if name and not isinstance(inner, Metric) and takes_hooks(inner) and next(inner.children(), None) is None
     }
 
 
@@ -41,6 +43,7 @@ class ActivationWatch:
         activations: counts the outputs of forwards; None to leave them out.
         gradients: counts the gradients of the outputs, as backward holds them; None to leave them out.
         factor: what gradients are multiplied by, asked for when one arrives.
+        left_out: warns of what cannot be watched.
     """
 
     def __init__(
@@ -49,16 +52,21 @@ class ActivationWatch:
         activations: ExponentTable | None,
         gradients: ExponentTable | None,
         factor: Callable[[], Tensor | float | None] = lambda: None,
+        left_out: LeftOut | None = None,
     ) -> None:
         self._module = module
         self._activations = activations
         self._gradients = gradients
         self._factor = factor
+        self._left_out = left_out or LeftOut(type(self).__name__)
         self._handles: list[RemovableHandle] = []
         self.in_backward = False
 
     def attach(self) -> Self:
         """Starts watching."""
+        for name, inner in self._module.named_modules():
+            if not takes_hooks(inner):
+                self._left_out.tell(f"module {name!r}", "hooks cannot be set on TorchScript modules")
         for name, inner in leaf_modules(self._module).items():
             self._handles.append(inner.register_forward_hook(RunHook(self._after_forward, name)))
         return self
