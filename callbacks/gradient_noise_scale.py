@@ -53,7 +53,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
       step or two ranks.
     - FSDP2: the gradient of all ranks' first micro-batches, after its reduction. Needs two micro-batches per step.
 
-    Both are true gradients: the loss scale is divided out, and so are the weights of
+    Both are true gradients of the optimizer's parameters: the loss scale is divided out, and so are the weights of
     :class:`~lightning_mp.AccumulationScheduler`. Steps that are skipped are left out. A unit of noise is a *sample*
     (a sequence): tokens of a sequence are not independent. With micro-batches weighted by tokens, the gradient is a
     mean over tokens, and a batch still counts by its samples. ``mp/noise_scale`` is in samples, and
@@ -191,18 +191,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if window is None or not self._samples:
             return
         if not window.micro_batches and self._is_available(trainer) and not self._sharded:
-            self._handles = [
-                parameter.register_hook(self._on_gradient)
-                for parameter in pl_module.parameters()
-                if parameter.requires_grad
-            ]
+            self._handles = [p.register_hook(window.add_norm) for p in _stepped(trainer) if p.requires_grad]
         window.add(self._samples, self._tokens, _weight(trainer))
-
-    @torch.no_grad()
-    def _on_gradient(self, gradient: Tensor) -> None:
-        if self._window is not None:
-            shard = gradient_ops.local_shard(gradient)
-            self._window.norms.append(torch.linalg.vector_norm(shard, dtype=_norm_dtype(shard)))
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the small norm."""
@@ -211,7 +201,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if window is None or window.micro_batches != 1 or window.small_square is not None:
             return
         if self._sharded and self._is_available(trainer):
-            seen = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
+            seen = [parameter for parameter in _stepped(trainer) if parameter.grad is not None]
             if not seen:
                 self._tell(
                     "sharded gradients are reduced at the end of a window only, so there is no gradient of the first"
@@ -373,6 +363,11 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self.average.load_state_dict(state_dict)
 
 
+def _stepped(trainer: "pl.Trainer") -> list[Tensor]:
+    """The optimizers' parameters: others may have a gradient, but none in the step, which the large norm is of."""
+    return [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
 def _weight(trainer: "pl.Trainer") -> float | Tensor:
     """What the controller multiplies this micro-batch's loss by."""
     controller = AccumulationController.of(trainer)
@@ -385,7 +380,3 @@ def _square_scale(trainer: "pl.Trainer", like: Tensor) -> Tensor:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     scale = private_api.grad_scaler_scale(scaler) if scaler is not None and scaler.is_enabled() else None
     return on_device_of(like, 1.0 if scale is None else scale).square()
-
-
-def _norm_dtype(shard: Tensor) -> torch.dtype:
-    return torch.float64 if shard.dtype == torch.float64 else torch.float32

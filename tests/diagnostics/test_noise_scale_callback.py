@@ -40,6 +40,11 @@ def still_fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0, fused=True)
 
 
+def still_last_layer(parameters: Any) -> torch.optim.Optimizer:
+    """The rest has gradients, and is in no optimizer."""
+    return still(list(parameters)[-2:])
+
+
 class Recording(GradientNoiseScale):
     """Keeps what the estimator was given: squared norms, inverse sizes, tokens of a sample."""
 
@@ -56,9 +61,10 @@ class Recording(GradientNoiseScale):
 
 
 def gradient(module: pl.LightningModule, batch: Any) -> Tensor:
-    """Of one micro-batch, by plain torch in fp32."""
+    """Of one micro-batch with respect to what is not frozen, by plain torch in fp32."""
     loss = module.training_step(batch, 0)
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))]).double()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)]).double()
 
 
 def alike(batch: Any) -> float:
@@ -113,6 +119,19 @@ def test_norms_are_those_of_true_gradients(name: str, optimizer: Any, scheduled:
     tolerance = 1e-5 if name == "stock fp32" else 0.03 if "bf16" in name or name == "masters" else 0.01
     assert torch.tensor(callback.given) == pytest.approx(torch.tensor(expected), rel=tolerance)
     assert len(expected) == 3
+
+
+@pytest.mark.parametrize("name", ["stock fp32", "fp16", "masters"])
+def test_parameters_in_no_optimizer_have_no_part_in_either_norm(name: str) -> None:
+    batches = regression_batches(8)
+    callback = Recording()
+    trainer = quiet_trainer(plugins=PLUGINS[name](), callbacks=[callback], accumulate_grad_batches=2)
+    trainer.fit(Regression(still_last_layer), loader(batches))
+    frozen = Regression()
+    frozen.net[0].requires_grad_(False)
+    expected = by_hand(frozen, in_windows(batches, 2))
+    tolerance = {"stock fp32": 1e-5, "fp16": 0.01, "masters": 0.03}[name]
+    assert torch.tensor(callback.given) == pytest.approx(torch.tensor(expected), rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["stock fp32", "fp16"])
@@ -194,8 +213,8 @@ class Sharded(TokenModel):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.parametrize("name", ["stock fp32", "bf16"])
-def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name: str) -> None:
+@pytest.mark.parametrize(("name", "optimizer"), [("stock fp32", still_last_layer), ("bf16", still)])
+def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name: str, optimizer: Any) -> None:
     counts = [[6, 3, 11, 8], [4, 10, 2, 5]]
     batches = [token_batches(row) for row in counts]
 
@@ -208,7 +227,7 @@ def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name:
             callbacks=[callback, scheduler],
             plugins=PLUGINS[name](),
         )
-        trainer.fit(Sharded(still), loader(batches[rank]))
+        trainer.fit(Sharded(optimizer), loader(batches[rank]))
         return callback.given
 
     def tokens(batch: Any) -> int:
@@ -216,11 +235,12 @@ def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name:
 
     first, second = run_ranks(train, 2)
     assert first == second
-    expected = []
+    reference, expected = TokenModel(), []
+    reference.embedding.requires_grad_(optimizer is still)
     for start in (0, 2):
         both = [row[start + index] for index in (0, 1) for row in batches]
-        small = by_hand(TokenModel(), [both[:2]], tokens)[0]
-        row = by_hand(TokenModel(), [both], tokens, tokens)[0]
+        small = by_hand(reference, [both[:2]], tokens)[0]
+        row = by_hand(reference, [both], tokens, tokens)[0]
         expected.append([small[1], row[1], small[3], row[3], row[4]])
     assert torch.tensor(first) == pytest.approx(torch.tensor(expected), rel=1e-5 if name == "stock fp32" else 0.03)
 

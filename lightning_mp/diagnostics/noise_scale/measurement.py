@@ -66,6 +66,13 @@ class NoiseWindow:
         self.inverse_sizes += 1 / samples
         self.tokens = self.tokens + tokens
 
+    @torch.no_grad()
+    def add_norm(self, gradient: Tensor) -> None:
+        """Takes the norm of one parameter's gradient in the first micro-batch, as a hook on the parameter."""
+        shard = gradient_ops.local_shard(gradient)
+        dtype = torch.float64 if shard.dtype == torch.float64 else torch.float32
+        self.norms.append(torch.linalg.vector_norm(shard, dtype=dtype))
+
     def take_norms(self) -> Tensor | None:
         """The sum of squares of :attr:`norms`, which are forgotten; None without any."""
         norms, self.norms = self.norms, []
