@@ -1,10 +1,12 @@
 """Operations of a training step of any module, counted as it runs: forward, backward, and what is run again.
 
 torch's own formulas (``torch.utils.flop_counter``) count matrix products, convolutions and attention, two operations
-per multiply-add. Norms, activations, softmax and the optimizer are not counted. Four things differ from
+per multiply-add. Norms, activations, softmax and the optimizer are not counted. Five things differ from
 ``FlopCounterMode``:
 
-* attention on the CPU, grouped products (mixture of experts) and matrix-vector products are counted; it misses them;
+* attention on the CPU, grouped products (mixture of experts), matrix-vector products, fused recurrent layers and
+  ``nn.Bilinear`` are counted; it misses them;
+* a product with a sparse matrix takes two operations per stored element and column, not those of a dense one;
 * what an activation checkpoint runs again is kept apart, and counted as far as it runs: a non-reentrant checkpoint
   stops as soon as backward has what it needs, so the last product of a block is usually not repeated;
 * a fused attention kernel multiplies queries and keys a second time in its backward. That is counted as run again, so
@@ -30,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from lightning_mp.core import private_api, private_sharding_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
-from lightning_mp.flops.operation_flops import operation_flops, score_flops
+from lightning_mp.flops.operation_flops import multiplies, operation_flops, score_flops
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
 
 __all__ = ["FlopCount", "FlopTally", "count_flops"]
@@ -64,7 +66,8 @@ class FlopCount:
         recompute: what was run again in backward: activation checkpoints, and the score matrix of fused attention.
         by_format: forward and backward by the format of the products' inputs, such as ``{"bf16": ..., "fp32": ...}``;
             TF32 counts as fp32.
-        unknown: names of operations from outside of torch, which no formula is known for. They count as 0. Give one by
+        unknown: names of operations that no formula is known for: those from outside of torch, and those of torch that
+            multiply (FFTs, solvers, products of two sparse matrices). They count as 0. Give a formula by
             ``torch.utils.flop_counter.register_flop_formula``.
     """
 
@@ -129,7 +132,7 @@ class FlopTally:
         packet = operation.overloadpacket
         cost = operation_flops(packet, args, kwargs, result)
         if cost is None:
-            if operation.namespace not in _OWN_NAMESPACES:
+            if operation.namespace not in _OWN_NAMESPACES or multiplies(packet, args):
                 self._unknown[f"{operation.namespace}::{packet.__name__}"] = None
             return
         tensors = list(tensors_in((args, kwargs)))

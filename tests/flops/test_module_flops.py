@@ -83,11 +83,9 @@ class Convolutions(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten())
         self.head = nn.Linear(4 * 6 * 6, 5)
-        self.scores = nn.Bilinear(5, 5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.head(self.layers(x))
-        out: Tensor = self.scores(x, x)
+        out: Tensor = self.head(self.layers(x))
         return out
 
 
