@@ -39,10 +39,10 @@ from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import ScheduleName
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.strategies.pipeline_setup import (
+    arguments_of_any_strategy,
     check_earlier_split,
     description,
     read_split_points,
-    refuse_arguments_about_ddp,
     refuse_what_cannot_be_split,
     split_into_stages,
 )
@@ -139,7 +139,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        refuse_arguments_about_ddp(kwargs)
+        kwargs = arguments_of_any_strategy(kwargs)
         for name, number in (("stages", stages), ("microbatches", microbatches)):
             if number is not None:
                 whole_number(number, name, "PipelineParallelStrategy")

@@ -7,8 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp.distributed.materialize import Materialiser, not_initialisable
 from lightning_mp.modules.stage_placeholder import StageSplit
@@ -23,28 +24,36 @@ from lightning_mp.strategies.refused import (
 )
 
 __all__ = [
+    "arguments_of_any_strategy",
     "check_earlier_split",
-    "split_into_stages",
     "description",
     "read_split_points",
-    "refuse_arguments_about_ddp",
     "refuse_what_cannot_be_split",
+    "split_into_stages",
 ]
 
 
-def refuse_arguments_about_ddp(arguments: Mapping[str, Any]) -> None:
-    """DDPStrategy, whose ways to start processes a pipeline shares, takes anything by name.
+def arguments_of_any_strategy(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a ``DDPStrategy``, whose ways to start processes a pipeline shares, that every strategy has.
+
+    Options of DDP may be there with DDP's own default, as jsonargparse fills them in.
 
     Raises:
-        ValueError: if it would do nothing here.
+        ValueError: if one of the others is set, which would do nothing here.
     """
     known = set(inspect.signature(ParallelStrategy.__init__).parameters) - {"self"}
-    unknown = [name for name in arguments if name not in known]
-    if unknown:
-        raise ValueError(
-            f"PipelineParallelStrategy({unknown[0]}=...) is not known; options of DDP have no effect here, because the"
-            f" strategy averages gradients itself. Besides its own arguments it takes {', '.join(sorted(known))}."
-        )
+    defaults = {
+        name: parameter.default
+        for made in (DistributedDataParallel, DDPStrategy)
+        for name, parameter in inspect.signature(made).parameters.items()
+    }
+    for name, value in arguments.items():
+        if name not in known and (name not in defaults or value != defaults[name]):
+            raise ValueError(
+                f"PipelineParallelStrategy({name}=...) is not known; options of DDP have no effect here, because the"
+                f" strategy averages gradients itself. Besides its own arguments it takes {', '.join(sorted(known))}."
+            )
+    return {name: value for name, value in arguments.items() if name in known and value is not None}
 
 
 def read_split_points(split_points: Sequence[str] | None) -> tuple[str, ...] | None:
