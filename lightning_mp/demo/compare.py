@@ -32,7 +32,7 @@ def short_runs(
     Weights and the order of the text follow from torch's global seed. Lightning's own mixed precision refuses a fused
     AdamW together with clipping. The first function takes other arguments of the module by keyword.
     """
-    schedule = {"total_steps": steps, "warmup_steps": max(1, round(WARMUP_SHARE * steps))}
+    schedule = {"total_steps": steps, "warmup_steps": min(max(1, round(WARMUP_SHARE * steps)), steps - 1)}
     peak = peak_learning_rate(shape.parameters)
     make_module = partial(LanguageModel, **asdict(shape), learning_rate=peak, fused=fused, **schedule)
     return make_module, partial(TextData, corpus, batch_size, steps)

@@ -54,12 +54,13 @@ class Job:
     @property
     def trainer_options(self) -> dict[str, Any]:
         """What the Trainer of the run and that of ``--compare`` have in common."""
+        plan, first_window = self.settings.plan, self.settings.accumulation[0]
         return {
             "accelerator": self.accelerator,
             "devices": self.settings.devices,
             "gradient_clip_val": CLIP_NORM,
-            # the whole run is one epoch, see TextData
-            "val_check_interval": -(-self.settings.plan.micro_batches // _VALIDATIONS),
+            # the whole run is one epoch, see TextData; before its first step there is nothing to validate
+            "val_check_interval": min(max(-(-plan.micro_batches // _VALIDATIONS), first_window), plan.micro_batches),
             "check_val_every_n_epoch": None,
             "num_sanity_val_steps": 0,
             "enable_model_summary": False,

@@ -162,6 +162,23 @@ def test_the_comparison_shows_what_lightning_does_with_the_same_run(text, capsys
     assert stock != ours
 
 
+@pytest.mark.parametrize(
+    ("tokens_per_parameter", "micro_batches", "steps"), [(0.0553, 1, 1), (0.1, 2, 1), (0.35, 7, 3)]
+)
+def test_the_comparison_works_on_the_smallest_budgets(text, tokens_per_parameter, micro_batches, steps):
+    """Validation is asked for 12 times; the first optimizer step, which it needs, takes up to 3 micro-batches here."""
+    assert _run("out", text, tokens_per_parameter=tokens_per_parameter, compare=True, precision="bf16-mixed") == 0
+    rows = {
+        line[:26].strip(): line[26:].split() for line in Path("out/version_0/comparison.txt").read_text().splitlines()
+    }
+    assert rows["tokens"][0] == f"{micro_batches * 512:,}"
+    assert rows["optimizer steps"] == [str(steps)] * 2
+    windows = [3 * 512 * (step + 1) for step in range(steps - 1)]
+    budget = _history("out")["budget_tokens"]
+    assert _history("out")["steps"]["tokens"] == [*windows, budget]
+    assert _history("out")["validation"]["tokens"][-1] == budget
+
+
 @pytest.mark.full
 def test_piped_output_has_lines_only(text, capsys):
     assert _run("out", text) == 0
