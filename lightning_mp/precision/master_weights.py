@@ -58,10 +58,10 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
         trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
-    A weight is cast once per optimizer step, however many micro-batches and forwards the step has. What other code makes
-    of a weight between steps counts (clamping, a projection, ``load_state_dict``; also through ``.data``): its master
-    follows. With "fp32" each step reads the weights and masters once more for that. Bytes per trainable parameter, with
-    Adam:
+    A weight is cast once per optimizer step, however many micro-batches and forwards the step has. What other code
+    makes of a weight between steps stays (clamping, a projection, ``load_state_dict``; also through ``.data``): its
+    master follows. With "fp32" each step reads weights and masters once more for that. Bytes per trainable parameter,
+    with Adam:
 
     =========================================== ====== ======== ====== ======= ===
     between two steps                           weight gradient master moments sum
