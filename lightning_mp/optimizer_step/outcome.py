@@ -163,9 +163,14 @@ class StepOutcomeDispatcher:
         self._frequency.attach()
         self._averaging.attach()
         self._ranks_alike = RanksAlike(self._trainer, optimizers)
-        self._handles = [o.register_state_dict_pre_hook(lambda _: self.settle()) for o in optimizers]
+        for optimizer in optimizers:
+            self.settle_before_saving(optimizer)
         self._by_trainer[self._trainer] = self
         return self
+
+    def settle_before_saving(self, optimizer: Optimizer) -> None:
+        """Settles the last outcome before this optimizer's state goes into a checkpoint."""
+        self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
 
     def detach(self) -> None:
         """Settles the last outcome and takes every wrapper away, whatever is raised meanwhile."""

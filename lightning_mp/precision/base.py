@@ -24,16 +24,17 @@ from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import is_asked_by
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
-from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+from lightning_mp.optimizer_step.manual_scale import update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
 from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or_skip
+from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 from lightning_mp.precision.optimizer_states import refuse_other_optimizers
 
 __all__ = ["GradientStepPrecision"]
@@ -65,6 +66,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _skipped_steps: int = 0
     _ran_on: str | None = None
     _step_hook: RemovableHandle | None = None
+    _met: frozenset[Optimizer] = frozenset()
     _plans: Mapping[Optimizer, StepPlan] = MappingProxyType({})
     _planned_for: Sequence[Callback] | None = None
 
@@ -100,17 +102,14 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         assert self._trainer is not None
         if self._trainer.state.fn == TrainerFn.FITTING:
             FSDP1Model.look_after_wrapping(self._trainer.strategy)
+            self._remove_step_hook()
             for optimizer in optimizers:
-                if self.scaler is not None:
-                    refuse_closures_under_a_scale(optimizer, self)
-                refuse_without_dtensors(optimizer)
+                self._meet(optimizer)
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
             self._plans = {}
-            self._remove_step_hook()
-            # Of any optimizer: one may hold another that steps for it.
-            self._step_hook = register_optimizer_step_pre_hook(self._notice_step)
+            self._step_hook = register_optimizer_step_pre_hook(self._notice_step)  # also for steps of an inner one
             self._dispatcher = StepOutcomeDispatcher(self._trainer, self._trainer.lightning_module).attach(optimizers)
         return model, optimizers, lr_schedulers
 
@@ -129,8 +128,31 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             # Manual optimization updates the scale when the next batch begins, and there is none.
             self._update_scale_of_last_batch()
 
+    def _meet(self, optimizer: Optimizer) -> None:
+        """Once for each optimizer of a fit."""
+        if self.scaler is not None:
+            refuse_closures_under_a_scale(optimizer, self)
+        refuse_without_dtensors(optimizer)
+        self._met |= {optimizer}
+
+    def _meet_late(self, optimizer: Optimizer, trainer: "pl.Trainer") -> None:
+        """For an optimizer that was made inside of the fit, before it steps; those that it replaces are let go."""
+        if not self._met.isdisjoint(with_wrapped(optimizer)):  # a strategy has wrapped it since
+            self._met |= {optimizer}
+            return
+        current = {*trainer.optimizers, optimizer}
+        self._met &= current
+        self._plans = {o: plan for o, plan in self._plans.items() if o in current}
+        self._meet(optimizer)
+        if self._dispatcher is not None:
+            self._dispatcher.settle_before_saving(optimizer)
+        self._connect_late(optimizer)
+
+    def _connect_late(self, optimizer: Optimizer) -> None:
+        """What a plugin does to the optimizers of a fit in ``connect``."""
+
     def _remove_step_hook(self) -> None:
-        handle, self._step_hook = self._step_hook, None
+        handle, self._step_hook, self._met = self._step_hook, None, frozenset()
         if handle is not None:
             handle.remove()
 
@@ -175,29 +197,23 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             MisconfigurationException: before a Trainer's run, as by ``Fabric.autocast()``; after one, if it needs what
                 the plugin had done to the module.
         """
-        if self._trainer is None:
-            self._check_context_after_a_run()
-        return self._steps_in("train")
+        return self._context("train")
 
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
         """The same for validation steps."""
-        if self._trainer is None:
-            self._check_context_after_a_run()
-        return self._steps_in("validate")
+        return self._context("validate")
 
     def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """The same for test steps."""
-        if self._trainer is None:
-            self._check_context_after_a_run()
-        return self._steps_in("test")
+        return self._context("test")
 
     def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """The same for predict steps."""
-        if self._trainer is None:
-            self._check_context_after_a_run()
-        return self._steps_in("predict")
+        return self._context("predict")
 
-    def _check_context_after_a_run(self) -> None:
+    def _context(self, loop: str) -> AbstractContextManager[None]:
+        if self._trainer is not None:
+            return self._steps_in(loop)
         if self._ran_on is None:
             raise no_trainer(self, "is asked for its context outside of a Trainer's run")
         reason = self._why_not_after_a_run()
@@ -206,6 +222,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 f"{self} is asked for its context after the run, and {reason}. Use trainer.predict, trainer.validate or"
                 " trainer.test, or a torch.autocast of your own."
             )
+        return self._steps_in(loop)
 
     def _why_not_after_a_run(self) -> str | None:
         """What the plugin's contexts miss once a run has ended; None if nothing."""
@@ -248,6 +265,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         A closure that returns None (no loss in the last micro-batch, manual optimization, or a module that called its
         closure itself) changes nothing: the gradients that are there are stepped with, as in fp32.
         """
+        if self._trainer is not None and optimizer not in self._met:
+            self._meet_late(optimizer, self._trainer)
         closure_result = closure()
         plan, outside = self._plan_of(optimizer, model), self._outside_forward()
         if self._dispatcher is not None:
@@ -300,23 +319,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             yield
 
     def _update_scale_of_last_batch(self) -> None:
-        """Of manual optimization. Gradients that wait for a step of their optimizer change with the scale."""
-        scaler = self.scaler
-        if scaler is None or not private_api.has_stepped(scaler):
-            return
-        optimizers = self._trainer.optimizers if self._trainer is not None else []
-        waiting = [
-            parameter
-            for optimizer in optimizers
-            if not private_api.has_stepped(scaler, optimizer)
-            for parameter in gradient_ops.parameters_with_gradient(optimizer)
-        ]
-        before = private_api.grad_scaler_scale(scaler)
-        before = before.clone() if before is not None else None
-        scaler.update()
-        now = private_api.grad_scaler_scale(scaler)
-        if waiting and before is not None and now is not None:
-            gradient_ops.multiply_(gradient_ops.local_shards(waiting), now / before)
+        if self.scaler is not None:
+            update_scale(self.scaler, self._trainer.optimizers if self._trainer is not None else [])
 
     # -- clipping ------------------------------------------------------------------------------------------------------
 

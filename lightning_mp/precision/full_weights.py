@@ -41,16 +41,24 @@ class FullWeightsPrecision(GradientStepPrecision):
         self._leave_optimizers()
         assert self._trainer is not None
         if self._trainer.state.fn == TrainerFn.FITTING:
-            module = self._trainer.lightning_module
-            plugin = f"{type(self).__name__}({self.precision!r})"
             into_weights = [MastersIntoWeights(optimizer) for optimizer in optimizers]
             self._optimizer_hooks = tuple(into_weights)
             for optimizer in optimizers:
-                names = TrainedWeights(plugin, optimizer, lambda: {p: name for name, p in module.named_parameters()})
-                self._optimizer_hooks += (names,)
+                self._check_trained(optimizer)
             if isinstance(self._trainer.strategy, ModelParallelStrategy):
-                self._optimizer_hooks += (MastersLoad(self._trainer.strategy, module, into_weights),)
+                load = MastersLoad(self._trainer.strategy, self._trainer.lightning_module, into_weights)
+                self._optimizer_hooks += (load,)
         return result
+
+    def _check_trained(self, optimizer: Optimizer) -> None:
+        assert self._trainer is not None
+        module, plugin = self._trainer.lightning_module, f"{type(self).__name__}({self.precision!r})"
+        trained = TrainedWeights(plugin, optimizer, lambda: {p: name for name, p in module.named_parameters()})
+        self._optimizer_hooks += (trained,)
+
+    def _connect_late(self, optimizer: Optimizer) -> None:
+        self._optimizer_hooks += (MastersIntoWeights(optimizer),)
+        self._check_trained(optimizer)
 
     def teardown(self) -> None:
         """Takes every wrapper away; Lightning calls this at the end and after exceptions."""

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.core.default_dtype import default_dtype
 from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
@@ -34,13 +32,19 @@ from lightning_mp.precision.masters.checks import (
     check_strategy,
     hint_at_dtypes,
 )
+from lightning_mp.precision.masters.first_values import fill, full_value, refine_from_weights
 from lightning_mp.precision.masters.float32_load import Float32Load, Recast
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
-from lightning_mp.precision.masters.loaded_masters import MASTERS_KEY, MastersIntoWeights, leave_out_stale_masters
+from lightning_mp.precision.masters.loaded_masters import (
+    MASTERS_KEY,
+    MastersIntoWeights,
+    leave_out_stale_masters,
+    tell_of_rounding,
+)
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.state_dict import FullWeightsInState
-from lightning_mp.precision.masters.store import MasterStore, Storage, distribute_like, make_store, refine
+from lightning_mp.precision.masters.store import MasterStore, Storage, make_store
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -58,10 +62,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
         trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
-    A weight is cast once per optimizer step, however many micro-batches and forwards the step has. What other code
-    makes of a weight between steps stays (clamping, a projection, ``load_state_dict``; also through ``.data``): its
-    master follows. With "fp32" each step reads weights and masters once more for that. Bytes per trainable parameter,
-    with Adam:
+    A weight is cast once per optimizer step, however many micro-batches and forwards that has. What other code makes
+    of it between steps (clamping, a projection, also through ``.data``) its master follows; with "fp32" each step reads
+    weights and masters once more for that. Bytes per trainable parameter, with Adam:
 
     =========================================== ====== ======== ====== ======= ===
     between two steps                           weight gradient master moments sum
@@ -189,7 +192,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         before = cast_weights_(module, self.dtype, in_float32)
         self._recast = Recast(module, self.dtype, in_float32, list(before))
         if self._trainer.state.fn == TrainerFn.FITTING:
-            self._before = {p: self._full_value(p, data) for p, data in before.items() if p.requires_grad}
+            self._before = {p: full_value(p, data, self._masters) for p, data in before.items() if p.requires_grad}
             self._were_16_bit = {p for p in self._before if before[p].dtype != torch.float32}
         return module
 
@@ -199,13 +202,6 @@ class MasterWeightsPrecision(GradientStepPrecision):
             return []
         names = self.policy.resolve(module).modules_not_used_in(self.dtype)
         return [part for name, part in named_modules(module) if name in names]
-
-    def _full_value(self, parameter: Tensor, before: Tensor) -> Tensor:
-        """What a parameter held, or its master if it was 16 bit and has one from an earlier fit."""
-        if before.dtype == torch.float32 or self._masters is None or parameter not in self._masters:
-            return before
-        working, master = local_shard(parameter.detach()), local_shard(self._masters.get(parameter).detach())
-        return distribute_like(refine(working, master.to(working.device)), parameter)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -223,9 +219,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
             if not isinstance(strategy, FSDPStrategy):
                 self._make_masters(self._trainer, optimizers)
                 return result
-            self._held = [MastersIntoWeights(optimizer) for optimizer in optimizers]
-            if self._range is not None and self.mixed_precision_config.param_dtype == torch.float16:
-                self._held += [optimizer.register_step_post_hook(self._range.hold) for optimizer in optimizers]
+            self._held = []
+            for optimizer in optimizers:
+                self._hold(optimizer)
         return result
 
     def _make_masters(self, trainer: "pl.Trainer", optimizers: list[Optimizer]) -> None:
@@ -235,15 +231,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
             self._full_state.remove()
         before, self._before = self._before, {}
         self._masters = masters = make_store(self.storage)
-        # In the order of the optimizers, which is the same on all ranks.
-        for parameter in (p for o in optimizers for group in o.param_groups for p in group["params"]):
-            if parameter not in before or parameter in masters:
-                continue
-            value = before[parameter].detach().to(device=parameter.device, dtype=torch.float32)
-            if isinstance(trainer.strategy, DDPStrategy) and all_hold_the_same(trainer.strategy):
-                # DDP has given every rank the 16-bit weights of rank 0; below them ranks may still differ.
-                dist.broadcast(value, src=0)
-            masters.set(parameter, value, given=parameter not in self._were_16_bit)
+        copied = isinstance(trainer.strategy, DDPStrategy) and all_hold_the_same(trainer.strategy)
+        fill(masters, optimizers, before, self._were_16_bit, from_rank_zero=copied)
         self._hooks = [MasterHooks(optimizer, masters) for optimizer in optimizers]
         module: nn.Module = trainer.lightning_module
         if trainer.strategy.restore_checkpoint_after_setup:
@@ -251,6 +240,24 @@ class MasterWeightsPrecision(GradientStepPrecision):
             self._held = [Float32Load(trainer.strategy, self._recast, masters, optimizers, self._hooks)]
         if self.fp32_checkpoints:
             self._full_state = module.register_state_dict_post_hook(FullWeightsInState(masters))
+
+    def _connect_late(self, optimizer: Optimizer) -> None:
+        """It goes on with the masters; a parameter that has none gets one of its 16-bit weight."""
+        assert self._trainer is not None
+        if isinstance(self._trainer.strategy, FSDPStrategy):
+            self._hold(optimizer)
+            return
+        assert self._masters is not None
+        for former in (hooks for hooks in self._hooks if hooks.optimizer not in self._trainer.optimizers):
+            former.remove()
+        self._hooks = [hooks for hooks in self._hooks if hooks.optimizer in self._trainer.optimizers]
+        self._hooks.append(MasterHooks(optimizer, self._masters))
+
+    def _hold(self, optimizer: Optimizer) -> None:
+        """Under FSDP1 the optimizer has the fp32 shards itself."""
+        self._held.append(MastersIntoWeights(optimizer))
+        if self._range is not None and self.mixed_precision_config.param_dtype == torch.float16:
+            self._held.append(optimizer.register_step_post_hook(self._range.hold))
 
     def teardown(self) -> None:
         """Leaves 16-bit weights. Masters stay with the optimizers, for a checkpoint that is written after the fit."""
@@ -285,7 +292,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     @contextmanager
     def _steps_in(self, loop: str) -> Iterator[None]:
         """Tensors made in steps are 16 bit by default; under a policy they are as autocast has them."""
-        with self._run.forward(loop, self.dtype) if self._run is not None else _default_dtype(self.dtype):
+        with self._run.forward(loop, self.dtype) if self._run is not None else default_dtype(self.dtype):
             try:
                 yield
             except RuntimeError as error:
@@ -296,7 +303,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _outside_forward(self) -> AbstractContextManager[Any]:
         """Optimizers would count steps in bf16, too."""
         if self._run is None and torch.get_default_dtype() == self.dtype:
-            return _default_dtype(torch.float32)
+            return default_dtype(torch.float32)
         return super()._outside_forward()
 
     @property
@@ -359,37 +366,26 @@ class MasterWeightsPrecision(GradientStepPrecision):
         leave_out_stale_masters(checkpoint)
         if self._masters is None or self._trainer is None:
             return
-        weights = checkpoint.get("state_dict", {})
-        for name, parameter in self._trainer.lightning_module.named_parameters():
-            value = weights.get(name)
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                continue
-            if parameter in self._were_16_bit:
-                self._masters.refine_from(parameter, value, given=True)
-            elif parameter in self._widened and not isinstance(parameter, DTensor):
-                refined = refine(parameter.detach().to(self._widened[parameter]), value.to(parameter.device))
-                parameter.data.copy_(refined)
+        module, weights = self._trainer.lightning_module, checkpoint.get("state_dict", {})
+        refine_from_weights(module, weights, self._masters, self._were_16_bit, self._widened)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Writes the scaler's state, and that the masters in the optimizers' states belong to the weights."""
         super().on_save_checkpoint(checkpoint)
         if not self._hooks:
             return
+        self._add_late_masters(checkpoint)
         checkpoint[MASTERS_KEY] = "32-true" if self.fp32_checkpoints else self.precision
         if not self.fp32_checkpoints and not self._told_of_rounding:
             self._told_of_rounding = True
-            rank_zero_info(
-                f"Checkpoints hold {self.dtype} weights, and the fp32 masters in the optimizer states. The plugins of"
-                " this package resume from the masters; Lightning's own precisions would continue from the rounded"
-                " weights. To resume with those, give fp32_checkpoints=True."
-            )
+            tell_of_rounding(self.dtype)
 
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
+    def _add_late_masters(self, checkpoint: dict[str, Any]) -> None:
+        """Of optimizers that were made inside of the fit and have not stepped yet."""
+        hooked = {hooks.optimizer for hooks in self._hooks}
+        late = [o for o in self._trainer.optimizers if o not in hooked] if self._trainer is not None else []
+        if late and self._trainer is not None and "optimizer_states" in checkpoint:
+            for optimizer in late:
+                self._meet_late(optimizer, self._trainer)
+            strategy = self._trainer.strategy
+            checkpoint["optimizer_states"] = [strategy.optimizer_state(o) for o in self._trainer.optimizers]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ __all__ = [
     "by_index",
     "expecting_masters",
     "leave_out_stale_masters",
+    "tell_of_rounding",
     "warn_of_other_weights",
     "warn_of_rounded_weights",
     "without_masters",
@@ -98,6 +99,15 @@ def leave_out_stale_masters(checkpoint: dict[str, Any]) -> None:
             " with one of Lightning's own precisions came in between, which neither used nor trained them. They are"
             " ignored; the run continues from the checkpoint's weights, in the precision in which they were saved."
         )
+
+
+def tell_of_rounding(dtype: torch.dtype) -> None:
+    """Says, at a run's first checkpoint, who resumes from its masters."""
+    rank_zero_info(
+        f"Checkpoints hold {dtype} weights, and the fp32 masters in the optimizer states. The plugins of"
+        " this package resume from the masters; Lightning's own precisions would continue from the rounded"
+        " weights. To resume with those, give fp32_checkpoints=True."
+    )
 
 
 class MastersIntoWeights:

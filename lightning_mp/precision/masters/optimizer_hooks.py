@@ -45,7 +45,7 @@ class MasterHooks:
     """
 
     def __init__(self, optimizer: Optimizer, store: MasterStore) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._store = store
         self._swapped_in: dict[Tensor, Tensor] = {}
         self._stepping: list[Optimizer] = []
@@ -95,13 +95,13 @@ class MasterHooks:
 
     def accumulate_in_float32(self) -> None:
         """Lets gradients be fp32 from the next backward on, also of parameters that were added or unfrozen since."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in self._accumulating or parameter.grad is not None or not self._has_master(parameter):
                     continue
                 if parameter not in self._store:
                     self._store.set(parameter, parameter)
-                    _widen(with_wrapped(self._optimizer), group, parameter, self._store.get(parameter))
+                    _widen(with_wrapped(self.optimizer), group, parameter, self._store.get(parameter))
                 parameter.grad_dtype = torch.float32
                 self._accumulating.add(parameter)
 
@@ -162,10 +162,10 @@ class MasterHooks:
 
     @torch.no_grad()
     def _swap_in(self, *, only_with_gradient: bool) -> None:
-        self._stepping = with_wrapped(self._optimizer)
+        self._stepping = with_wrapped(self.optimizer)
         places = [
             (group, index, parameter)
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
             for index, parameter in enumerate(group["params"])
             if self._has_master(parameter) and not (only_with_gradient and parameter.grad is None)
         ]
@@ -198,7 +198,7 @@ class MasterHooks:
         if not swapped_in:
             return
         parameter_of = {master: parameter for parameter, master in swapped_in.items()}
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["params"][:] = [parameter_of.get(p, p) for p in group["params"]]
         for parameter, master in swapped_in.items():
             self._move_state(master, parameter)
