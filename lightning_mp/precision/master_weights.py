@@ -28,6 +28,7 @@ from lightning_mp.precision.masters.checks import (
     DTYPES,
     check_arguments,
     check_autocast,
+    check_shapes,
     check_sharding_units,
     check_strategy,
     hint_at_dtypes,
@@ -165,13 +166,16 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
         Raises:
             ValueError: if a rule of the policy matches nothing.
-            MisconfigurationException: if the device or the strategy does not support it.
+            MisconfigurationException: if the device or the strategy does not support it, or in a fit if a
+                parameter has no shape yet.
         """
         module = super().convert_module(module)
         assert self._trainer is not None
         strategy = self._trainer.strategy
         device_type = strategy.root_device.type
         check_strategy(strategy, module, storage=self.storage, fp32_gradients=self.fp32_gradients)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            check_shapes(module)
         FSDP1Model.look_before_wrapping(module, strategy)
         if self.policy is not None:
             check_autocast(self.precision, device_type)

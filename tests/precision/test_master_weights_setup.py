@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from master_loops import DTYPES, KINDS, master_weights, masters_of
 from small_models import Regression, loader, quiet_trainer, regression_batches, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -137,6 +138,47 @@ def test_an_optimizer_that_keeps_its_own_parameters_is_refused_at_its_first_step
 def test_under_fabric_it_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="is a plugin for lightning.pytorch.Trainer"):
         MasterWeightsPrecision("bf16-true").convert_module(nn.Linear(1, 1))
+
+
+class Lazy(Regression):
+    def __init__(self, *, in_setup: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(16), nn.GELU(), nn.LazyLinear(1))
+        self.in_setup = in_setup
+
+    def setup(self, stage: str) -> None:
+        if self.in_setup:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                self.net(torch.zeros(1, 8))
+
+
+class ValidatedLazy(Lazy):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen = self.net(batch[0]).dtype
+
+
+@pytest.mark.parametrize(("precision", "storage"), KINDS)
+def test_parameters_without_a_shape_are_refused_with_the_remedy(precision: str, storage: str) -> None:
+    """torch's own error came out of the store; the remedy that is named trains as ready layers do."""
+    with pytest.raises(MisconfigurationException) as caught:
+        quiet_trainer(plugins=[master_weights(precision, storage)]).fit(Lazy(), loader(regression_batches(1)))
+    said = str(caught.value)
+    assert "net.0.weight, net.0.bias, net.2.weight, net.2.bias have no shape yet" in said
+    assert "in the module's setup hook" in said
+    ends = []
+    for module in (Lazy(in_setup=True), Regression()):
+        trainer = quiet_trainer(plugins=[master_weights(precision, storage)])
+        trainer.fit(module, loader(regression_batches(4)))
+        ends.append(masters_of(trainer))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_parameters_without_a_shape_can_be_evaluated(precision: Any) -> None:
+    module = ValidatedLazy()
+    quiet_trainer(plugins=[master_weights(precision)]).validate(module, loader(regression_batches(1)), verbose=False)
+    assert module.seen == DTYPES[precision]
 
 
 def test_a_fit_that_fails_at_set_up_does_not_round_the_weights() -> None:

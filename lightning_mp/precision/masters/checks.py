@@ -7,12 +7,21 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Single
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_mp.core.messages import listed
 from lightning_mp.precision.autocast_context import why_no_autocast
 from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
 
-__all__ = ["DTYPES", "check_arguments", "check_autocast", "check_sharding_units", "check_strategy", "hint_at_dtypes"]
+__all__ = [
+    "DTYPES",
+    "check_arguments",
+    "check_autocast",
+    "check_shapes",
+    "check_sharding_units",
+    "check_strategy",
+    "hint_at_dtypes",
+]
 
 #: The 16-bit dtype of each precision.
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -76,6 +85,22 @@ def check_strategy(strategy: Strategy, module: nn.Module, *, storage: str, fp32_
         raise MisconfigurationException(
             "MasterWeightsPrecision keeps norms with running statistics (BatchNorm) in fp32, and here their weights are"
             f" sharded, under {name}. Leave them out of fully_shard (ignored_params), or use GroupNorm or LayerNorm."
+        )
+
+
+def check_shapes(module: nn.Module) -> None:
+    """Refuses parameters of lazy modules that have no shape yet: a master needs one.
+
+    Raises:
+        MisconfigurationException: names them.
+    """
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision makes fp32 masters of the weights before the first batch, and {listed(lazy)} have"
+            " no shape yet: lazy modules get theirs with the first forward. Run one batch through the model before"
+            " trainer.fit or in the module's setup hook (with torch.no_grad(): self.net(example)), name the sizes"
+            " (nn.Linear instead of nn.LazyLinear), or use AutocastPrecision, which needs no shapes."
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
@@ -47,7 +48,12 @@ def check_half_range(module: nn.Module, dtype: torch.dtype, in_float32: Iterable
     kept = {p for part in in_float32 for p in part.parameters(recurse=False)}
     too_large = []
     for name, parameter in module.named_parameters():
-        if parameter in kept or parameter.is_meta or parameter.dtype not in (torch.float32, torch.bfloat16):
+        if (
+            parameter in kept
+            or is_lazy(parameter)
+            or parameter.is_meta
+            or parameter.dtype not in (torch.float32, torch.bfloat16)
+        ):
             continue
         local = local_shard(parameter.detach())
         if local.numel() and float(local.abs().nan_to_num(posinf=0.0).max()) > HALF_MAX:
