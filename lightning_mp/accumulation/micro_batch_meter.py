@@ -11,6 +11,7 @@ from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import BudgetLimiter, OpenWindow, TokenBudget
 from lightning_mp.tokens.counter import TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure
+from lightning_mp.tokens.ragged_batches import RaggedBatches
 
 __all__ = ["MicroBatchMeter"]
 
@@ -50,6 +51,11 @@ class MicroBatchMeter:
         self._trainer = trainer
         self._device = pl_module.device
         self._limiter = BudgetLimiter(counter, self.weighting)
+        self._ragged = RaggedBatches(
+            "accumulation weighs micro-batches, or counts samples, by them.",
+            "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
+            " loss is a mean over, or put a tensor with one row per sample first.",
+        )
         self._is_alone = num_data_ranks(trainer) == 1
 
     def measure(self, batch: Any, window: Window, budget: TokenBudget | None) -> tuple[Measure, bool]:
@@ -64,6 +70,8 @@ class MicroBatchMeter:
             What is left of it, and whether the run ends with it.
         """
         measure = self.weighting.measure(batch)
+        if self.weighting.takes_rows(batch):
+            self._ragged.look(batch)
         if budget is None:
             return measure, False
         # What other ranks hold is not known without asking them.

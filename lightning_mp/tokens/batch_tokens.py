@@ -106,7 +106,7 @@ def loss_bearing(labels: Tensor, *, shifted: bool) -> Tensor:
 
 
 def count_samples(batch: Any) -> int:
-    """Size of the first dimension of the first tensor in the batch.
+    """Size of the first dimension of the first tensor in the batch, whatever the sizes of the others.
 
     Raises:
         ValueError: if there is no tensor with a dimension in the batch.

@@ -117,6 +117,12 @@ class Weighting:
             input_tokens if nonpad_tokens is None else nonpad_tokens,
         )
 
+    def takes_rows(self, batch: Any) -> bool:
+        """Whether samples matter, and nothing but the first tensor tells how many a batch has."""
+        if self.weight_by == "sample":
+            return True
+        return self.counts_samples and self.count is None and batch_tokens.find_labels(batch) is None
+
     def size(self, batch: Any, units: Set[str]) -> tuple[int, int]:
         """Samples, and tokens with padding, that a batch presents on this rank; 0 for what ``units`` does not name."""
         samples = batch_tokens.count_samples(batch) if "sample" in units else 0
