@@ -1,14 +1,14 @@
 """What waits for the end of an accumulation window, for the time of one ``fit``."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import LBFGS
+from torch.optim import Optimizer
 
 from lightning_mp.accumulation.across_epochs import CarryOverEpochs, another_epoch_follows
 from lightning_mp.accumulation.declined_batch import DeclinedBatches
@@ -16,24 +16,32 @@ from lightning_mp.core import private_loop_api
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.gradients.sync import Sync, gradient_sync
+from lightning_mp.optimizer_step.closures import cannot_do_without_its_closure
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 
-__all__ = ["DeferredCheckpoints", "AccumulationBoundary", "refuse_repeated_losses"]
+__all__ = ["DeferredCheckpoints", "AccumulationBoundary", "refuse_repeated_losses", "repeated_losses"]
 
 
 def refuse_repeated_losses(trainer: "pl.Trainer") -> None:
-    """Refuses an optimizer that evaluates the loss several times in one step.
+    """Refuses an optimizer that is known to evaluate the loss several times in one step.
 
     Raises:
-        MisconfigurationException: with LBFGS.
+        MisconfigurationException: with LBFGS, or an optimizer whose ``step`` must be given a closure.
     """
-    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-        raise MisconfigurationException(
-            "AccumulationScheduler and ChinchillaBudget cannot be used with LBFGS, which evaluates the loss several"
-            " times in one step: tokens and windows would be counted more than once. Use another optimizer, or"
-            " remove the callbacks."
-        )
+    for optimizer in trainer.optimizers:
+        if cannot_do_without_its_closure(optimizer):
+            raise repeated_losses([optimizer])
+
+
+def repeated_losses(optimizers: Sequence[Optimizer]) -> MisconfigurationException:
+    """The refusal of optimizers that evaluate the loss several times in one step; of others, once they do."""
+    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    return MisconfigurationException(
+        f"AccumulationScheduler and ChinchillaBudget cannot be used with {names}, which evaluates the loss several"
+        " times in one step: tokens and windows would be counted more than once. Use another optimizer, or remove the"
+        " callbacks."
+    )
 
 
 class _EndOfWindow(int):

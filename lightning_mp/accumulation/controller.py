@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_mp.accumulation import transitions
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.across_epochs import another_epoch_follows
-from lightning_mp.accumulation.boundary import AccumulationBoundary, refuse_repeated_losses
+from lightning_mp.accumulation.boundary import AccumulationBoundary, refuse_repeated_losses, repeated_losses
 from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_of_a_lost_gradient
 from lightning_mp.accumulation.settings import AccumulationSettings
@@ -142,7 +142,7 @@ class AccumulationController(Callback):
         """Refuses an optimizer that evaluates the loss several times in one step.
 
         Raises:
-            MisconfigurationException: with LBFGS.
+            MisconfigurationException: with LBFGS, or an optimizer whose ``step`` must be given a closure.
         """
         refuse_repeated_losses(trainer)
         self.state = replace(self.state, end_tokens=None)
@@ -240,9 +240,15 @@ class AccumulationController(Callback):
             self._boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
+        """Weighs the loss. A micro-batch without a loss never comes here and is not counted.
+
+        Raises:
+            MisconfigurationException: if the optimizer evaluates the loss again in the step that closes the window.
+        """
         if self.settings.weighting is None:
             return
+        if self.state.window.totals is None:
+            raise repeated_losses(trainer.optimizers)
         reference = self.state.reference_items
         if reference is None:
             assert self.measure is not None

@@ -14,7 +14,13 @@ from torch.optim import LBFGS, Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.core.instance_method import InstancePatch
 
-__all__ = ["OptimizerMemory", "StepClosure", "evaluates_its_closure_once", "refuse_closures_under_a_scale"]
+__all__ = [
+    "OptimizerMemory",
+    "StepClosure",
+    "cannot_do_without_its_closure",
+    "evaluates_its_closure_once",
+    "refuse_closures_under_a_scale",
+]
 
 # Of optimizers that have stepped with a closure: whether they have evaluated it themselves.
 _evaluates_itself: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
@@ -35,6 +41,18 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     return "closure" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def cannot_do_without_its_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to evaluate the loss itself: LBFGS, and a ``step`` that must be given a closure.
+
+    Example:
+        >>> weights = [torch.nn.Parameter(torch.ones(1))]
+        >>> cannot_do_without_its_closure(torch.optim.SGD(weights)), cannot_do_without_its_closure(LBFGS(weights))
+        (False, True)
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
+
+
 def refuse_closures_under_a_scale(optimizer: Optimizer, plugin: object) -> None:
     """Refuses what is known to evaluate the loss several times in one step, where there is a loss scale.
 
@@ -43,8 +61,7 @@ def refuse_closures_under_a_scale(optimizer: Optimizer, plugin: object) -> None:
     Raises:
         MisconfigurationException: for LBFGS, and for a ``step`` that cannot do without its closure.
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+    if cannot_do_without_its_closure(optimizer):
         raise _refusal(optimizer, plugin)
 
 

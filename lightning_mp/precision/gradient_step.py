@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
+from lightning_mp.accumulation.boundary import repeated_losses
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
 from lightning_mp.gradients.fused_optimizers import (
@@ -256,11 +256,7 @@ def _evaluate_again(
     """
     controller = step.plan.controller
     if controller is not None and controller.weight_by is not None:
-        raise MisconfigurationException(
-            "AccumulationScheduler and ChinchillaBudget cannot be used with"
-            f" {type(step.plan.optimizer).__name__}, which evaluates the loss several times in one step: tokens and"
-            " windows would be counted more than once. Use another optimizer, or remove the callbacks."
-        )
+        raise repeated_losses([step.plan.optimizer])
     torch.clear_autocast_cache()
     with context():
         result = closure()
