@@ -1,5 +1,6 @@
 """Monitor of the gradient noise scale, from norms that accumulation and data parallelism give almost for free."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.callbacks._gradient_exponents import loss_scale_of
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core import private_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
@@ -67,9 +68,11 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     Args:
         average_steps: time constant of the averages, in optimizer steps. One step's estimate is mostly noise.
+        count: a function from a batch to its number of samples on this rank, where that is not the first dimension of
+            its tensors. For a batch without any, a ``count=`` of :class:`~lightning_mp.AccumulationScheduler` is used.
 
     Raises:
-        ValueError: if ``average_steps`` is not a whole number of 2 or more.
+        ValueError: if ``average_steps`` is not a whole number of 2 or more, or ``count`` is no function.
         MisconfigurationException: at set-up, with manual optimization or DeepSpeed.
 
     Example:
@@ -78,7 +81,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         True
     """
 
-    def __init__(self, average_steps: int = 500) -> None:
+    def __init__(self, average_steps: int = 500, *, count: Callable[[Any], int] | None = None) -> None:
         self.average_steps = whole_number(
             average_steps,
             "average_steps",
@@ -87,6 +90,9 @@ class GradientNoiseScale(SettingsRepr, Callback):
             unit="optimizer steps",
             hint="A steady value needs some hundreds.",
         )
+        if count is not None and not callable(count):
+            raise ValueError(f"GradientNoiseScale(count={count!r}): it must be a function from a batch to its samples.")
+        self.count = count
         self.average = NoiseScaleAverage(average_steps)
         self._window: NoiseWindow | None = None
         self._closed: dict[int, ClosedNoiseWindow] = {}
@@ -96,7 +102,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._ours = False
         self._sharded = False
         self._shifted: bool | None = None
-        self._samples = 0
+        self._samples: int | None = 0
         self._tokens: float | Tensor = 0.0
         self._told = False
         self._carried: list[float] | None = None
@@ -121,7 +127,6 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 "GradientNoiseScale cannot be used with DeepSpeed, which does not expose its gradients. Use DDP or"
                 " ModelParallelStrategy."
             )
-
         if is_pipelined(trainer):
             raise MisconfigurationException(
                 "GradientNoiseScale cannot be used with PipelineParallelStrategy, whose stages have no gradient of a"
@@ -167,8 +172,20 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Counts its samples and tokens."""
-        self._samples = batch_tokens.count_samples(batch)
+        self._samples = self._count_samples(trainer, batch)
         self._tokens = self._count_tokens(trainer, pl_module, batch)
+
+    def _count_samples(self, trainer: "pl.Trainer", batch: Any) -> int | None:
+        if self.count is not None:
+            return int(self.count(batch))
+        try:
+            return batch_tokens.count_samples(batch, "Pass count=, a function from a batch to its number of samples.")
+        except ValueError as error:
+            controller = AccumulationController.of(trainer)
+            if controller is not None and controller.measure is not None and controller.measure.input_tokens:
+                return controller.measure.input_tokens  # by a user's function, as there is no tensor
+            self._tell(str(error))
+            return None
 
     def _count_tokens(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> float | Tensor:
         controller = AccumulationController.of(trainer)
@@ -189,6 +206,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         """Records the micro-batch; in the first one of a window its gradients will be read."""
         window = self._window
         if window is None or not self._samples:
+            self._window = window if self._samples == 0 else None  # not all of its micro-batches can be counted
             return
         if not window.micro_batches and self._is_available(trainer) and not self._sharded:
             self._handles = [p.register_hook(window.add_norm) for p in _stepped(trainer) if p.requires_grad]
@@ -377,6 +395,5 @@ def _weight(trainer: "pl.Trainer") -> float | Tensor:
 
 
 def _square_scale(trainer: "pl.Trainer", like: Tensor) -> Tensor:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    scale = private_api.grad_scaler_scale(scaler) if scaler is not None and scaler.is_enabled() else None
+    scale = loss_scale_of(trainer)
     return on_device_of(like, 1.0 if scale is None else scale).square()

@@ -27,7 +27,7 @@ from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.batch_tokens import no_tokens_in
-from lightning_mp.tokens.count_unit import CountUnit, counted_unit
+from lightning_mp.tokens.count_unit import CountUnit, counted_unit, samples_of
 from lightning_mp.tokens.counter import TokenCounterDeltas
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
@@ -127,7 +127,7 @@ class MFUMonitor(SettingsRepr, Callback):
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
         self._window = window
-        self.count = count if count is not None or unit != "sample" else batch_tokens.count_samples
+        self.count = count if count is not None or unit != "sample" else samples_of
         self._counted: Literal["token", "sample"] = "sample" if unit == "sample" else "token"
         self._is_count_checked = False
         self.throughput = Throughput(window)

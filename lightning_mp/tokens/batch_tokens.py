@@ -28,6 +28,11 @@ IGNORE_INDEX = -100
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
+_COUNT_ITEMS = (
+    "Pass AccumulationScheduler count=, a function from a batch to its number of items, without weight_by='sample'; or"
+    " weight_by='batch'. Thresholds and targets can then be in steps or tokens."
+)
+
 # Class names of Hugging Face models whose loss can shift labels (transformers 5, `ForCausalLMLoss`).
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -105,8 +110,12 @@ def loss_bearing(labels: Tensor, *, shifted: bool) -> Tensor:
     return mask
 
 
-def count_samples(batch: Any) -> int:
+def count_samples(batch: Any, instead: str = _COUNT_ITEMS) -> int:
     """Size of the first dimension of the first tensor in the batch, whatever the sizes of the others.
+
+    Args:
+        batch: any structure with tensors.
+        instead: what the caller's user can do where there is no tensor, for the message.
 
     Raises:
         ValueError: if there is no tensor with a dimension in the batch.
@@ -121,7 +130,7 @@ def count_samples(batch: Any) -> int:
             return tensor.shape[0]
     raise ValueError(
         f"No samples can be counted in a batch of type {type(batch).__name__!r}: it holds no tensor with a batch"
-        " dimension. Pass count=, a function from a batch to its number of items, or weight_by='batch'."
+        f" dimension. {instead}"
     )
 
 

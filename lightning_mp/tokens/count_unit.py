@@ -7,9 +7,20 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.tokens import batch_tokens
 
-__all__ = ["CountUnit", "counted_unit"]
+__all__ = ["CountUnit", "counted_unit", "samples_of"]
 
 CountUnit = Literal["auto", "token", "sample"]
+
+
+def samples_of(batch: Any) -> int:
+    """The count of ``MFUMonitor(unit="sample")``.
+
+    Raises:
+        ValueError: if there is no tensor with a dimension in the batch.
+    """
+    return batch_tokens.count_samples(
+        batch, "Pass count= beside unit='sample', a function from a batch to its number of samples."
+    )
 
 
 def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool) -> Literal["token", "sample"]:

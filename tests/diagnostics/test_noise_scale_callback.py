@@ -20,6 +20,7 @@ from small_models import (
     quiet_trainer,
     regression_batches,
     token_batches,
+    weights,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -48,8 +49,8 @@ def still_last_layer(parameters: Any) -> torch.optim.Optimizer:
 class Recording(GradientNoiseScale):
     """Keeps what the estimator was given: squared norms, inverse sizes, tokens of a sample."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, count: Any = None) -> None:
+        super().__init__(count=count)
         self.given: list[list[float]] = []
         add = self.average.add
 
@@ -259,6 +260,70 @@ def test_fsdp2_that_reduces_once_per_window_has_no_small_gradient() -> None:
     (given, messages), (_, _) = run_ranks(train, 2)
     assert given == []
     assert sum("sync='micro_batch'" in message for message in messages if "GradientNoiseScale" in message) == 1
+
+
+# -- batches without a tensor ------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """What graph libraries batch: no tensor that can be found from outside."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, *_: Any, **__: Any) -> "Graph":
+        return self
+
+
+class OnGraphs(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch.x, batch.y), batch_idx)
+
+
+def graph_size(batch: Graph) -> int:
+    return len(batch.x)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"callbacks": [AccumulationScheduler({0: 2}, weight_by="batch")], "own": graph_size},
+        {"callbacks": [AccumulationScheduler({0: 2}, count=graph_size)], "own": None},
+        {"accumulate_grad_batches": 2, "own": graph_size},
+    ],
+    ids=["both", "the scheduler's count", "its own count"],
+)
+def test_samples_of_batches_without_a_tensor_are_those_of_a_count(arguments: dict[str, Any]) -> None:
+    batches = regression_batches(8)
+    count, callbacks = arguments["own"], arguments.get("callbacks", [])
+    callback = Recording(count)
+    trainer = quiet_trainer(
+        callbacks=[callback, *callbacks], accumulate_grad_batches=arguments.get("accumulate_grad_batches", 1)
+    )
+    trainer.fit(OnGraphs(still), loader([Graph(*batch) for batch in batches]))
+    given = torch.tensor(callback.given)[:, :4]
+    assert given == pytest.approx(torch.tensor(by_hand(Regression(), in_windows(batches, 2)))[:, :4], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`:UserWarning")
+def test_where_no_samples_can_be_counted_the_run_goes_on_without_an_estimate() -> None:
+    callback, module, plain = Recording(), OnGraphs(), OnGraphs()
+    graphs = [Graph(*batch) for batch in regression_batches(4)]
+    quiet_trainer(accumulate_grad_batches=2).fit(plain, loader(graphs))
+    trainer = quiet_trainer(callbacks=[callback], accumulate_grad_batches=2)
+    message = (
+        r"no estimate for now: No samples .* type 'Graph'.* Pass count=, a function from a batch to its number of s"
+    )
+    with pytest.warns(UserWarning, match=message) as caught:
+        trainer.fit(module, loader(graphs))
+    assert sum("no estimate" in str(warning.message) for warning in caught) == 1
+    assert callback.given == []
+    assert all(map(torch.equal, weights(module), weights(plain)))
+
+
+def test_a_count_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"GradientNoiseScale\(count=5\): it must be a function"):
+        GradientNoiseScale(count=5)  # type: ignore[arg-type]
 
 
 # -- through the Trainer, with known noise -----------------------------------------------------------------------------

@@ -141,7 +141,8 @@ def test_samples_are_the_first_dimension_of_the_first_tensor_that_has_one(batch,
 def test_a_batch_without_a_batch_dimension_is_refused(batch):
     message = (
         rf"^No samples can be counted in a batch of type '{type(batch).__name__}': it holds no tensor with a batch"
-        r" dimension\. Pass count=, a function from a batch to its number of items, or weight_by='batch'\.$"
+        r" dimension\. Pass AccumulationScheduler count=, a function from a batch to its number of items, without"
+        r" weight_by='sample'; or weight_by='batch'\. Thresholds and targets can then be in steps or tokens\.$"
     )
     with pytest.raises(ValueError, match=message):
         count_samples(batch)
