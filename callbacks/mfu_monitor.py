@@ -80,8 +80,8 @@ class MFUMonitor(SettingsRepr, Callback):
         count: a function from a batch to its number of tokens, or of samples, on this rank, where tokens are not the
             labels other than -100.
         unit: what ``count`` counts. "auto" takes samples if the count of the first batch is the size of its first
-            dimension, else tokens. "sample" counts samples without a ``count``, as for images. "token" is for batches
-            whose first dimension is tokens.
+            dimension, else tokens. "sample" counts samples without a ``count``, whatever the labels are, as for images;
+            micro-batches then weigh by their samples. "token" is for batches whose first dimension is tokens.
 
     Raises:
         ValueError: if an argument is not valid.

@@ -33,7 +33,7 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
         unit: "auto", or what the user says that is counted.
         counted: the number, on this rank.
         batch: it is of.
-        is_counted: by a function of the user; the labels of a batch are tokens.
+        is_counted: by a function, whatever the labels of the batch are; else its labels are, and they are tokens.
 
     Raises:
         MisconfigurationException: the number cannot be one of ``unit``.
@@ -44,13 +44,7 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
         >>> counted_unit("auto", 8, images, is_counted=True), counted_unit("auto", 8 * 16, images, is_counted=True)
         ('sample', 'token')
     """
-    has_labels = batch_tokens.find_labels(batch) is not None
-    if unit == "sample" and has_labels:
-        raise MisconfigurationException(
-            "unit='sample' was given, and the batch has token labels at batch['labels'] or batch[1], whose tokens are"
-            " counted. Leave `unit` out: all figures are then per token."
-        )
-    if not is_counted or has_labels:
+    if not is_counted:
         return "token"
     sizes = [tensor.shape for tensor in tensors_in(batch) if tensor.ndim]
     if not sizes:
@@ -59,12 +53,13 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
     if counted == samples and unit != "token":
         return "sample"
     # A batch of one dimension can be one of tokens, some of them padding.
-    fewest = 1 if len(sizes[0]) == 1 and unit != "sample" else samples
+    fewest = 1 if unit == "token" or (len(sizes[0]) == 1 and unit != "sample") else samples
     if unit == "sample" or not fewest <= counted <= numbers:
         allowed = f"{samples} samples" + ("" if unit == "sample" else f", or {fewest} to {numbers} tokens")
         raise MisconfigurationException(
             f"`count` gives {counted} for the first batch, of type {type(batch).__name__!r} with {allowed}. len() of"
             " a list or mapping is its number of entries, not of samples. Count samples by"
-            " count=lambda batch: len(batch[0]) or unit='sample', or tokens by their tensor's numel()."
+            " count=lambda batch: len(batch[0]) or unit='sample', or tokens by their tensor's numel(). Fewer tokens"
+            " than samples want unit='token'."
         )
     return "token"

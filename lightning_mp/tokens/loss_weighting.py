@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.count_unit import samples_of
 
 __all__ = ["CountFunction", "Measure", "WeightBy", "Weighting"]
 
@@ -46,7 +47,8 @@ class Weighting:
     Args:
         weight_by: "token" weighs by target tokens, "sample" by batch size, "batch" all alike; "auto" takes tokens
             if the first batch has token labels or ``count`` is given, else samples. The choice is printed.
-        count: counts the tokens of a batch, where they are not its labels.
+        count: counts the tokens of a batch, where they are not its labels. A tensor counts some of the labels, if the
+            batch has any; an int counts whatever it does.
         shifted: the model shifts its labels itself.
         counts_tokens: whether tokens are counted at all.
         counts_samples: whether samples are, also where they are not the weight.
@@ -79,8 +81,14 @@ class Weighting:
             needs_samples: the same for samples.
 
         Raises:
-            MisconfigurationException: if tokens are needed and cannot be counted.
+            MisconfigurationException: if tokens are needed and cannot be counted, or samples are counted for them.
         """
+        if self.count is samples_of and (needs_tokens or self.weight_by == "token"):
+            raise MisconfigurationException(
+                "MFUMonitor(unit='sample') has the run counted in samples, and weight_by='token', a budget or a"
+                " schedule in tokens has it counted in tokens. A run is counted in one of them: use MFUMonitor() for"
+                " figures per token, or take what asks for tokens out."
+            )
         has_tokens = self.count is not None or batch_tokens.find_labels(first_batch) is not None
         if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
@@ -91,7 +99,7 @@ class Weighting:
             )
         weight_by = self.weight_by
         if weight_by == "auto":
-            weight_by = "token" if has_tokens else "sample"
+            weight_by = "token" if has_tokens and self.count is not samples_of else "sample"
             rank_zero_info(f"Gradient accumulation: micro-batches are weighted by their number of {weight_by}s.")
         return Weighting(
             weight_by,
@@ -107,6 +115,8 @@ class Weighting:
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
         items = {"token": tokens, "sample": samples, "batch": 1}[self.weight_by]
         nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
+        if self.count is not None and isinstance(nonpad_tokens, Tensor):
+            nonpad_tokens = nonpad_tokens.clamp(max=input_tokens)  # a mask hides tokens, not what else is counted
         divisor = batch_tokens.declared_divisor(batch)
         return Measure(
             items,
@@ -132,7 +142,9 @@ class Weighting:
         labels = batch_tokens.find_labels(batch)
         if self.count is not None:
             counted = self.count(batch)
-            return counted, labels.numel() if labels is not None else int(counted)
+            if labels is not None and isinstance(counted, Tensor):
+                return counted, labels.numel()  # reading the tensor would make the host wait for the device
+            return counted, int(counted)
         if labels is None:
             raise MisconfigurationException(
                 f"The first batch had token labels, this batch of type {type(batch).__name__!r} has none."

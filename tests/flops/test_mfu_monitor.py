@@ -475,8 +475,11 @@ def test_what_is_counted() -> None:
     labels = {"labels": torch.zeros(2, 5, dtype=torch.long)}
     assert counted_unit("auto", 10, labels, is_counted=True) == "token"
     assert counted_unit("auto", 10, labels, is_counted=False) == "token"
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="the batch has token labels"):
-        counted_unit("sample", 10, labels, is_counted=True)
+    assert counted_unit("auto", 2, labels, is_counted=True) == "sample"
+    assert counted_unit("sample", 2, labels, is_counted=True) == "sample"
+    assert counted_unit("token", 1, labels, is_counted=True) == "token"
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="want unit='token'"):
+        counted_unit("auto", 1, labels, is_counted=True)
     assert counted_unit("auto", 7, "no tensor", is_counted=True) == "token"
 
 

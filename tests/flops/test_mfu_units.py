@@ -1,0 +1,105 @@
+"""What MFUMonitor counts where the labels of a batch look like tokens and are none."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from memory_logger import MemoryLogger
+from small_models import loader, quiet_trainer, weights
+from torch import Tensor, nn
+
+from lightning_mp import AccumulationScheduler, ChinchillaBudget, MFUMonitor
+from lightning_mp.tokens.loss_weighting import Weighting
+
+PEAK = 1e12
+
+
+class Segmentation(pl.LightningModule):
+    """A class for every pixel: labels ``[batch, height, width]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Conv2d(3, 5, 3, padding=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def segmented_pictures(sizes: tuple[int, ...] = (4, 4, 4, 4)) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [
+            torch.randn(size, 3, 8, 8, generator=generator),
+            torch.randint(5, (size, 8, 8), generator=generator),
+        ]
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counted"),
+    [
+        ({"unit": "sample"}, 16),
+        ({"unit": "sample", "count": lambda batch: len(batch[0])}, 16),
+        ({"count": lambda batch: len(batch[0])}, 16),
+        ({"count": lambda batch: 7 * len(batch[0])}, 7 * 16),
+        ({}, 16 * 64),
+    ],
+    ids=["unit", "unit and count", "samples", "tokens", "labels"],
+)
+def test_an_explicit_unit_or_count_beats_integer_labels(arguments: dict[str, Any], counted: int) -> None:
+    logger, made = MemoryLogger(), MFUMonitor(peak_flops=PEAK, **arguments)
+    quiet_trainer(callbacks=[made], logger=logger, log_every_n_steps=1).fit(
+        Segmentation(), loader(segmented_pictures())
+    )
+    totals = made.throughput.totals
+    assert (totals.input_tokens, totals.useful_tokens) == (counted, counted)
+    per_picture = 2 * 2 * (3 * 3 * 3 * 5 * 8 * 8)  # forward and the gradient of the weight; the input needs none
+    assert made.throughput.work.model_flops_per_token == pytest.approx(per_picture * 16 / counted)
+    name = "samples_per_second" if counted == 16 else "tokens_per_second"
+    assert name in logger.ours()[-1][1]
+
+
+def test_samples_weigh_micro_batches_as_where_the_scheduler_says_so() -> None:
+    def trained(*callbacks: Any) -> list[Tensor]:
+        module = Segmentation()
+        quiet_trainer(callbacks=list(callbacks)).fit(module, loader(segmented_pictures((4, 2, 3, 1))))
+        return weights(module)
+
+    expected = trained(AccumulationScheduler({0: 2}, weight_by="sample"))
+    for weight_by in ("sample", "auto"):
+        scheduler = AccumulationScheduler({0: 2}, weight_by=weight_by)
+        assert all(map(torch.equal, trained(MFUMonitor(unit="sample"), scheduler), expected))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: AccumulationScheduler({0: 2}, weight_by="token"), lambda: ChinchillaBudget(tokens=100, save=False)],
+    ids=["weights", "budget"],
+)
+def test_samples_beside_tokens_are_refused(other: Any) -> None:
+    message = r"MFUMonitor\(unit='sample'\) has the run counted in samples, and weight_by='token', a budget"
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=message):
+        quiet_trainer(callbacks=[MFUMonitor(unit="sample"), other()], max_epochs=-1).fit(
+            Segmentation(), loader(segmented_pictures())
+        )
+
+
+def test_an_attention_mask_does_not_hide_samples() -> None:
+    """Else there were more samples than there are: four tokens of each sample are seen."""
+    batch = {"x": torch.zeros(2, 6), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)}
+    measure = Weighting("token", lambda batch: len(batch["x"])).measure(batch)
+    assert (measure.input_tokens, int(measure.nonpad_tokens)) == (2, 2)
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_a_count_is_its_own_bound_and_a_tensor_is_not_read(kind: Any) -> None:
+    """Labels of several classes per sample, and more tokens than labels."""
+    batch = [torch.zeros(2, 40), torch.zeros(2, 5, dtype=torch.long)]
+    measure = Weighting("token", lambda batch: kind(80)).measure(batch)
+    assert measure.input_tokens == (80 if kind is int else 10)
