@@ -13,6 +13,7 @@ from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
 from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit
 from lightning_mp.accumulation.step_estimate import estimate_steps
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
+from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.data_ranks import num_data_ranks
@@ -170,8 +171,10 @@ class AccumulationScheduler(SettingsRepr, Callback):
         self.weight_by: WeightBy = weight_by
         self.count = count
         self.sync: Sync = sync
-        self.save_partial_gradients = save_partial_gradients
-        self.carry_over = carry_over
+        self.save_partial_gradients = true_or_false(
+            save_partial_gradients, "save_partial_gradients", "AccumulationScheduler"
+        )
+        self.carry_over = true_or_false(carry_over, "carry_over", "AccumulationScheduler")
 
     @property
     def scheduling(self) -> dict[int, int] | None:

@@ -14,7 +14,7 @@ from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers, report_folder
 from lightning_mp.callbacks._idle_hooks import idle
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core.arguments import positive_number, whole_tokens
+from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.saved_state import AMOUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -114,9 +114,9 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self._target_tokens: int | None = self._tokens
         self.count = count
         self.landing: LandingMode = landing
-        self.trim = trim
+        self.trim = function_or_none(trim, "trim", "ChinchillaBudget", "from a batch and the labels to keep to an undo")
         self.on_waste: OnWaste = on_waste
-        self.save = save
+        self.save = true_or_false(save, "save", "ChinchillaBudget")
         self._clock: float | None = None
         self._num_devices = 1
         self._device_seconds = 0.0

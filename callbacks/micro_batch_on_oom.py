@@ -20,7 +20,7 @@ from lightning_mp.accumulation.microbatch_logs import MicrobatchLogs
 from lightning_mp.accumulation.microbatched_step import MicrobatchedStep, microbatch_shares, weighting_of
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_api
-from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.arguments import function_or_none, whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.messages import listed
@@ -86,11 +86,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     """
 
     def __init__(self, split: SplitFunction | None = None, min_size: int = 1) -> None:
-        if split is not None and not callable(split):
-            raise ValueError(
-                f"MicroBatchOnOOM(split={split!r}) must be a function from a batch and a size to a list of batches."
-            )
-        self.split = split
+        self.split = function_or_none(split, "split", "MicroBatchOnOOM", "from a batch and a size to a list of batches")
         self.min_size = _positive_integer(min_size)
         self.size: int | None = None
         self._step: MicrobatchedStep | None = None

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.callbacks._idle_hooks import idle, wake
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.messages import listed
 from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -87,9 +87,9 @@ class OverflowMonitor(SettingsRepr, Callback):
                 unit="skipped steps in a row",
                 hint="'auto' is the default, and None never stops.",
             )
-        self.count_real_steps = count_real_steps
+        self.count_real_steps = true_or_false(count_real_steps, "count_real_steps", "OverflowMonitor")
         self.stop_after_skips = stop_after_skips
-        self.guard = guard
+        self.guard = true_or_false(guard, "guard", "OverflowMonitor")
         self.attempted_steps = 0
         self.skipped_steps = 0
         self.skip_streak = 0

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
-from lightning_mp.core.arguments import folder_or_none, whole_number
+from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
@@ -86,9 +86,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     """
 
     def __init__(self, replay: bool = False, dirpath: str | Path | None = None, *, max_replays: int = 10) -> None:
-        if not isinstance(replay, bool):
-            raise ValueError(f"OverflowPostMortem(replay={replay!r}): it must be True or False.")
-        self.replay = replay
+        self.replay = true_or_false(replay, "replay", "OverflowPostMortem")
         self.dirpath = folder_or_none(dirpath, "dirpath", "OverflowPostMortem")
         self.max_replays = whole_number(
             max_replays,

@@ -31,10 +31,10 @@ from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.checkpoints.sharded import load_checkpoint, without_a_made_up_step
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
-from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.distributed.process_groups import named_mesh
-from lightning_mp.distributed.sharding_rules import Shard, read_shard, unit_names
+from lightning_mp.distributed.sharding_rules import Shard, read_resharding, read_shard, unit_names
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RanksAlike
@@ -165,8 +165,10 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.replicate_size = replicate_size
         self.tensor_parallel_size = tensor_parallel_size
         self.tensor_parallel_plan = read_plan(tensor_parallel_plan) if tensor_parallel_size > 1 else None
-        self.reshard_after_forward = reshard_after_forward
-        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.reshard_after_forward = read_resharding(reshard_after_forward)
+        self.save_distributed_checkpoint = true_or_false(
+            save_distributed_checkpoint, "save_distributed_checkpoint", "FSDP2Strategy"
+        )
         self.unit_names: tuple[str, ...] = ()
         self._collective_timeout = timeout
         self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None

@@ -1,13 +1,22 @@
-"""Numbers, names and paths from a caller, checked: what was got, what is allowed, and what to do, in one wording."""
+"""Arguments from a caller, checked: what was got, what is allowed, and what to do, in one wording."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 from lightning_mp.core.quantities import parse_quantity
 
-__all__ = ["folder_or_none", "names_in", "positive_number", "whole_number", "whole_tokens"]
+__all__ = [
+    "folder_or_none",
+    "function_or_none",
+    "names_in",
+    "positive_number",
+    "true_or_false",
+    "whole_number",
+    "whole_tokens",
+]
 
 
 def whole_number(
@@ -82,6 +91,55 @@ def whole_tokens(value: object, argument: str, owner: str) -> int:
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     return whole_number(number, argument, owner, unit="tokens")
+
+
+def true_or_false(value: object, argument: str, owner: str = "", *, hint: str = "") -> bool:
+    """The value, unless it is anything else than True or False: the string "false" would be true.
+
+    Args:
+        value: what was got.
+        argument: its name.
+        owner: the class or function whose argument it is.
+        hint: a further sentence.
+
+    Raises:
+        ValueError: if it is neither True nor False.
+
+    Example:
+        >>> true_or_false("no", "guard", "OverflowMonitor")
+        Traceback (most recent call last):
+        ...
+        ValueError: OverflowMonitor(guard='no'): it must be True or False.
+    """
+    if not isinstance(value, bool):
+        raise _refusal(value, argument, owner, "True or False", hint)
+    return value
+
+
+def function_or_none(
+    value: Callable[..., Any] | None, argument: str, owner: str, signature: str
+) -> Callable[..., Any] | None:
+    """The function.
+
+    Args:
+        value: what was got.
+        argument: its name.
+        owner: the class or function whose argument it is.
+        signature: from what to what it is.
+
+    Raises:
+        ValueError: if it is neither None nor can be called.
+
+    Example:
+        >>> function_or_none(3, "split", "MicroBatchOnOOM", "from a batch and a size to a list of batches")
+        Traceback (most recent call last):
+        ...
+        ValueError: MicroBatchOnOOM(split=3): it must be a function from a batch and a size to a list of batches, or
+        None.
+    """
+    if value is not None and not callable(value):
+        raise _refusal(value, argument, owner, f"a function {signature}, or None", "")
+    return value
 
 
 def names_in(value: object, argument: str, owner: str, example: str) -> tuple[str, ...]:

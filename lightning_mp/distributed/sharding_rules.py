@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import nn
 
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.class_forward import class_forward
 from lightning_mp.modules.names import named_modules
@@ -49,6 +50,22 @@ def read_shard(shard: Shard) -> tuple[ModulePattern, ...] | int | Literal["auto"
             " 'my_project.model.Block'), a glob over names of modules ('model.blocks.*'), a list or set of these, a"
             " number of parameters of 1 or more (each module of that size is a unit), or 'auto'."
         ) from None
+
+
+def read_resharding(reshard_after_forward: bool | int | None) -> bool | int | None:
+    """Checks the argument.
+
+    Raises:
+        ValueError: if it is none of True, False, None and a number of ranks.
+
+    Example:
+        >>> read_resharding(True), read_resharding(4), read_resharding(None)
+        (True, 4, None)
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    hint = "True, False and None are allowed as well."
+    return whole_number(reshard_after_forward, "reshard_after_forward", _OWNER, unit="ranks", hint=hint)
 
 
 def unit_names(model: nn.Module, shard: tuple[ModulePattern, ...] | int | Literal["auto"]) -> list[str]:

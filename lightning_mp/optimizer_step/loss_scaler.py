@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
@@ -174,6 +175,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, hysteresis_refill
         )
         _check_rule(rule, init_scale, on_floor)
+        true_or_false(enabled, "enabled", "LossScaler")
         device_type = _resolve_device_type(device) if enabled else (device or "cpu")
         super().__init__(device_type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale = min_scale

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_mp.core.arguments import true_or_false
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
@@ -92,7 +93,7 @@ class AutocastPrecision(FullWeightsPrecision):
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.policy = read_policy(policy, self.scaler, "AutocastPrecision('16-mixed')")
         self.eval_precision = _checked_eval_precision(eval_precision or precision)
-        self.cache_weights = cache_weights
+        self.cache_weights = true_or_false(cache_weights, "cache_weights", "AutocastPrecision")
 
     @property
     def dtype(self) -> torch.dtype:

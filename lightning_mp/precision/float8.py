@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mp.core.arguments import true_or_false
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
@@ -21,6 +22,7 @@ from lightning_mp.precision.fp8.device import try_float8, why_no_float8_on
 from lightning_mp.precision.fp8.layer_filter import (
     Float8Layer,
     Float8Skip,
+    check_skip,
     choose_float8_layers,
     summarise_float8_layers,
 )
@@ -89,12 +91,15 @@ class Float8Precision(FullWeightsPrecision):
         fsdp_all_gather: bool = False,
         policy: PolicyLike | None = None,
     ) -> None:
+        owner = "Float8Precision"
+        if emulate is not None:
+            true_or_false(emulate, "emulate", owner, hint="None, the default, is False.")
+        self.fsdp_all_gather = true_or_false(fsdp_all_gather, "fsdp_all_gather", owner)
         self._config = float8_config(recipe, emulate=bool(emulate), fsdp_all_gather=fsdp_all_gather)
         self.recipe = recipe
-        self.skip = skip
+        self.skip = check_skip(skip)
         self.emulate = bool(emulate)
-        self.skip_first_and_last = skip_first_and_last
-        self.fsdp_all_gather = fsdp_all_gather
+        self.skip_first_and_last = true_or_false(skip_first_and_last, "skip_first_and_last", owner)
         self.policy = read_policy(policy, None, "AutocastPrecision('16-mixed')")
         self.precision = "fp8-mixed"  # type: ignore[assignment]  # Lightning has no name for it
         self.scaler = None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.default_dtype import default_dtype
 from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.modules.names import named_modules
@@ -139,8 +140,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
             scaler = LossScaler()
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.storage: Storage = storage
-        self.fp32_gradients = fp32_gradients
-        self.fp32_checkpoints = fp32_checkpoints
+        self.fp32_gradients = true_or_false(fp32_gradients, "fp32_gradients", "MasterWeightsPrecision")
+        self.fp32_checkpoints = true_or_false(fp32_checkpoints, "fp32_checkpoints", "MasterWeightsPrecision")
         self.policy = read_policy(policy, self.scaler, "MasterWeightsPrecision('16-true')")
         self._before: dict[nn.Parameter, Tensor] = {}
         self._were_16_bit: set[nn.Parameter] = set()

@@ -3,6 +3,7 @@
 import datetime
 import importlib
 import inspect
+import re
 import traceback
 import warnings
 from pathlib import Path
@@ -88,6 +89,46 @@ def check(name: str, arguments: dict[str, Any]) -> None:
 def test_the_parts_of_a_trainer_are_looked_at() -> None:
     assert {"AccumulationScheduler", "FSDP2Strategy", "LossScaler", "PrecisionPolicy", "TF32Precision"} <= set(PARTS)
     assert len(PARTS) >= 25
+
+
+def arguments_with(word: str) -> list[tuple[str, str, bool, bool]]:
+    """Class, argument, and whether None and numbers are allowed as well, where a type mentions the word."""
+    found = []
+    for name in [*PARTS, "DecoderConfig"]:
+        for argument, parameter in inspect.signature(CLASSES[name]).parameters.items():
+            annotation = str(parameter.annotation)
+            if word in annotation or (word == "bool" and isinstance(parameter.default, bool)):
+                found.append((name, argument, "None" in annotation, "int" in annotation))
+    return found
+
+
+BOOLEANS, FUNCTIONS = arguments_with("bool"), arguments_with("Callable")
+
+
+def refused(name: str, argument: str, value: object) -> str:
+    needed = NEEDED.get(name, {}) | ({"layers": 2, "width": 64, "vocabulary": 256} if name == "DecoderConfig" else {})
+    with pytest.raises(ValueError, match=re.escape(argument)) as caught:
+        CLASSES[name](**needed | {argument: value})
+    assert repr(value) in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_argument_that_is_true_or_false_is_nothing_else() -> None:
+    """The string "false", as a configuration may have it, is true for Python."""
+    assert len(BOOLEANS) >= 18
+    for name, argument, or_none, or_number in BOOLEANS:
+        numbers = [0, -1, 1.5] if or_number else [0, 1, 1.5]
+        for value in ["no", "False", "", [], *numbers, *([] if or_none else [None])]:
+            said = refused(name, argument, value)
+            assert "True" in said, f"{name}({argument}={value!r}): {said}"
+            assert "False" in said, f"{name}({argument}={value!r}): {said}"
+
+
+def test_an_argument_that_is_a_function_is_nothing_else() -> None:
+    assert len(FUNCTIONS) >= 7
+    for name, argument, _or_none, _or_number in FUNCTIONS:
+        for value in (3, "len", [len]):
+            assert "function" in refused(name, argument, value)
 
 
 @pytest.mark.full

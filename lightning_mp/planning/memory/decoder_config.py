@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_mp.core.arguments import true_or_false
 from lightning_mp.planning.memory.hugging_face_config import decoder_fields, read_config
 from lightning_mp.planning.memory.latent_attention import LatentAttention
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
@@ -76,6 +77,8 @@ class DecoderConfig:
             _check_count(name, getattr(self, name), 1)
         for name in _MAY_BE_0:
             _check_count(name, getattr(self, name), 0)
+        for name in ("gated", "tied_head", "biases", "dropout"):
+            true_or_false(getattr(self, name), name)
         heads = self.heads or max(1, self.width // _HEAD_WIDTH)
         if self.heads and self.width % heads and not (self.head_width or self.latent_attention):
             raise ValueError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.memory.live_storages import PARTS, Part
@@ -49,6 +49,7 @@ class MemoryLayout:
         if not isinstance(self.layout, ParallelLayout):
             raise ValueError(f"`layout` must be a planning.ParallelLayout, got {self.layout!r}.")
         whole_number(self.expert_ranks, "expert_ranks")
+        true_or_false(self.checkpointed, "checkpointed")
         if self.zero_stage not in (0, 1, 2):
             raise ValueError(f"`zero_stage` must be 0, 1 or 2, got {self.zero_stage!r}. Stage 3 is shards of a layout.")
         if self.layout.data_ranks % self.expert_ranks:

@@ -1,7 +1,7 @@
 """Which linear layers of a model multiply in fp8, which do not, and why."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -18,6 +18,7 @@ __all__ = [
     "DIMENSION_MULTIPLE",
     "Float8Layer",
     "Float8Skip",
+    "check_skip",
     "choose_float8_layers",
     "summarise_float8_layers",
 ]
@@ -44,9 +45,28 @@ class Float8Layer:
     """Why it does not multiply in fp8; None if it does."""
 
 
+def check_skip(skip: Iterable[Float8Skip]) -> Collection[Float8Skip]:
+    """The argument of ``Float8Precision``; one entry may be given without a list.
+
+    Raises:
+        ValueError: if it is no names and classes.
+
+    Example:
+        >>> check_skip(["head", nn.MultiheadAttention])
+        ['head', <class 'torch.nn.modules.activation.MultiheadAttention'>]
+    """
+    entries = [skip] if isinstance(skip, str | type) else list(skip) if isinstance(skip, Iterable) else [None]
+    if not all(isinstance(entry, str | type) for entry in entries):
+        raise ValueError(
+            f"Float8Precision(skip={skip!r}): it must be a list of names, globs and classes of layers that stay in"
+            " bf16, such as ['head', '*.router']; [] for none."
+        )
+    return skip if isinstance(skip, Collection) else entries
+
+
 def choose_float8_layers(
     model: nn.Module,
-    skip: Sequence[Float8Skip] = (),
+    skip: Collection[Float8Skip] = (),
     *,
     skip_first_and_last: bool = True,
     policy: ResolvedPolicy | None = None,
