@@ -17,21 +17,27 @@ def import_function(path: str, option: str) -> Callable[[], Any]:
         option: for the message.
 
     Raises:
-        ValueError: it is written otherwise, cannot be imported, or is no function that can be called without arguments.
+        ValueError: it is written otherwise, is not there, or is no function that can be called without arguments.
+            What the module itself raises is not caught.
 
     Example:
         >>> import_function("tempfile:gettempprefix", "--module")()
         'tmp'
     """
     name, colon, function = path.partition(":")
-    if not colon or not function.isidentifier():
+    if not colon or not function.isidentifier() or not all(name.split(".")):
         raise ValueError(f"{option} must be written PACKAGE:FUNCTION, such as my_project.model:example, got {path!r}")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # the module is there, and imports one that is not
+            raise
         raise ValueError(f"{option} {path} cannot be imported ({error})") from None
+    if not hasattr(module, function):
+        raise ValueError(f"{option} {path} cannot be imported (module {name!r} has no function {function!r})")
+    found: Callable[..., Any] = getattr(module, function)
     if not callable(found):
         raise ValueError(f"{option} {path} must be a function, got {found!r} of type {type(found).__name__}")
     needed = _needed_arguments(found)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ def run_with_one_line_errors(
 ) -> tuple[Any, list[str]]:
     """Runs the work of a command; wrong input ends the process with one line that speaks of options.
 
+    An error of the user's own module, or of what it calls, keeps its traceback.
+
     Args:
         parser: Says the error and ends with code 2.
         options: The option behind each argument of the Python function.
@@ -41,12 +44,22 @@ def run_with_one_line_errors(
         warnings.simplefilter("always", UserWarning)
         try:
             result = work()
-        except OSError as error:
-            parser.error(f"{error.filename} cannot be read or written ({error.strerror})")
-        except ValueError as error:
+        except (OSError, ValueError) as error:
+            if not _is_of_this_package(error):
+                raise
+            if isinstance(error, OSError) and error.filename is not None:
+                parser.error(f"{error.filename} cannot be read or written ({error.strerror})")
             parser.error(speak_of_options(str(error), options))
     said = [speak_of_options(str(warning.message), options) for warning in caught]
     return result, list(dict.fromkeys(said))
+
+
+def _is_of_this_package(error: Exception) -> bool:
+    """Whether it was raised here, or in Python's library as this package called it."""
+    callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    roots = [name.partition(".")[0] for name in callers]
+    called_last = roots[len(roots) - roots[::-1].index("lightning_mp") :]
+    return all(root in sys.stdlib_module_names for root in called_last)
 
 
 def print_warnings(said: Sequence[str]) -> None:
