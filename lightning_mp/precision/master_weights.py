@@ -12,19 +12,17 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.default_dtype import default_dtype
 from lightning_mp.gradients.replication import all_hold_the_same
-from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16
 from lightning_mp.precision.base import GradientStepPrecision
-from lightning_mp.precision.masters.casting import cast_weights_
+from lightning_mp.precision.masters.casting import cast_weights_, kept_by_policy, restore_weights_
 from lightning_mp.precision.masters.checks import (
     DTYPES,
     check_arguments,
@@ -34,7 +32,13 @@ from lightning_mp.precision.masters.checks import (
     check_strategy,
     hint_at_dtypes,
 )
-from lightning_mp.precision.masters.first_values import fill, full_value, refine_from_weights
+from lightning_mp.precision.masters.first_values import (
+    fill,
+    former_masters,
+    full_value,
+    refine_from_weights,
+    remember_masters,
+)
 from lightning_mp.precision.masters.float32_load import Float32Load, Recast
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
@@ -146,6 +150,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self._before: dict[nn.Parameter, Tensor] = {}
         self._were_16_bit: set[nn.Parameter] = set()
         self._widened: dict[nn.Parameter, torch.dtype] = {}
+        self._restore: Callable[[], None] | None = None
         self._masters: MasterStore | None = None
         self._hooks: list[MasterHooks] = []
         self._fp32_copies = Fp32Gradients()
@@ -182,31 +187,27 @@ class MasterWeightsPrecision(GradientStepPrecision):
             check_autocast(self.precision, device_type)
         if self.precision == "bf16-true":
             warn_of_emulated_bf16(device_type, "MasterWeightsPrecision('16-true')")
-        in_float32 = self._kept_by_policy(module)
+        in_float32 = kept_by_policy(module, self.policy, self.dtype)
         check_sharding_units(module, in_float32)
         if self.policy is not None:
             self._start_run(AutocastRun(module, device_type, self.dtype, policy=self.policy))
         check_half_range(module, self.dtype, in_float32)
         if isinstance(strategy, FSDPStrategy):
             return module
-        if self._masters is not None:
-            self._masters.follow_devices()
+        former = self._masters = former_masters(module) or self._masters
+        if former is not None:
+            former.follow_devices()
         self._widened = {
             p: p.dtype for kept in in_float32 for p in kept.parameters(recurse=False) if p.dtype in HALF_DTYPES
         }
+        module_dtype = getattr(module, "dtype", None)
         before = cast_weights_(module, self.dtype, in_float32)
         self._recast = Recast(module, self.dtype, in_float32, list(before))
         if self._trainer.state.fn == TrainerFn.FITTING:
-            self._before = {p: full_value(p, data, self._masters) for p, data in before.items() if p.requires_grad}
+            self._before = {p: full_value(p, data, former) for p, data in before.items() if p.requires_grad}
             self._were_16_bit = {p for p in self._before if before[p].dtype != torch.float32}
+        self._restore = partial(restore_weights_, module, before, module_dtype)
         return module
-
-    def _kept_by_policy(self, module: nn.Module) -> list[nn.Module]:
-        """Modules whose weights the policy wants in another dtype than the 16-bit one."""
-        if self.policy is None:
-            return []
-        names = self.policy.resolve(module).modules_not_used_in(self.dtype)
-        return [part for name, part in named_modules(module) if name in names]
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -234,10 +235,11 @@ class MasterWeightsPrecision(GradientStepPrecision):
             hooks.remove()
         if self._full_state is not None:
             self._full_state.remove()
-        before, self._before = self._before, {}
+        before, self._before, self._restore = self._before, {}, None
         self._masters = masters = make_store(self.storage)
         copied = isinstance(trainer.strategy, DDPStrategy) and all_hold_the_same(trainer.strategy)
         fill(masters, optimizers, before, self._were_16_bit, from_rank_zero=copied)
+        remember_masters(trainer.lightning_module, masters)
         self._hooks = [MasterHooks(optimizer, masters) for optimizer in optimizers]
         module: nn.Module = trainer.lightning_module
         if trainer.strategy.restore_checkpoint_after_setup:
@@ -265,18 +267,20 @@ class MasterWeightsPrecision(GradientStepPrecision):
             self._held.append(optimizer.register_step_post_hook(self._range.hold))
 
     def teardown(self) -> None:
-        """Leaves 16-bit weights. Masters stay with the optimizers, for a checkpoint that is written after the fit."""
+        """Leaves 16-bit weights after a fit, and masters with the optimizers, for a checkpoint that is written then.
+
+        After an evaluation the weights are what they were before it.
+        """
         if self._range is not None:
             self._range.tell()
             self._range = None
         for handle in self._held:
             handle.remove()
         self._held, self._recast = [], None
-        before, self._before = self._before, {}
-        for parameter, data in before.items():
-            # The set-up failed before there were masters: the next one starts from the same weights.
-            if not isinstance(parameter, DTensor):
-                parameter.data = data
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()  # also where the set-up of a fit failed: the next one starts from the same weights
+        self._before = {}
         self._swap_out()
         self._fp32_copies.settle()
         if self._masters is not None:

@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from master_loops import DTYPES, master_weights, masters_of
+from master_loops import DTYPES, KINDS, master_weights, masters_of
 from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 
@@ -138,17 +138,57 @@ def test_tied_weights_stay_tied() -> None:
     assert len(masters_of(trainer)) == 4
 
 
-def test_validation_and_prediction_run_in_16_bit_without_masters() -> None:
-    seen: list[Any] = []
+class Evaluated(WithStatistics):
+    """A frozen layer, an fp64 parameter and buffers, run outside of a fit."""
 
-    class Validated(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            seen.append(self.net(batch[0]).dtype)
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4].bias.requires_grad_(False)
+        self.seen_in_evaluation: set[torch.dtype] = set()
 
-    ours, module = master_weights(), Validated()
-    quiet_trainer(plugins=[ours]).validate(module, loader(regression_batches(1)), verbose=False)
-    assert seen == [torch.bfloat16]
-    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen_in_evaluation |= {p.dtype for p in self.net[0].parameters()}
+        return torch.zeros(())
+
+    test_step = predict_step = validation_step  # type: ignore[assignment]
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
+@pytest.mark.parametrize(("precision", "storage"), KINDS)
+def test_weights_after_an_evaluation_are_what_they_were(precision: str, storage: str, loop: str) -> None:
+    """A fit that follows it trains as one that comes first, bit for bit."""
+    ends = []
+    for evaluated in (True, False):
+        module = Evaluated()
+        before, dtype = {k: v.clone() for k, v in module.state_dict().items()}, module.dtype
+        trainer = quiet_trainer(plugins=[master_weights(precision, storage)])
+        if evaluated:
+            apart = quiet_trainer(plugins=[master_weights(precision, storage)])
+            getattr(apart, loop)(module, loader(regression_batches(1)))
+            assert module.seen_in_evaluation == {DTYPES[precision]}
+            assert all(torch.equal(v, before[k]) and v.dtype == before[k].dtype for k, v in module.state_dict().items())
+            assert module.dtype == dtype
+        trainer.fit(module, loader(regression_batches(3)))
+        ends.append([*masters_of_all(trainer), *module.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def masters_of_all(trainer: pl.Trainer) -> list[Tensor]:
+    state = trainer.optimizers[0].state_dict()["state"]
+    return [entry["master_param"].clone() for entry in state.values() if "master_param" in entry]
+
+
+def test_what_an_evaluation_changes_stays() -> None:
+    class Changes(Evaluated):
+        def on_validation_start(self) -> None:
+            self.net[0].weight.data.fill_(0.3)
+
+    module = Changes()
+    bias = module.net[0].bias.detach().clone()
+    quiet_trainer(plugins=[master_weights()]).validate(module, loader(regression_batches(1)), verbose=False)
+    assert torch.equal(module.net[0].weight, torch.full((4, 1, 3), 0.3).bfloat16().float())
+    assert torch.equal(module.net[0].bias, bias)
 
 
 def test_an_exception_in_training_leaves_16_bit_weights() -> None:
@@ -192,6 +232,20 @@ def test_an_exception_that_the_module_catches_leaves_16_bit_weights() -> None:
     module = Catches(lambda p: BreaksOnce(p, lr=0.1))
     quiet_trainer(plugins=[master_weights()], gradient_clip_val=0.1).fit(module, loader(regression_batches(2)))
     assert module.caught == ([id(p) for p in module.parameters()], {torch.bfloat16})
+
+
+@pytest.mark.parametrize("other", ["fp32", "remainder"])
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+def test_a_second_fit_with_another_plugin_goes_on_in_full_precision(storage: str, other: str) -> None:
+    module = Regression(lambda p: torch.optim.SGD(p, lr=1e-4))
+    trainer = quiet_trainer(plugins=[master_weights(storage=storage)])
+    trainer.fit(module, loader(regression_batches(3)))
+    first = masters_of(trainer)
+    module.make_optimizer = lambda p: torch.optim.SGD(p, lr=0.0)
+    again = quiet_trainer(plugins=[master_weights(storage=other)])
+    again.fit(module, loader(regression_batches(1)))
+    assert all(torch.equal(a, b) for a, b in zip(first, masters_of(again), strict=True))
+    assert any((a != a.bfloat16()).any() for a in first)
 
 
 @pytest.mark.parametrize("storage", ["fp32", "remainder"])

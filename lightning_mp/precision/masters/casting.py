@@ -9,11 +9,23 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
+from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.precision.masters.store import distribute_like
 
-__all__ = ["cast_weights_", "keeps_float32", "uncast_weights_", "unit_of_two_dtypes"]
+__all__ = [
+    "cast_weights_",
+    "keeps_float32",
+    "kept_by_policy",
+    "restore_weights_",
+    "uncast_weights_",
+    "unit_of_two_dtypes",
+]
 
 _CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -21,6 +33,14 @@ _CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def keeps_float32(module: nn.Module) -> bool:
     """Whether a module's own weights stay fp32: those of norms with running statistics, which are few."""
     return isinstance(module, NORMS_WITH_STATISTICS)
+
+
+def kept_by_policy(module: nn.Module, policy: PrecisionPolicy | None, dtype: torch.dtype) -> list[nn.Module]:
+    """Modules whose weights a policy wants in another dtype than the 16-bit one."""
+    if policy is None:
+        return []
+    names = policy.resolve(module).modules_not_used_in(dtype)
+    return [part for name, part in named_modules(module) if name in names]
 
 
 def cast_weights_(
@@ -71,6 +91,43 @@ def cast_weights_(
             setattr(owner, name, buffer)
     _tell_units(module, kept)
     return {p: data for p, data in held.items() if p not in kept and data.dtype in _CAST_DTYPES}
+
+
+def restore_weights_(module: nn.Module, before: Mapping[nn.Parameter, Tensor], dtype: torch.dtype | None) -> None:
+    """Takes :func:`cast_weights_` back, for weights that nobody trained.
+
+    Elements that were changed since stay what they are, as after a checkpoint was loaded.
+
+    Args:
+        module: holds the parameters.
+        before: what they held, by parameter; nothing where it had no shape yet.
+        dtype: its ``module.dtype`` then; None if it has none.
+    """
+    values = {}
+    for parameter, data in before.items():
+        if is_lazy(parameter) or data.dtype == parameter.dtype:
+            continue
+        if data.shape != parameter.shape:  # it was lazy
+            values[parameter] = parameter.detach().to(data.dtype)
+            continue
+        working, value = (local_shard(tensor.detach()) for tensor in (parameter, data.to(parameter.device)))
+        same = value.to(working.dtype) == working
+        full = value if same.all() else torch.where(same, value, working).to(data.dtype)
+        values[parameter] = distribute_like(full, parameter)
+    uncast_weights_(module, values)
+    if dtype is None:
+        return
+    parameters = {parameter: parameter.data for parameter in module.parameters()}
+    buffers = [(owner, name, b) for owner in module.modules() for name, b in owner.named_buffers(recurse=False)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Casting complex values to real")
+        module.to(dtype)  # for `module.dtype`, which can be set in no other way
+    for parameter, data in parameters.items():
+        if parameter.dtype != data.dtype:
+            _put_back(parameter, data)
+    for owner, name, buffer in buffers:
+        setattr(owner, name, buffer)
+    _tell_units(module, parameters.keys())
 
 
 def uncast_weights_(module: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,20 @@ from torch.optim import Optimizer
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.store import MasterStore, distribute_like, refine
 
-__all__ = ["fill", "full_value", "refine_from_weights"]
+__all__ = ["fill", "former_masters", "full_value", "refine_from_weights", "remember_masters"]
+
+# A fit leaves 16-bit weights. The next one may have another Trainer and plugin, and goes on from the masters as well.
+_of_modules: WeakKeyDictionary[nn.Module, MasterStore] = WeakKeyDictionary()
+
+
+def remember_masters(module: nn.Module, store: MasterStore) -> None:
+    """Keeps the masters of a module's last fit for as long as the module lives."""
+    _of_modules[module] = store
+
+
+def former_masters(module: nn.Module) -> MasterStore | None:
+    """The masters of a module's last fit, if it has had one."""
+    return _of_modules.get(module)
 
 
 def full_value(parameter: Tensor, before: Tensor, former: MasterStore | None) -> Tensor:
