@@ -150,6 +150,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     ) -> None:
         for name, size in (("replicate_size", replicate_size), ("tensor_parallel_size", tensor_parallel_size)):
             whole_number(size, name, "FSDP2Strategy", unit="ranks")
+        true_or_false(save_distributed_checkpoint, "save_distributed_checkpoint", "FSDP2Strategy")
         if tensor_parallel_plan is not None and tensor_parallel_size == 1:
             raise ValueError(
                 "FSDP2Strategy(tensor_parallel_plan=...) says how layers are split, and tensor_parallel_size=1 splits"
@@ -166,9 +167,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.tensor_parallel_plan = read_plan(tensor_parallel_plan) if tensor_parallel_size > 1 else None
         self.reshard_after_forward = read_resharding(reshard_after_forward)
-        self.save_distributed_checkpoint = true_or_false(
-            save_distributed_checkpoint, "save_distributed_checkpoint", "FSDP2Strategy"
-        )
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self.unit_names: tuple[str, ...] = ()
         self._collective_timeout = timeout
         self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
@@ -180,9 +179,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Makes ``Trainer(strategy="mp_fsdp2")`` known."""
         if "mp_fsdp2" not in strategy_registry:
-            strategy_registry.register(
-                "mp_fsdp2", cls, description="FSDP2 for any LightningModule; a transformer's blocks become units"
-            )
+            strategy_registry.register("mp_fsdp2", cls, description="FSDP2 for any LightningModule; blocks become units")
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
