@@ -179,7 +179,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Makes ``Trainer(strategy="mp_fsdp2")`` known."""
         if "mp_fsdp2" not in strategy_registry:
-            strategy_registry.register("mp_fsdp2", cls, description="FSDP2 for any LightningModule; blocks become units")
+            strategy_registry.register("mp_fsdp2", cls, description="FSDP2 of any LightningModule by blocks")
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
