@@ -1,15 +1,15 @@
 """A folder with the shards of a run becomes a single file that any strategy reads."""
 
-import itertools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, is_complete, marker_path
+from lightning_mp.checkpoints.folder_values import read_values
 from lightning_mp.checkpoints.sharded import REST, is_sharded_checkpoint
 
 __all__ = ["consolidate_checkpoint"]
@@ -83,40 +83,10 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(folder: Path) -> dict[str, Any]:
     """All that the shards hold, as it was nested when it was saved."""
-    # Bring seventy modules of torch along, so not at the top.
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    from lightning_mp.checkpoints.checked_folder import CheckedReader, load_shards
+    # Brings seventy modules of torch along, so not at the top.
+    from lightning_mp.checkpoints.checked_folder import CheckedReader
 
     metadata = CheckedReader(folder).read_metadata()
-    flat: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata)
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        load_shards(flat, folder, weights_only=False, no_dist=True)
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        _put(nested, metadata.planner_data[name], value)
-    return nested
-
-
-def _put(nested: Any, path: Sequence[str | int], value: Any) -> None:
-    """Steps are keys of dictionaries, or places in lists."""
-    for step, following in itertools.pairwise(path):
-        nested = _at(nested, step, [] if isinstance(following, int) else {})
-    last = path[-1]
-    _at(nested, last, None)
-    nested[last] = value
-
-
-def _at(container: Any, step: str | int, missing: Any) -> Any:
-    if isinstance(container, list):
-        assert isinstance(step, int)
-        container.extend(None for _ in range(step + 1 - len(container)))
-        if container[step] is None:
-            container[step] = missing
-    else:
-        container.setdefault(step, missing)
-    return container[step]
+        return read_values(folder, metadata, lambda _: True, weights_only=False, no_dist=True)

@@ -1,17 +1,21 @@
 """Folders with the shards of a run, readable by a run with any number of ranks, also before its first step."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.single_file import load_full_checkpoint, refuse_other_names
-from lightning_mp.core.messages import listed
+from lightning_mp.checkpoints.folder_values import read_values
+from lightning_mp.checkpoints.saved_groups import take_options
+from lightning_mp.checkpoints.single_file import load_full_checkpoint, refuse_other_names, refuse_other_number
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = [
     "has_optimizer_state",
@@ -84,16 +88,17 @@ def load_sharded_checkpoint(
     part in the forward yet). It has none afterwards either, so that its first step is its first.
 
     Raises:
-        ValueError: if it was written by FSDP1, without optimizers, or by optimizers of other parameters; or if it
+        ValueError: if it was written by FSDP1, or by other optimizers or parameter groups than there are; or if it
             holds what could run code when it is read.
         RuntimeError: if it was written by another model, and ``strict``.
     """
     # Bring seventy modules of torch along, so not at the top.
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    from lightning_mp.checkpoints.checked_folder import load_shards
+    from lightning_mp.checkpoints.checked_folder import CheckedReader, load_shards
 
-    saved = saved_names(path)
+    metadata = CheckedReader(path).read_metadata()
+    saved = set(metadata.state_dict_metadata)
     if not any(name.startswith(_WEIGHTS) for name in saved):
         raise ValueError(
             f"The folder {path} has no 'state_dict' as written by FSDP2Strategy and ModelParallelStrategy. If"
@@ -104,11 +109,12 @@ def load_sharded_checkpoint(
     missing, unexpected = _other_weights(weights, saved)
     if strict:
         refuse_other_names(type(model).__name__, missing=missing, unexpected=unexpected)
+    _refuse_other_optimizers(path, metadata, optimizers)
     weights = {name: value for name, value in weights.items() if name not in missing}
     load_shards({"state_dict": weights}, path, weights_only=weights_only)
     model.load_state_dict(weights, strict=strict)
     for number, optimizer in enumerate(optimizers):
-        _load_optimizer(path, f"optimizer_{number}", model, optimizer, saved, weights_only)
+        _load_optimizer(path, f"optimizer_{number}", model, optimizer, metadata, weights_only)
     rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=weights_only)
     return rest
 
@@ -134,42 +140,66 @@ def saved_names(path: Path) -> set[str]:
     return set(CheckedReader(path).read_metadata().state_dict_metadata)
 
 
+def _refuse_other_optimizers(path: Path, metadata: "Metadata", optimizers: Sequence[Optimizer]) -> None:
+    held = {place[0] for place in metadata.planner_data.values() if str(place[0]).startswith("optimizer_")}
+    if optimizers and not held:
+        raise ValueError(
+            f"The checkpoint {path} contains no state of optimizers, and configure_optimizers made {len(optimizers)}."
+            " It was written with save_weights_only=True or by a model without optimizers. Load its weights only."
+        )
+    if optimizers:
+        refuse_other_number(path, len(held), len(optimizers))
+
+
 def _load_optimizer(
-    path: Path, key: str, model: nn.Module, optimizer: Optimizer, saved: Collection[str], weights_only: bool | None
+    path: Path,
+    key: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    metadata: "Metadata",
+    weights_only: bool | None,
 ) -> None:
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     from lightning_mp.checkpoints.checked_folder import load_shards
 
-    if not any(name.startswith(f"{key}.") for name in saved):
-        raise ValueError(
-            f"The checkpoint {path} contains no state of {key}, which configure_optimizers made. It was written with"
-            " save_weights_only=True or by a model with fewer optimizers. Use the model that it was written with, or"
-            " load its weights only."
-        )
-    # Here the step that torch makes up is wanted: by it the optimizer says how its tensors are sharded. torch leaves it
-    # out where there are gradients, also of a run before.
     optimizer.zero_grad()
-    whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    state: dict[str, Any] = {
-        "param_groups": whole["param_groups"],
-        "state": _those_saved(whole["state"], f"{key}.state", saved),
-    }
-    names = _names(state["param_groups"])
+    with without_a_made_up_step(optimizer):
+        described: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    own = [list(group["params"]) for group in described["param_groups"]]
+    place = [key, "param_groups"]
+    read = read_values(path, metadata, lambda where: list(where[:2]) == place, weights_only=weights_only)
+    take_options(optimizer, own, read[key]["param_groups"])
+    saved = set(metadata.state_dict_metadata)
+    # Here the step that torch makes up is wanted: by it the optimizer says how its tensors are sharded. torch leaves it
+    # out where there are gradients, also of a run before. With the checkpoint's options, as momentum makes tensors.
+    with _trained(_frozen_with_state(optimizer, own, f"{key}.state", saved)):
+        whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    state: dict[str, Any] = {"state": _those_saved(whole["state"], f"{key}.state", saved)}
     load_shards({key: state}, path, weights_only=weights_only)
-    unknown = sorted(names - _names(state["param_groups"]))
-    if unknown:
-        raise ValueError(
-            f"The checkpoint {path} was written by a run whose {key} was not over {listed(unknown)}"
-            f"{' and others' if len(unknown) > 3 else ''}. Use the configure_optimizers that it was written with, or"
-            " load its weights only."
-        )
-    options = StateDictOptions(cpu_offload=True, strict=False)
-    set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=options)
+    groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, own, strict=True)]
+    optimizer.load_state_dict({**state, "param_groups": groups})
+
+
+def _frozen_with_state(
+    optimizer: Optimizer, own: list[list[str]], prefix: str, saved: Collection[str]
+) -> list[nn.Parameter]:
+    """Parameters that are frozen now and have a state in the checkpoint."""
+    stems = {stem for name in saved if name.startswith(f"{prefix}.") for stem in _stems(name)}
+    named = zip(itertools.chain(*own), (p for group in optimizer.param_groups for p in group["params"]), strict=True)
+    return [p for name, p in named if not p.requires_grad and f"{prefix}.{name}" in stems]
+
+
+@contextmanager
+def _trained(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, they are not frozen."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
 
 
 def _those_saved(state: Mapping[str, Any], prefix: str, saved: Collection[str]) -> dict[str, Any]:
@@ -181,7 +211,3 @@ def _those_saved(state: Mapping[str, Any], prefix: str, saved: Collection[str]) 
         if kept:
             found[parameter] = kept
     return found
-
-
-def _names(groups: list[dict[str, Any]]) -> set[str]:
-    return {name for group in groups for name in group["params"]}

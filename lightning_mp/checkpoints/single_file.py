@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-__all__ = ["full_optimizer_state", "load_full_checkpoint", "refuse_other_groups", "refuse_other_names"]
+__all__ = [
+    "full_optimizer_state",
+    "load_full_checkpoint",
+    "refuse_other_groups",
+    "refuse_other_names",
+    "refuse_other_number",
+]
 
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
@@ -57,11 +63,8 @@ def load_full_checkpoint(
         )
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=strict))
     states = checkpoint.get("optimizer_states", [])
-    if optimizers and len(states) != len(optimizers):
-        raise ValueError(
-            f"The checkpoint {path} holds the state of {len(states)} optimizers, and configure_optimizers made"
-            f" {len(optimizers)}. Use the model that it was written with, or load its weights only."
-        )
+    if optimizers:
+        refuse_other_number(path, len(states), len(optimizers))
     for optimizer, state in zip(optimizers, states, strict=False):
         optimizer.load_state_dict(_distributed(state, optimizer, model))
     return checkpoint
@@ -132,8 +135,13 @@ def refuse_other_names(owner: str, *, missing: Iterable[str], unexpected: Iterab
         )
 
 
-def refuse_other_groups(saved: Sequence[int], own: Sequence[int]) -> None:
+def refuse_other_groups(saved: Sequence[int], own: Sequence[int], *, difference: str = "") -> None:
     """Compares how many parameters each parameter group of an optimizer has.
+
+    Args:
+        saved: of the checkpoint.
+        own: of the optimizer that is to take it.
+        difference: what else is known to differ, by names.
 
     Raises:
         ValueError: if groups are others.
@@ -141,8 +149,26 @@ def refuse_other_groups(saved: Sequence[int], own: Sequence[int]) -> None:
     Example:
         >>> refuse_other_groups([2, 1], [2, 1])
     """
-    if list(saved) != list(own):
+    if list(saved) != list(own) or difference:
         raise ValueError(
             f"The checkpoint's optimizer has parameter groups of {list(saved)} parameters, and configure_optimizers"
-            f" made groups of {list(own)}. Use the model that it was written with, or load its weights only."
+            f" made groups of {list(own)}{difference and f': {difference}'}. Use the model that it was written with, or"
+            " load its weights only. If groups were added during the run, as BackboneFinetuning does, make them in"
+            " configure_optimizers of the run that goes on, and unfreeze their parameters there."
+        )
+
+
+def refuse_other_number(path: Path, saved: int, own: int) -> None:
+    """Compares how many optimizers there are.
+
+    Raises:
+        ValueError: if it is another number.
+
+    Example:
+        >>> refuse_other_number(Path("a.ckpt"), 1, 1)
+    """
+    if saved != own:
+        raise ValueError(
+            f"The checkpoint {path} holds the state of {saved} optimizers, and configure_optimizers made {own}. Use the"
+            " model that it was written with, or load its weights only."
         )

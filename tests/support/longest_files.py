@@ -24,6 +24,7 @@ LONGEST_FILES = (
     "test_many_nodes",
     "test_fsdp2_checkpoints",
     "test_resumed_on_other_ranks",
+    "test_fsdp2_parameter_groups",
     "test_tensor_parallel_sequence",
     "test_many_fits",
     "test_evidence",
