@@ -94,7 +94,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
     the history are saved in the checkpoint.
 
     In distributed runs sharded gradients are counted on all ranks, each value once. Activations are those of rank 0's
-    batches, one part of the model's under tensor parallelism. What runs inside of a compiled module cannot be watched.
+    batches, one part of the model's under tensor parallelism. What runs inside of a compiled module cannot be watched,
+    nor outputs inside of ``torch.vmap``; a warning names the first of these.
 
     A Trainer takes one such monitor; for other formats, query the histograms:
     ``monitor.latest.whole().fraction_lost("fp8_e5m2")``.
@@ -242,7 +243,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Watches the backward of an observed step; from here on forwards are recomputations."""
         if self.needs_gradients(trainer.global_step):
-            self._backwards = (self._backwards or BackwardWatch(pl_module.device)).attach(loss)
+            self._backwards = (self._backwards or BackwardWatch(pl_module.device, self._left_out)).attach(loss)
             wake(self, "on_after_backward")
         if self._hooks is not None:
             self._hooks.in_backward = True

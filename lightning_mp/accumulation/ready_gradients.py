@@ -73,5 +73,6 @@ class _ReadyGradients(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         computed, ctx.computed = ctx.computed, []
         ready = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in computed]
-        gradient_ops.multiply_([gradient_ops.local_shard(gradient) for gradient in ready], upstream / ctx.factor)
+        shards = [gradient_ops.local_shard(gradient) for gradient in ready]
+        gradient_ops.multiply_(shards, (upstream / ctx.factor).reshape(()))  # a loss may have shape [1]
         return None, None, None, *ready

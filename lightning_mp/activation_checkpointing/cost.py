@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core import private_api
+from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.unreadable import why_unreadable
 from lightning_mp.flops.operation_flops import operation_flops
 from lightning_mp.gradients.gradient_ops import local_shard
 
@@ -71,6 +74,9 @@ class StorageBytes:
 
     A storage is known by a weak reference: the next tensor at the same address is another one.
 
+    Args:
+        left_out: warns of what has no storage that could be counted.
+
     Example:
         >>> import torch
         >>> seen, x = StorageBytes(), torch.zeros(8)
@@ -78,11 +84,17 @@ class StorageBytes:
         (None, None, 32)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: LeftOut | None = None) -> None:
+        self._left_out = left_out or LeftOut(type(self).__name__)
         self._bytes: dict[StorageWeakRef, int] = {}
 
     def add(self, tensor: Tensor) -> None:
         """Counts the storage of a tensor; of a DTensor that of its local shard."""
+        if is_lazy(tensor):
+            return  # it has no memory yet
+        if reason := why_unreadable(tensor):
+            self._left_out.tell(f"the memory of a tensor of shape {tuple(tensor.shape)}", reason)
+            return
         storage = local_shard(tensor.detach()).untyped_storage()
         self._bytes.setdefault(StorageWeakRef(storage), storage.nbytes())
 
@@ -118,10 +130,11 @@ class StepCost:
         self._hooks = saved_tensors_hooks(self._saved_outside, lambda tensor: tensor)
         self._handle: RemovableHandle | None = None
         self._counts_flops = False
-        self._known = StorageBytes()
+        self._left_out = LeftOut("ActivationCheckpointing")
+        self._known = StorageBytes(self._left_out)
         for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch)):
             self._known.add(tensor)
-        self._outside, self._inputs = StorageBytes(), StorageBytes()
+        self._outside, self._inputs = StorageBytes(self._left_out), StorageBytes(self._left_out)
         self._inside: list[StorageBytes] = []
         self._saving_inputs = False
         self._flops = 0
@@ -197,7 +210,7 @@ class StepCost:
     def enter_first_run(self) -> StorageBytes:
         """The inputs are kept; returns where to count what the call saves."""
         self._saving_inputs = False
-        self._inside.append(StorageBytes())
+        self._inside.append(StorageBytes(self._left_out))
         return self._inside[-1]
 
     def begin_second_run(self) -> None:

@@ -11,7 +11,8 @@ per multiply-add. Norms, activations, softmax and the optimizer are not counted.
   stops as soon as backward has what it needs, so the last product of a block is usually not repeated;
 * a fused attention kernel multiplies queries and keys a second time in its backward. That is counted as run again, so
   the model's own operations do not depend on the attention kernel;
-* DTensor operations count as this rank's share of them.
+* DTensor operations count as this rank's share of them;
+* a complex product counts as four real ones.
 
 Attention counts what a kernel computes, with one convention: a causal mask is not subtracted, the full square counts
 (PaLM's convention; "megatron" of :mod:`~lightning_mp.flops.conventions` halves it). Of packed sequences each counts its
@@ -137,6 +138,8 @@ class FlopTally:
             return
         tensors = list(tensors_in((args, kwargs)))
         flops = _share_of_rank(cost, tensors)
+        if any(tensor.is_complex() for tensor in tensors):
+            flops *= 4  # a complex product is four real ones
         if private_api.running_backward() is None:
             part, again = "forward", 0
         elif torch.is_grad_enabled():
@@ -258,8 +261,11 @@ def _share_of_rank(flops: int, tensors: Sequence[Tensor]) -> int:
 
 
 def _format_of(tensors: Sequence[Tensor]) -> str:
-    """The narrowest format among the inputs: in an fp8 product the scales are fp32."""
-    dtype = min((tensor.dtype for tensor in tensors if tensor.is_floating_point()), key=lambda dtype: dtype.itemsize)
+    """The narrowest format among the inputs: in an fp8 product the scales are fp32, in one of integers they count."""
+    real = [tensor.dtype.to_real() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    dtype = min(real or [tensor.dtype for tensor in tensors], key=lambda dtype: dtype.itemsize)
+    if not dtype.is_floating_point:
+        return str(dtype).removeprefix("torch.")
     if dtype.itemsize == 1:
         return "fp8"
     known = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}

@@ -67,8 +67,8 @@ def local_shard(gradient: Tensor) -> Tensor:
     """The part of a gradient that lives on this rank, sharing memory with it.
 
     A sparse gradient gives the values of its coalesced form, which takes its place: a row that came up twice is a sum,
-    and what is written into a copy of it would be lost. Complex values are given as real and imaginary parts side by
-    side.
+    and what is written into a copy of it would be lost. Of a nested tensor its parts are given one behind the other.
+    Complex values are given as real and imaginary parts side by side.
     """
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()
@@ -76,6 +76,8 @@ def local_shard(gradient: Tensor) -> Tensor:
         if not gradient.is_coalesced():
             with torch.no_grad():
                 gradient.copy_(gradient.coalesce())
+        gradient = gradient.values()
+    elif gradient.is_nested:
         gradient = gradient.values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 

@@ -172,7 +172,7 @@ def compute_dtype(seen: SeenOperation, args: Sequence[Any], results: Sequence[Te
 def product_sizes(operation: str, args: Sequence[Any]) -> tuple[tuple[str, int], ...]:
     """The sizes of a product that decide about tensor cores, by name; none for other operations.
 
-    A product of matrices is [rows, inner] @ [inner, columns].
+    A product of matrices is [rows, inner] @ [inner, columns]. Sizes of nested tensors that differ by part are left out.
 
     Example:
         >>> product_sizes("addmm", (torch.ones(5), torch.ones(2, 3), torch.ones(3, 5)))
@@ -181,6 +181,10 @@ def product_sizes(operation: str, args: Sequence[Any]) -> tuple[tuple[str, int],
     if operation not in _FACTORS or operation.endswith("_backward"):
         return ()
     left, right = (args[position] for position in _FACTORS[operation])
+    return tuple((name, size) for name, size in _sizes(operation, left, right, args) if isinstance(size, int))
+
+
+def _sizes(operation: str, left: Tensor, right: Tensor, args: Sequence[Any]) -> tuple[tuple[str, int], ...]:
     if operation.startswith("convolution"):
         transposed = len(args) > 6 and args[6] is True
         channels = right.shape[0], left.shape[1]

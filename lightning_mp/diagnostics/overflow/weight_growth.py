@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.core.left_out import LeftOut
+from lightning_mp.core.unreadable import why_unreadable
 from lightning_mp.gradients import gradient_ops
 
 __all__ = ["WeightGrowth", "largest_growth", "weight_rms"]
@@ -36,11 +38,18 @@ class WeightGrowth:
 def weight_rms(model: nn.Module) -> Tensor:
     """Root mean square of each parameter's part on this rank, in order, left on the device; 0 for an empty part.
 
+    What cannot be read yet is 0 as well, and a warning says so.
+
     Example:
         >>> weight_rms(nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(2))).tolist()
         [1.0, 0.0, 1.0, 0.0]
     """
-    shards = [gradient_ops.local_shard(parameter) for parameter in model.parameters()]
+    shards = []
+    left_out = LeftOut("OverflowPostMortem")
+    for name, parameter in model.named_parameters():
+        if reason := why_unreadable(parameter):
+            left_out.tell(f"the growth of {name}", reason)
+        shards.append(torch.empty(0) if reason else gradient_ops.local_shard(parameter))
     filled = [index for index, shard in enumerate(shards) if shard.numel() and shard.is_floating_point()]
     if not filled:
         return torch.zeros(len(shards))

@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.uncopied import RunHook
+from lightning_mp.core.unreadable import why_unreadable
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 from lightning_mp.modules.class_forward import takes_hooks
 
@@ -80,6 +81,9 @@ class ActivationWatch:
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _floating_tensors(output):
+            if reason := why_unreadable(tensor):
+                self._left_out.tell(f"the output of module {name!r}", reason)
+                continue
             if self._activations is not None and not self.in_backward:
                 self._activations.add(name, tensor)
             if self._gradients is not None and tensor.requires_grad:
@@ -87,7 +91,9 @@ class ActivationWatch:
 
     @torch.no_grad()
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
-        if self._gradients is not None:
+        if reason := why_unreadable(gradient):
+            self._left_out.tell(f"the gradient of the output of module {name!r}", reason)
+        elif self._gradients is not None:
             self._gradients.add(name, gradient, self._factor())
 
 

@@ -9,6 +9,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.core.left_out import LeftOut
+from lightning_mp.core.unreadable import why_unreadable
 from lightning_mp.gradients import gradient_ops
 
 __all__ = ["BackwardWatch"]
@@ -36,6 +38,7 @@ class BackwardWatch:
 
     Args:
         device: where the largest magnitude is kept.
+        left_out: warns of what cannot be read.
 
     Example:
         >>> linear, offset = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.zeros(4))
@@ -49,8 +52,9 @@ class BackwardWatch:
         (True, False)
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, left_out: LeftOut | None = None) -> None:
         self._device = device
+        self._left_out = left_out or LeftOut(type(self).__name__)
         self._largest: Tensor | None = None
         self._kept: set[int] = set()
         self._passed: set[int] = set()
@@ -108,6 +112,9 @@ class BackwardWatch:
         return before
 
     def _note(self, gradient: Tensor) -> None:
+        if reason := why_unreadable(gradient):
+            self._left_out.tell(f"a gradient of shape {tuple(gradient.shape)}", reason)
+            return
         values = gradient_ops.local_shard(gradient)
         if not values.numel():
             return
