@@ -139,7 +139,8 @@ def test_a_weight_by_tokens_without_tokens_to_count_is_refused() -> None:
 def test_samples_that_cannot_be_counted_are_refused() -> None:
     message = (
         "No samples can be counted in a batch of type 'list': it holds no tensor with a batch dimension."
-        " Pass count=, a function from a batch to its number of items, or weight_by='batch'."
+        " Pass AccumulationScheduler count=, a function from a batch to its number of items, without"
+        " weight_by='sample'; or weight_by='batch'. Thresholds and targets can then be in steps or tokens."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         quiet_trainer(callbacks=[AccumulationScheduler({0: 2})]).fit(WordModel(), loader(words()))
