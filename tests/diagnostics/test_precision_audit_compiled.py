@@ -91,7 +91,8 @@ def test_operations_in_compiled_code_are_seen_and_modules_that_are_not_are_named
     assert report.unseen == inside
     assert report.compiled
     table = plain_audit_table(report)
-    assert f"Not called where it could be seen (compiled, or another module uses their weights): {inside[0]}" in table
+    unseen = "Not called where it could be seen (compiled, TorchScript, or another module uses their weights)"
+    assert f"{unseen}: {inside[0]}" in table
     assert "Part of the step was compiled" in table
     if way == "wrapped part":  # the operations are put down to the part that was compiled
         assert runs(report)["middle", "addmm"] == "bf16"
