@@ -13,8 +13,11 @@ __all__ = [
     "function_or_none",
     "names_in",
     "positive_number",
+    "positive_quantity",
+    "quantity_from",
     "true_or_false",
     "whole_number",
+    "whole_quantity",
     "whole_tokens",
 ]
 
@@ -87,10 +90,36 @@ def whole_tokens(value: object, argument: str, owner: str) -> int:
         >>> whole_tokens("1.5B", "tokens", "ChinchillaBudget"), whole_tokens(2e9, "tokens", "ChinchillaBudget")
         (1500000000, 2000000000)
     """
+    return whole_quantity(value, argument, owner, unit="tokens")
+
+
+def whole_quantity(value: object, argument: str, owner: str = "", *, unit: str = "") -> int:
+    """A count, given as a number or as text such as "1.5B"; 2.0 is whole.
+
+    Raises:
+        ValueError: if it is not a whole number from 1.
+
+    Example:
+        >>> whole_quantity("16k", "gpus"), whole_quantity(124e6, "parameters")
+        (16000, 124000000)
+    """
     number = parse_quantity(value, argument) if isinstance(value, str) else value
     if isinstance(number, float) and number.is_integer():
         number = int(number)
-    return whole_number(number, argument, owner, unit="tokens")
+    return whole_number(number, argument, owner, unit=unit)
+
+
+def positive_quantity(value: object, argument: str) -> float:
+    """A number, or text such as "1.5B"; an ``int`` stays one.
+
+    Raises:
+        ValueError: if it is not a positive finite number.
+
+    Example:
+        >>> positive_quantity("7B", "parameters"), positive_quantity(7, "parameters")
+        (7000000000.0, 7)
+    """
+    return parse_quantity(value, argument) if isinstance(value, str) else positive_number(value, argument)
 
 
 def true_or_false(value: object, argument: str, owner: str = "", *, hint: str = "") -> bool:
@@ -140,6 +169,23 @@ def function_or_none(
     if value is not None and not callable(value):
         raise _refusal(value, argument, owner, f"a function {signature}, or None", "")
     return value
+
+
+def quantity_from(minimum: float, value: object, argument: str) -> float:
+    """A number that may be as small as ``minimum``, or text such as "1.5B".
+
+    Raises:
+        ValueError: if it is not finite, or less.
+
+    Example:
+        >>> quantity_from(0, "2T", "inference_tokens"), quantity_from(0, 0, "inference_tokens")
+        (2000000000000.0, 0)
+    """
+    number = parse_quantity(value, argument) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, Real) or not minimum <= float(number) < math.inf:
+        raise ValueError(f"`{argument}` must be a finite number of at least {minimum:g}, got {value!r}.")
+    checked: float = number  # type: ignore[assignment]  # typeshed's float is no Real
+    return checked
 
 
 def names_in(value: object, argument: str, owner: str, example: str) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models" (arXiv:22
 number of tokens stays between 20.0 and 21.6 per parameter from 400 million to 10 trillion parameters.
 """
 
-from lightning_mp.core.arguments import positive_number
+from typing import SupportsFloat
+
+from lightning_mp.core.arguments import positive_quantity
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, Table 3 (Approach 1), rounded."""
@@ -13,11 +15,13 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6
 """2 forward and 4 backward: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1."""
 
 
-def tokens_for(parameters: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> int:
+def tokens_for(
+    parameters: str | SupportsFloat, tokens_per_parameter: str | SupportsFloat = TOKENS_PER_PARAMETER
+) -> int:
     """Training tokens that match a model size under the rule of a fixed ratio.
 
     Args:
-        parameters: Number of parameters N. Hoffmann et al. count all of them, embeddings included.
+        parameters: Number of parameters N, such as 7e9 or "7B". Hoffmann et al. count all of them, embeddings included.
         tokens_per_parameter: The ratio D / N.
 
     Returns:
@@ -37,18 +41,18 @@ def tokens_for(parameters: float, tokens_per_parameter: float = TOKENS_PER_PARAM
         >>> round(tokens_for(gpt3_parameters) / gpt3_tokens, 1)
         11.7
     """
-    positive_number(parameters, "parameters")
-    positive_number(tokens_per_parameter, "tokens_per_parameter")
-    tokens = round(parameters * tokens_per_parameter)
+    number = positive_quantity(parameters, "parameters")
+    ratio = positive_quantity(tokens_per_parameter, "tokens_per_parameter")
+    tokens = round(number * ratio)
     if tokens < 1:
         raise ValueError(
-            f"{parameters:g} parameters times {tokens_per_parameter:g} tokens per parameter is less than one token. "
+            f"{number:g} parameters times {ratio:g} tokens per parameter is less than one token. "
             "Pass a larger `tokens_per_parameter`."
         )
     return tokens
 
 
-def training_flops(parameters: float, tokens: float) -> float:
+def training_flops(parameters: str | SupportsFloat, tokens: str | SupportsFloat) -> float:
     """Training compute C = 6 N D, attention scores not counted.
 
     Args:
@@ -64,6 +68,5 @@ def training_flops(parameters: float, tokens: float) -> float:
         >>> f"{training_flops(174_600e6, 300e9):.2e}"
         '3.14e+23'
     """
-    positive_number(parameters, "parameters")
-    positive_number(tokens, "tokens")
-    return FLOPS_PER_PARAMETER_AND_TOKEN * float(parameters) * float(tokens)
+    number, seen = positive_quantity(parameters, "parameters"), positive_quantity(tokens, "tokens")
+    return FLOPS_PER_PARAMETER_AND_TOKEN * float(number) * float(seen)

@@ -3,12 +3,11 @@
 Conventions differ by 10 to 30% on one model, so a figure without its convention means nothing.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.arguments import positive_quantity, quantity_from, whole_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 
 _FLOPS_OF_WEIGHT_GRADIENT = 2
@@ -93,13 +92,13 @@ CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
 
 
 def flops_per_token(
-    parameters: int,
+    parameters: float | str,
     *,
     layers: int | None = None,
     width: int | None = None,
-    context_tokens: int | None = None,
+    context_tokens: float | str | None = None,
     convention: str = "palm",
-    frozen_parameters: int = 0,
+    frozen_parameters: float | str = 0,
 ) -> int:
     """Operations of forward and backward per training token of a decoder.
 
@@ -116,7 +115,8 @@ def flops_per_token(
     optimizer are not counted.
 
     Args:
-        parameters: N. Which parameters it counts belongs to the figure: see :attr:`FlopsConvention.parameters`.
+        parameters: N, also as "7B". Which parameters it counts belongs to the figure: see
+            :attr:`FlopsConvention.parameters`.
         layers: Number of blocks. Needed by "palm" and "megatron".
         width: Heads times head size. Needed by "palm" and "megatron".
         context_tokens: Sequence length. Needed by "palm" and "megatron".
@@ -143,11 +143,12 @@ def flops_per_token(
             " count_flops() counts a module exactly."
         )
     row = CONVENTIONS[convention]
-    flops = FLOPS_PER_PARAMETER_AND_TOKEN * _positive_integer("parameters", parameters, row)
-    if frozen_parameters:
+    counted = _positive_integer("parameters", parameters, row)
+    flops = FLOPS_PER_PARAMETER_AND_TOKEN * counted
+    if frozen_parameters != 0:
         frozen = _positive_integer("frozen_parameters", frozen_parameters, row)
-        if frozen > parameters:
-            raise ValueError(f"`frozen_parameters` ({frozen}) cannot be more than `parameters` ({parameters}).")
+        if frozen > counted:
+            raise ValueError(f"`frozen_parameters` ({frozen}) cannot be more than `parameters` ({counted}).")
         flops -= _FLOPS_OF_WEIGHT_GRADIENT * frozen
     if row.attention is None:
         return flops
@@ -177,17 +178,14 @@ def model_flops_utilization(tokens_per_second: float, flops_per_token: float, pe
         >>> round(model_flops_utilization(150_000, 857_246_208, 312e12), 3)  # an A100 in bf16
         0.412
     """
-    for name, value in (("tokens_per_second", tokens_per_second), ("flops_per_token", flops_per_token)):
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"`{name}` must be a finite number of at least 0, got {value!r}.")
-    positive_number(peak_flops_per_second, "peak_flops_per_second")
-    return tokens_per_second * flops_per_token / peak_flops_per_second
+    speed = quantity_from(0, tokens_per_second, "tokens_per_second")
+    each = quantity_from(0, flops_per_token, "flops_per_token")
+    return speed * each / positive_quantity(peak_flops_per_second, "peak_flops_per_second")
 
 
-def _positive_integer(name: str, value: int | None, convention: FlopsConvention) -> int:
+def _positive_integer(name: str, value: float | str | None, convention: FlopsConvention) -> int:
     if value is None:
         raise ValueError(
             f"The {convention.name!r} convention ({convention.formula}) needs `{name}`. Pass `{name}=...`."
         )
-    number: float = value  # 124e6 is a whole number, too
-    return whole_number(int(number) if isinstance(number, float) and number.is_integer() else number, name)
+    return whole_quantity(value, name)

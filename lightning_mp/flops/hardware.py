@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from lightning_mp.core.number_formats import number_format
 
 _RATE_COLUMNS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+_SEPARATORS = re.compile(r"[\s_-]+")
 _VENDOR_PREFIX = re.compile(r"^(NVIDIA|Tesla)\s+", re.IGNORECASE)
 
 
@@ -69,22 +71,41 @@ def find_chip(device_name: str) -> Chip | None:
     Names are matched as a whole: a laptop, "Ti" or MIG variant of a known chip has another peak and is not known.
 
     Args:
-        device_name: What ``torch.cuda.get_device_name()`` returns, or a chip's short name.
+        device_name: What ``torch.cuda.get_device_name()`` returns, or a chip's short name, with or without spaces and
+            "RTX". A family stands for its first chip: "h100" is "H100 SXM".
+
+    Raises:
+        ValueError: it is no string.
 
     Example:
+        >>> find_chip("h100").name, find_chip("h100-pcie").name, find_chip("4090").name
+        ('H100 SXM', 'H100 PCIe', 'RTX 4090')
         >>> find_chip("NVIDIA H100 80GB HBM3").name
         'H100 SXM'
         >>> find_chip("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
         True
     """
-    return next((chip for chip in known_chips() if chip.matches(device_name)), None)
+    if not isinstance(device_name, str):
+        raise ValueError(f"The name of a device must be a string, such as 'H100 SXM' or 'h100', got {device_name!r}.")
+    wanted = _SEPARATORS.sub("", device_name.lower())
+    by_device = (chip for chip in known_chips() if chip.matches(device_name))
+    by_short_name = (chip for chip in known_chips() if wanted in _spellings(chip.name))
+    return next(chain(by_device, by_short_name), None)
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """Of a chip's short name: all of it, its family, its number; "rtx" alone is no family."""
+    first, *rest = name.lower().split()
+    family = (first,) if any(character.isdigit() for character in first) else ()
+    number = ("".join(rest),) if first == "rtx" else ()
+    return (_SEPARATORS.sub("", name.lower()), *family, *number)
 
 
 def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
     """Dense peak of one device in FLOP/s, for matmuls whose inputs have the given format.
 
     Args:
-        device_name: What ``torch.cuda.get_device_name()`` returns, or a chip's short name.
+        device_name: As in :func:`find_chip`.
         dtype: "fp32" (no tensor cores), "tf32", "bf16", "fp16" or "fp8", or a torch dtype. ``torch.float32`` means
             "fp32": a run with TF32 matmuls must ask for "tf32".
 
@@ -107,7 +128,7 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
             "For another device, pass the dense figure of its datasheet instead, as in "
             "MFUMonitor(peak_flops=...)."
         )
-    column = _rate_column(dtype)
+    column = rate_column(dtype)
     if column not in chip.peak_flops:
         raise ValueError(f"No {column} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
     return chip.peak_flops[column]
@@ -168,7 +189,16 @@ def device_peak(
         return None, str(error)
 
 
-def _rate_column(dtype: str | torch.dtype) -> str:
+def rate_column(dtype: str | torch.dtype) -> str:
+    """The name of a format in the table.
+
+    Raises:
+        ValueError: it is no format.
+
+    Example:
+        >>> rate_column(torch.bfloat16), rate_column("tf32")
+        ('bf16', 'tf32')
+    """
     if isinstance(dtype, str) and dtype in _RATE_COLUMNS:
         return dtype
     row = number_format(dtype)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
+from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.flops.conventions import flops_per_token
-from lightning_mp.flops.hardware import matmul_format, peak_flops
+from lightning_mp.flops.hardware import matmul_format, peak_flops, rate_column
 from lightning_mp.planning.memory.chip_memory import chips_by_memory
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import (
@@ -95,7 +96,7 @@ def choose_layouts(
         checkpointed: with and without recomputed blocks.
 
     Raises:
-        ValueError: a precision is unknown.
+        ValueError: a precision is unknown, or a number is not positive.
 
     Example:
         405 billion parameters do not fit on 8 GPUs of 80 GB, however they are divided:
@@ -105,6 +106,7 @@ def choose_layouts(
         {'does not fit'}
     """
     row = find_precision(precision)
+    _check(gpus, machine, memory_bytes, context_tokens, tokens_per_step, dtype)
     near = machine.gpus_per_node if machine is not None else _GPUS_PER_NODE
     choices = []
     for base in usual_layouts(gpus, near, layers=config.layers):
@@ -126,6 +128,25 @@ def choose_layouts(
     return sorted(choices, key=_rank)
 
 
+def _check(
+    gpus: int,
+    machine: Machine | None,
+    memory_bytes: float | None,
+    context_tokens: int,
+    tokens_per_step: int,
+    dtype: str | None,
+) -> None:
+    """Here, since an error of a single layout leaves out that layout."""
+    for name, count in (("gpus", gpus), ("context_tokens", context_tokens), ("tokens_per_step", tokens_per_step)):
+        whole_number(count, name)
+    if memory_bytes is not None:
+        positive_number(memory_bytes, "memory_bytes")
+    if machine is not None and not isinstance(machine, Machine):
+        raise ValueError(f"`machine` must be a planning.Machine, from find_machine() or your own, got {machine!r}.")
+    if dtype is not None:
+        rate_column(dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class ChipChoice:
     """Chips of one memory, and the layout on them that takes most sequences at once; None where nothing fits."""
@@ -145,6 +166,9 @@ def choose_chips(
         gpus: how many.
         context_tokens: length of a sequence.
         precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+
+    Raises:
+        ValueError: a precision is unknown, or a number is not positive.
 
     Example:
         Seven billion parameters, on one GPU: 16 bytes each do not fit into 80 GB.

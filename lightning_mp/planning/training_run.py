@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+from lightning_mp.core.arguments import whole_quantity
 from lightning_mp.core.quantities import parse_flops, parse_fraction, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.planning.scaling_laws.device_budget import chip_of, dtype_on
@@ -176,10 +177,10 @@ class RunTime:
 
 
 def run_time(
-    flops: float,
+    flops: _Quantity,
     *,
     device: str,
-    gpus: int = 1,
+    gpus: float | str = 1,
     dtype: str | None = None,
     mfu: _Quantity | None = None,
     price: _Quantity | None = None,
@@ -187,7 +188,7 @@ def run_time(
     """Time, GPU hours and cost of a number of FLOPs.
 
     Args:
-        flops: C.
+        flops: C, such as 1e21, "1EFLOP" or "5PF-days".
         device: a chip, such as "h100".
         gpus: how many.
         dtype: format of matrix products; None is "bf16", or "fp16" on chips without bf16 units.
@@ -206,16 +207,17 @@ def run_time(
     chip = chip_of(device)
     dtype = dtype_on(chip, dtype)
     low, high = USUAL_MFU if mfu is None else (parse_fraction(mfu, "mfu"),) * 2
-    fastest, slowest = (flops / (share * chip.peak_flops[dtype]) / _SECONDS_PER_HOUR for share in (high, low))
+    operations, count = parse_flops(flops, "flops"), whole_quantity(gpus, "gpus")
+    fastest, slowest = (operations / (share * chip.peak_flops[dtype]) / _SECONDS_PER_HOUR for share in (high, low))
     each = None if price is None else parse_quantity(price, "price")
     return RunTime(
         chip=chip.name,
-        gpus=gpus,
+        gpus=count,
         dtype=dtype,
         peak_flops_per_second=chip.peak_flops[dtype],
         mfu=(high, low),
         measured=mfu is not None,
-        hours=(fastest / gpus, slowest / gpus),
+        hours=(fastest / count, slowest / count),
         gpu_hours=(fastest, slowest),
         cost=None if each is None else (each * fastest, each * slowest),
     )

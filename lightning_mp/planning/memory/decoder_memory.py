@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from lightning_mp.core.arguments import true_or_false, whole_number
+from lightning_mp.core.arguments import positive_quantity, quantity_from, true_or_false, whole_number, whole_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.memory.live_storages import PARTS, Part
@@ -138,6 +138,10 @@ def decoder_memory(
         2.22
     """
     layout = layout or MemoryLayout()
+    tokens = whole_quantity(sequences, "sequences") * whole_quantity(context_tokens, "context_tokens")
+    states = quantity_from(0, optimizer_states, "optimizer_states")
+    if micro_batches is not None:
+        whole_number(micro_batches, "micro_batches")
     row = find_precision(precision)
     ranks = layout.layout
     if config.layers % ranks.stages:
@@ -154,10 +158,9 @@ def decoder_memory(
         "weights": row.weight_bytes * per_rank(ranks.shards),
         "gradients": row.weight_bytes * per_rank(with_gradients),
         "masters": row.master_bytes * per_rank(with_states),
-        "optimizer states": optimizer_states * row.optimizer_state_itemsize() * per_rank(with_states),
+        "optimizer states": states * row.optimizer_state_itemsize() * per_rank(with_states),
         **_of_weights_in_use(config, layout, row, dense + experts),
     }
-    tokens = sequences * context_tokens
     parts |= _of_activations(config, layout, row, tokens, micro_batches, sequence_parallel)
     return DecoderMemory({part: ceil(parts[part]) for part in PARTS if parts.get(part)})
 
@@ -174,15 +177,19 @@ def largest_micro_batch(
         context_tokens: length of a sequence.
         precision: as in :func:`decoder_memory`.
 
+    Raises:
+        ValueError: a number is not positive, or the precision is unknown.
+
     Example:
         >>> config = DecoderConfig(layers=12, width=768, vocabulary=50257, gated=False, tied_head=True)
         >>> largest_micro_batch(config, MemoryLayout(), 80 * 2**30, context_tokens=1024, precision="bf16-mixed")
         66
     """
+    available = positive_quantity(memory_bytes, "memory_bytes")
 
     def fits(sequences: int) -> bool:
         memory = decoder_memory(config, layout, sequences=sequences, context_tokens=context_tokens, precision=precision)
-        return memory.verdict(memory_bytes) == "fits"
+        return memory.verdict(available) == "fits"
 
     if not fits(1):
         return 0

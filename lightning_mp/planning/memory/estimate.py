@@ -203,6 +203,8 @@ def estimate_memory(
 
 
 def _check(module: nn.Module, strategy: str, ranks: int, units: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"`module` must be a torch.nn.Module, got {module!r}.")
     if strategy not in get_args(MemoryStrategy):
         raise ValueError(f"`strategy` {strategy!r} is not known. Use one of {', '.join(get_args(MemoryStrategy))}.")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:

@@ -28,7 +28,8 @@ def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None)
             None asks the module's ``configure_optimizers``, and takes AdamW where there is none.
 
     Raises:
-        ValueError: the name is unknown, what was made is no optimizer, or ``configure_optimizers`` wants a Trainer.
+        ValueError: the name is unknown, the optimizer does not take these parameters, what was made is no optimizer, or
+            ``configure_optimizers`` wants a Trainer.
 
     Example:
         >>> make_optimizers(nn.Linear(2, 2), "sgd")[0].__class__.__name__
@@ -59,6 +60,11 @@ def _configured(module: nn.Module, configure: Callable[[], Any]) -> Any:
 
 def _factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
     if not isinstance(optimizer, str):
+        if not callable(optimizer):
+            raise ValueError(
+                "`optimizer` must be a class of torch.optim by its name, such as 'AdamW', or a function from"
+                f" parameters to an optimizer, got {optimizer!r}."
+            )
         return optimizer
     classes = {
         name.lower(): kind
@@ -71,7 +77,17 @@ def _factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
             " parameters to an optimizer."
         )
     kind = classes[optimizer.lower()]
-    return lambda parameters: kind(parameters, lr=1e-3)  # type: ignore[call-arg]  # every class has it
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        try:
+            return kind(parameters, lr=1e-3)  # type: ignore[call-arg]  # every class has it
+        except ValueError as error:
+            raise ValueError(
+                f"`optimizer` {optimizer!r} cannot take the parameters of this module ({error}). Pass another, or a"
+                " function from parameters to an optimizer."
+            ) from error
+
+    return make
 
 
 def optimizers_in(configured: Any) -> Iterable[Any]:
@@ -149,6 +165,11 @@ class StandInOptimizer:
                 elif kept.dtype == torch.int16:  # the whole master, put together for the step
                     live.add("temporaries", [stand_in])
             stand_in.grad = gradient.to(stand_in.dtype)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "estimate_memory() cannot step LBFGS: how often it runs the step depends on the loss. It keeps about"
+                " 2 x history_size + 2 values per parameter; pass optimizer='SGD' for everything else of the step."
+            )
         try:
             self.optimizer.step()
         except (RuntimeError, NotImplementedError) as error:

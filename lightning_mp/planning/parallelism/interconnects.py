@@ -71,7 +71,7 @@ def find_machine(name: str) -> Machine:
         >>> machine.inside_bytes_per_second / 1e9, machine.between_bytes_per_second / 1e9
         (450.0, 50.0)
     """
-    for machine in known_machines():
+    for machine in known_machines() if isinstance(name, str) else ():
         if machine.name.lower() == name.strip().lower():
             return machine
     raise ValueError(

@@ -23,6 +23,7 @@ looked at.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_mp.core.arguments import whole_number, whole_quantity
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import matmul_format, peak_flops
 from lightning_mp.planning.parallelism.collectives import Transfer
@@ -134,7 +135,10 @@ def plan_parallelism(
         >>> plan.micro_batches, round(plan.inside_bytes / 1e9), round(plan.between_bytes / 1e9), plan.bound_by
         (16, 401, 50, 'compute')
     """
-    machine = find_machine(machine) if isinstance(machine, str) else machine
+    machine = machine if isinstance(machine, Machine) else find_machine(machine)
+    tokens_per_step = whole_quantity(tokens_per_step, "tokens_per_step")
+    context_tokens = whole_quantity(context_tokens, "context_tokens")
+    whole_number(sequences_per_gpu, "sequences_per_gpu")
     of_a_micro_batch = context_tokens * sequences_per_gpu * layout.tensor
     micro_batches = _micro_batches(tokens_per_step, of_a_micro_batch, layout)
     transfers = communication_per_step(
@@ -179,10 +183,16 @@ def usual_layouts(gpus: int, gpus_per_node: int, *, layers: int) -> list[Paralle
         gpus_per_node: in each node.
         layers: of the model; 8 stages must divide them.
 
+    Raises:
+        ValueError: a number is not whole and positive.
+
     Example:
         >>> [layout.name for layout in usual_layouts(64, 8, layers=32)]
         ['DDP 64', 'FSDP 64', 'HSDP 8 x 8', 'FSDP 8 x TP 8', 'DDP 8 x PP 8', 'TP 8 x PP 8']
     """
+    gpus = whole_quantity(gpus, "gpus")
+    whole_number(gpus_per_node, "gpus_per_node")
+    whole_number(layers, "layers")
     nodes, uneven = divmod(gpus, gpus_per_node)
     found = [ParallelLayout(copies=gpus), ParallelLayout(shards=gpus)]
     if not uneven:

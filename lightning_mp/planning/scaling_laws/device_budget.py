@@ -1,14 +1,14 @@
 """What a machine can do in a given time: device hours, a chip and an MFU make a compute budget."""
 
-import re
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+import torch
+
 from lightning_mp.core.quantities import parse_fraction, parse_quantity
-from lightning_mp.flops.hardware import Chip, find_chip, known_chips
+from lightning_mp.flops.hardware import Chip, find_chip, known_chips, rate_column
 
 _SECONDS_PER_HOUR = 3600
-_SEPARATORS = re.compile(r"[\s_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def device_budget(
     )
 
 
-def dtype_on(chip: Chip, dtype: str | None) -> str:
+def dtype_on(chip: Chip, dtype: str | torch.dtype | None) -> str:
     """The format as given, or "bf16" when None, "fp16" on chips without bf16 units.
 
     Raises:
@@ -76,9 +76,10 @@ def dtype_on(chip: Chip, dtype: str | None) -> str:
     """
     if dtype is None:
         dtype = "bf16" if "bf16" in chip.peak_flops else "fp16"
-    if dtype not in chip.peak_flops:
-        raise ValueError(f"No {dtype} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
-    return dtype
+    column = rate_column(dtype)
+    if column not in chip.peak_flops:
+        raise ValueError(f"No {column} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
+    return column
 
 
 def chip_of(device: str) -> Chip:
@@ -91,19 +92,10 @@ def chip_of(device: str) -> Chip:
         >>> chip_of("h100-sxm").name, chip_of("4090").name, chip_of("v100").name
         ('H100 SXM', 'RTX 4090', 'V100 SXM2')
     """
-    wanted = _SEPARATORS.sub("", device.lower())
-    chip = find_chip(device) or next((row for row in known_chips() if wanted in _spellings(row.name)), None)
+    chip = find_chip(device)
     if chip is None:
         raise ValueError(
             f"No peak FLOP/s are known for the device {device!r}. "
             f"Known chips: {', '.join(row.name for row in known_chips())}. For another, give the FLOPs themselves."
         )
     return chip
-
-
-def _spellings(name: str) -> tuple[str, ...]:
-    """Of a chip's short name: all of it, its family, its number; "rtx" alone is no family."""
-    first, *rest = name.lower().split()
-    family = (first,) if any(character.isdigit() for character in first) else ()
-    number = ("".join(rest),) if first == "rtx" else ()
-    return (_SEPARATORS.sub("", name.lower()), *family, *number)

@@ -11,6 +11,7 @@ of more tokens (their section 5), so a far smaller and longer trained model is a
 import math
 from dataclasses import dataclass
 
+from lightning_mp.core.arguments import quantity_from
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.planning.scaling_laws.optimum import minimum
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw
@@ -45,7 +46,7 @@ class InferenceAware:
 
 
 def inference_aware_optimum(
-    law: ParametricLaw, *, parameters: float, tokens: float, inference_tokens: float
+    law: ParametricLaw, *, parameters: float | str, tokens: float | str, inference_tokens: float | str
 ) -> InferenceAware:
     """Of the models that reach the same loss, the one that costs least over its life.
 
@@ -69,11 +70,9 @@ def inference_aware_optimum(
         >>> round(best.parameters / 1e9), f"{best.saving:.0%}"
         (7, '16%')
     """
-    numbers = (("parameters", parameters, 1), ("tokens", tokens, 1), ("inference_tokens", inference_tokens, 0))
-    for name, value, least in numbers:
-        if not (value >= least and math.isfinite(value)):
-            raise ValueError(f"`{name}` must be a finite number of at least {least}, got {value!r}.")
-    loss = law.loss(parameters, tokens)
+    given, seen = quantity_from(1, parameters, "parameters"), quantity_from(1, tokens, "tokens")
+    asked = quantity_from(0, inference_tokens, "inference_tokens")
+    loss = law.loss(given, seen)
     # Below this size no number of tokens reaches the loss.
     smallest = (law.A / (loss - law.E)) ** (1 / law.alpha)
 
@@ -83,15 +82,14 @@ def inference_aware_optimum(
     def cost(log_excess: float) -> float:
         size = smallest * (1 + math.exp(log_excess))
         training = FLOPS_PER_PARAMETER_AND_TOKEN * size * tokens_of(size)
-        return math.log(training + _FLOPS_OF_INFERENCE * size * inference_tokens)
+        return math.log(training + _FLOPS_OF_INFERENCE * size * asked)
 
     best = smallest * (1 + math.exp(minimum(cost, middle=0.0, reach=math.log(1e6))))
-    before = FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens + _FLOPS_OF_INFERENCE * parameters * inference_tokens
+    before = FLOPS_PER_PARAMETER_AND_TOKEN * given * seen + _FLOPS_OF_INFERENCE * given * asked
     return InferenceAware(
         parameters=best,
         tokens=tokens_of(best),
-        inference_tokens=inference_tokens,
-        lifetime_flops=FLOPS_PER_PARAMETER_AND_TOKEN * best * tokens_of(best)
-        + _FLOPS_OF_INFERENCE * best * inference_tokens,
+        inference_tokens=asked,
+        lifetime_flops=FLOPS_PER_PARAMETER_AND_TOKEN * best * tokens_of(best) + _FLOPS_OF_INFERENCE * best * asked,
         lifetime_flops_before=before,
     )
