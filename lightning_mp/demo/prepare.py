@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -88,8 +89,8 @@ def prepare(
     if resume:
         job = _resumed(given, out, accelerator, max_seconds)
     else:
-        settings = Settings(**given)
-        job = Job(settings, load_text(settings.text), _new_run(out), accelerator, max_seconds)
+        settings, folder = Settings(**given), _new_run(out)  # before the text, which takes long to read
+        job = Job(settings, load_text(settings.text), folder, accelerator, max_seconds)
     # These refuse a text that is too short.
     shape = {"block_tokens": BLOCK_TOKENS, "world_size": job.settings.replicas}
     TextBatches(job.corpus.train, batch_size=job.settings.batch_size, **shape)
@@ -106,9 +107,22 @@ def use_few_threads(parameters: int, accelerator: str) -> None:
 
 def _new_run(out: Path) -> Path:
     """The next free folder ``version_N`` under ``out``; nothing is made yet."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: give a folder, which is made if it is missing.")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        where = "" if there == out else f" is below {there}, which"
+        raise ValueError(f"--out {out}{where} is a file: give a folder, which is made if it is missing.")
+    if not _can_be_written(there):
+        raise ValueError(f"--out {out} cannot be written: nothing can be made in {there}. Give another folder.")
     return Path(CSVLogger(out, name="").log_dir)
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Tried, since what ``os.access`` says is not so for root, and not in /proc."""
+    try:
+        with TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _resumed(given: Mapping[str, Any], out: Path, accelerator: str, max_seconds: float | None) -> Job:

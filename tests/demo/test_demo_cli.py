@@ -140,6 +140,14 @@ def test_a_run_that_lightning_refuses_leaves_nothing_behind(capsys, text):
 def test_an_out_that_is_a_file_is_refused(capsys, tmp_path):
     (tmp_path / "taken").write_text("")
     assert "--out taken is a file: give a folder" in _refusal(capsys, "--out", "taken")
+    below = _refusal(capsys, "--out", "taken/run/1")
+    assert f"--out taken/run/1 is below {Path('taken').absolute()}, which is a file: give a folder" in below
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_text_is_read(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_mp.demo.prepare.load_text", lambda path: pytest.fail("the text was read"))
+    refused = _refusal(capsys, "--out", "/proc/run")
+    assert "--out /proc/run cannot be written: nothing can be made in /proc. Give another folder" in refused
 
 
 @pytest.mark.parametrize(
