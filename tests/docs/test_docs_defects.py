@@ -53,6 +53,11 @@ def test_every_defect_and_every_edge_has_a_row() -> None:
     assert set(rows()) == {f"D{number:02}" for number in range(1, 63)} | {f"E{number:02}" for number in range(1, 23)}
 
 
+def test_the_readme_says_how_many_rows_there_are() -> None:
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    assert re.findall(r"All (\d+) rows", readme) == [str(len(rows()))]
+
+
 @pytest.mark.parametrize("name", sorted(rows()))
 def test_a_row_names_a_test_that_is_there(name: str) -> None:
     cell = rows()[name].ours
