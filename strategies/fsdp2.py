@@ -33,6 +33,7 @@ from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.distributed.sharding_rules import Shard, read_resharding, read_shard, unit_names
 from lightning_mp.gradients.clipping import let_clip_over_meshes
@@ -76,8 +77,8 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
 
     Precision comes from the plugin, see :func:`~lightning_mp.distributed.all_gather_dtypes.gathered_dtypes`: with
     ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
-    operation has the dtypes that it has on one device. Gradients are reduced in fp32; buffers are left alone. All
-    ranks start from the weights of rank 0.
+    operation has the dtypes that it has on one device. Gradients are reduced in fp32, and buffers are not cast. All
+    ranks start from the weights of rank 0, and keep its running statistics, as under DDP.
 
     Gradients are reduced once per window of accumulation or at every micro-batch, as
     ``AccumulationScheduler(sync=...)`` says; without it at every micro-batch. ``ActivationCheckpointing`` is applied
@@ -233,6 +234,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self._methods = ForwardMethods(module, STEPS)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
+        BufferBroadcast.attach(trainer, self._meshes[0].get_all_groups() if self._meshes is not None else [])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             ResumableProgress.attach(trainer)

@@ -23,6 +23,7 @@ from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
 from lightning_mp.gradients.replication import GradientReplication
@@ -267,6 +268,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         own_layers = read_layers(module)[slice(bounds[stage], bounds[stage + 1])]
         self.pipeline_runner = PipelineRunner(trainer, module, own_layers, pipeline, self._backward_context)
         self._gradients = StageGradients(module, split, self._mesh, self._collective_timeout)
+        BufferBroadcast.attach(trainer, [self._mesh.get_group("data_parallel")])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             ResumableProgress.attach(trainer)

@@ -28,6 +28,7 @@ __all__ = [
     "sharding_groups",
     "sharding_mesh",
     "sharding_param_dtype",
+    "unsaved_buffers",
     "wants_sync_batchnorm",
     "without_forward_hooks_of_sharding",
 ]
@@ -182,3 +183,9 @@ def number_reduced_by_ddp(model: torch.nn.parallel.DistributedDataParallel) -> i
 def wants_sync_batchnorm(strategy: ParallelStrategy) -> bool:
     """Whether the Trainer was given ``sync_batchnorm=True`` or a plugin for it; it tells only the strategy."""
     return strategy._layer_sync is not None
+
+
+def unsaved_buffers(owner: torch.nn.Module) -> set[str]:
+    """Names of a module's own buffers that its state dict leaves out."""
+    names: set[str] = owner._non_persistent_buffers_set
+    return names

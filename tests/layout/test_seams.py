@@ -45,8 +45,8 @@ MADE_BY_SHARDING = {
     "_init_mp_dtypes",
     "_orig_dtype",
 }
-# The same; tests/planning/test_communication.py guards them.
-MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks"}
+# The same; tests/planning/test_communication.py and tests/distributed/test_buffer_broadcast.py guard them.
+MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks", "_non_persistent_buffers_set"}
 # The same; tests/strategies/test_fsdp2_strategy.py guards it.
 MADE_BY_THE_TRAINER = {"_layer_sync"}
 # The same; tests/preflight_checks/test_preflight_facts.py and test_preflight_report.py guard them.

@@ -49,6 +49,7 @@ LONGEST_FILES = (
     "test_strategy_checkpoints",
     "test_pipeline_runs",
     "test_pipeline_strategy",
+    "test_buffer_broadcast",
     "test_fsdp2_resting_layers",
     "test_import_cost",
     "test_diagnosis_bed",

@@ -29,6 +29,8 @@ _NAMES = {
     "reduce_scatter_tensor": "reduce_scatter",
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
+    "gather_": "gather",
+    "scatter_": "scatter",
     "send": "send",
     "recv_": "receive",
     "barrier": "barrier",
