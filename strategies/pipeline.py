@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress
+from lightning_mp.checkpoints.single_file import refuse_other_number
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.namespace_hint import NamespaceHint
@@ -28,12 +29,8 @@ from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.modules.stage_placeholder import StageSplit, full_model, stage_split_of
-from lightning_mp.pipelining.checkpoints import (
-    OptimizerParts,
-    gather_on_rank_zero,
-    keep_own_parameters,
-    own_state,
-)
+from lightning_mp.pipelining.added_groups import with_added_groups
+from lightning_mp.pipelining.checkpoints import OptimizerParts, gather_on_rank_zero, keep_own_parameters, own_state
 from lightning_mp.pipelining.gradients import StageGradients
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.layout import Pipeline
@@ -193,7 +190,8 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         assert self._split is not None
         parts = self._parts[optimizer]
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        of_number = dict(zip(parts.numbers, own, strict=True))
+        # More than the stages know of, if a group was added in the middle of an epoch.
+        of_number = dict(zip(parts.numbers, own, strict=False))
         return [
             (name, of_number.get(number), self.replicas * len(self._split.stages_of_parameters.get(name, (0,))))
             for number, name in enumerate(parts.names)
@@ -305,6 +303,20 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
             if stays is not None:
                 stays.restore()
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Stages agree on parameter groups that a callback has added at the start of the epoch."""
+        if batch_idx == 0:
+            for optimizer in self._parts:
+                self._agree_on_groups(optimizer)
+
+    def _agree_on_groups(self, optimizer: Optimizer) -> OptimizerParts:
+        assert self._split is not None
+        assert self.lightning_module is not None
+        self._parts[optimizer] = parts = with_added_groups(
+            self._parts[optimizer], optimizer, self.lightning_module.parameters(), self._split.parameter_names
+        )
+        return parts
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _backward_context(self) -> AbstractContextManager[Any]:
@@ -347,11 +359,10 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the state of the whole optimizer, as one process has it; empty on other ranks."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = inner.state_dict()
-        parts = self._parts.get(inner)
-        if parts is None or self._split is None or self._split.stages == 1:
-            return state
-        return parts.whole(state, self._sender_ranks(), self.root_device)
+        if inner not in self._parts or self._split is None or self._split.stages == 1:
+            return inner.state_dict()
+        parts = self._agree_on_groups(inner)  # some may have been added in the middle of an epoch
+        return parts.whole(inner.state_dict(), self._sender_ranks(), self.root_device)
 
     def _sender_ranks(self) -> list[int]:
         """One rank of every stage."""
@@ -381,11 +392,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes what this stage holds."""
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ValueError(
-                f"The checkpoint holds the state of {len(states)} optimizers, and configure_optimizers made"
-                f" {len(self.optimizers)}. Use the model that it was written with, or load its weights only."
-            )
+        refuse_other_number(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(self._parts[optimizer].own(state))
 

@@ -148,7 +148,7 @@ def _refuse_other_optimizers(path: Path, metadata: "Metadata", optimizers: Seque
             " It was written with save_weights_only=True or by a model without optimizers. Load its weights only."
         )
     if optimizers:
-        refuse_other_number(path, len(held), len(optimizers))
+        refuse_other_number(len(held), len(optimizers), path)
 
 
 def _load_optimizer(

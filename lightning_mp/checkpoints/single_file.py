@@ -64,7 +64,7 @@ def load_full_checkpoint(
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=strict))
     states = checkpoint.get("optimizer_states", [])
     if optimizers:
-        refuse_other_number(path, len(states), len(optimizers))
+        refuse_other_number(len(states), len(optimizers), path)
     for optimizer, state in zip(optimizers, states, strict=False):
         optimizer.load_state_dict(_distributed(state, optimizer, model))
     return checkpoint
@@ -158,17 +158,22 @@ def refuse_other_groups(saved: Sequence[int], own: Sequence[int], *, difference:
         )
 
 
-def refuse_other_number(path: Path, saved: int, own: int) -> None:
+def refuse_other_number(saved: int, own: int, path: Path | None = None) -> None:
     """Compares how many optimizers there are.
+
+    Args:
+        saved: in the checkpoint.
+        own: in the run that goes on from it.
+        path: of the checkpoint, for the message.
 
     Raises:
         ValueError: if it is another number.
 
     Example:
-        >>> refuse_other_number(Path("a.ckpt"), 1, 1)
+        >>> refuse_other_number(1, 1)
     """
     if saved != own:
         raise ValueError(
-            f"The checkpoint {path} holds the state of {saved} optimizers, and configure_optimizers made {own}. Use the"
-            " model that it was written with, or load its weights only."
+            f"The checkpoint{'' if path is None else f' {path}'} holds the state of {saved} optimizers, and"
+            f" configure_optimizers made {own}. Use the model that it was written with, or load its weights only."
         )

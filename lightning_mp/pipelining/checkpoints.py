@@ -1,7 +1,7 @@
 """Checkpoints of a pipeline: what one process would write, gathered from the stages, and each stage's part of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ class OptimizerParts:
         groups: for each parameter group of the whole, the numbers of its parameters.
         names: of all its parameters, in order.
         numbers: for each parameter of this stage's optimizer, in order, its number in the whole one.
+        name_of: by id, every parameter of the whole model; groups that are added during the run may have any of them.
     """
 
     groups: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
     numbers: tuple[int, ...]
+    name_of: Mapping[int, str] = field(default_factory=dict)
 
     def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Of a whole optimizer's state what this stage holds.
@@ -104,7 +106,7 @@ def keep_own_parameters(optimizer: Optimizer, names: Mapping[str, nn.Parameter],
                 optimizer.state.pop(parameter, None)
         # In place: optimizers may keep the list.
         group["params"][:] = [parameter for parameter in group["params"] if id(parameter) in own]
-    return OptimizerParts(tuple(groups), tuple(whole), tuple(numbers))
+    return OptimizerParts(tuple(groups), tuple(whole), tuple(numbers), name_of)
 
 
 def gather_on_rank_zero(own: Mapping[str, Any], ranks: Sequence[int], device: torch.device) -> dict[str, Any]:

@@ -25,6 +25,7 @@ LONGEST_FILES = (
     "test_fsdp2_checkpoints",
     "test_resumed_on_other_ranks",
     "test_fsdp2_parameter_groups",
+    "test_pipeline_added_groups",
     "test_tensor_parallel_sequence",
     "test_many_fits",
     "test_evidence",
