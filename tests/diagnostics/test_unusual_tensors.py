@@ -21,6 +21,7 @@ from lightning_mp import (
     UnderflowMonitor,
 )
 from lightning_mp.core.unreadable import why_unreadable
+from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
 from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.flops.flop_counter import FlopTally
 
@@ -129,6 +130,17 @@ def test_outputs_inside_of_vmap_are_left_out_by_name() -> None:
     assert monitor.latest is not None
     assert not any(monitor.latest.histograms["activations"]["body"].counts.values())
     assert any(monitor.latest.histograms["gradients"]["body.weight"].counts.values())
+
+
+def test_a_post_mortem_leaves_out_what_runs_inside_of_vmap() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    message = r"OverflowPostMortem leaves out the argument 'input' of module '0'.* torch\.vmap"
+    with TensorWatch(net) as watch:
+        with pytest.warns(UserWarning, match=message):
+            outputs = torch.vmap(net)(torch.ones(4, WIDTH))
+        with watch.backward():
+            outputs.sum().backward()
+    assert [seen.place.tensor for seen in watch.observations()] == ["gradient of bias", "gradient of weight"]
 
 
 def two_parts() -> nn.Module:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.uncopied import RunHook
+from lightning_mp.core.unreadable import why_unreadable
 from lightning_mp.diagnostics.overflow.observations import (
     OverflowObservation,
     Place,
@@ -58,6 +60,7 @@ class TensorWatch:
         self._num_calls = 0
         self._callers: dict[str, str] = {}
         self._in_backward = False
+        self._left_out = LeftOut("OverflowPostMortem")
 
     def __enter__(self) -> Self:
         # A module that is used in several places goes by its first name.
@@ -161,6 +164,9 @@ class TensorWatch:
 
     def _pass_on(self, place: Place, tensor: Tensor, replaceable: bool, aliases: dict[int, Tensor]) -> Tensor:
         """Reads a tensor and returns what goes on in its place; one tensor stays one, for modules that compare."""
+        if reason := why_unreadable(tensor):
+            self._left_out.tell(f"the {place.tensor} of module {place.module!r}", reason)
+            return tensor
         if not self._in_backward:
             self._note(place, tensor)
         if not (tensor.requires_grad and torch.is_grad_enabled()) or isinstance(tensor, nn.Parameter):
