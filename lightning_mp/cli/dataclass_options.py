@@ -1,14 +1,22 @@
 """A dataclass of settings whose fields are the options of a command."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any, get_args
 
 __all__ = ["add_options", "check_combinations", "flag", "setting"]
 
 
-def setting(default: Any, help: str, *, group: str = "", metavar: str | None = None, **only_with: Sequence[Any]) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    group: str = "",
+    metavar: str | None = None,
+    read: Callable[[str], Any] | None = None,
+    **only_with: Sequence[Any],
+) -> Any:
     """A field of the dataclass.
 
     Args:
@@ -16,9 +24,11 @@ def setting(default: Any, help: str, *, group: str = "", metavar: str | None = N
         help: of the option.
         group: of options that it is listed in.
         metavar: what the help shows for the value; None shows N for a number, else the name of the option.
+        read: from what was written to the value; None takes the type of the field.
         only_with: values of other settings; with others this one would be without effect, and is refused.
     """
-    return field(default=default, metadata={"help": help, "group": group, "metavar": metavar, "only_with": only_with})
+    about = {"help": help, "group": group, "metavar": metavar, "read": read, "only_with": only_with}
+    return field(default=default, metadata=about)
 
 
 def flag(name: str) -> str:
@@ -58,7 +68,7 @@ def add_options(cls: type[Any], groups: Mapping[str, Any]) -> None:
             options["action"] = "store_true"
         elif isinstance(kinds[0], type):
             metavar = each.metadata["metavar"] or ("N" if kinds[0] in (int, float) else None)
-            options |= {"type": kinds[0], "metavar": metavar}
+            options |= {"type": each.metadata["read"] or kinds[0], "metavar": metavar}
         else:
             options["choices"] = kinds
         groups[each.metadata["group"]].add_argument(flag(each.name), **options)

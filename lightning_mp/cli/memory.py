@@ -27,6 +27,7 @@ examples:
 
   example() returns (module, batch) or (module, batch, step), where step(module, batch) gives the loss."""
 
+_CONTEXT_TOKENS = "4096"
 _OPTIONS = {
     "precision": "--precision",
     "optimizer": "--optimizer",
@@ -50,14 +51,14 @@ def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
     module = parser.add_argument_group("your own module")
     module.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes the module and a batch of one micro-batch")
     module.add_argument("--optimizer", metavar="NAME", help="of torch.optim; default configure_optimizers, or AdamW")
-    module.add_argument("--strategy", choices=get_args(MemoryStrategy), default="single", help="default single")
+    module.add_argument("--strategy", choices=get_args(MemoryStrategy), help="default single")
     module.add_argument("--ranks", metavar="N", help="data-parallel ranks (default 1)")
-    module.add_argument("--device-type", choices=("cuda", "cpu"), default="cuda", help="default cuda")
+    module.add_argument("--device-type", choices=("cuda", "cpu"), help="default cuda")
     module.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts over the step: png, pdf or svg")
     add_shape(parser.add_argument_group("or the shape of a decoder"))
     step = parser.add_argument_group("step of a decoder")
     step.add_argument("--sequences", metavar="S", help="in a micro-batch (default 1)")
-    step.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
+    step.add_argument("--context", metavar="T", dest="context_tokens", help="default 4096")
     parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(run=_run, parser=parser)
@@ -78,16 +79,20 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
     if (config is None) == (arguments.module is None):
         raise ValueError("Pass one of --module, --config and the shape of a decoder (`layers`, `width`, `vocabulary`)")
     if config is not None:
-        own = {"--optimizer": arguments.optimizer, "--ranks": arguments.ranks, "--plot": arguments.plot}
-        extra = [option for option, value in own.items() if value is not None]
+        names = ("optimizer", "strategy", "ranks", "device_type", "plot")
+        extra = [name for name in names if getattr(arguments, name) is not None]
         if extra:
-            raise ValueError(f"{extra[0]} belongs to --module. Leave it out; for layouts see lightning-mp plan")
+            option = "--" + extra[0].replace("_", "-")
+            raise ValueError(f"{option} belongs to --module. Leave it out; for layouts see lightning-mp plan")
         return decoder_memory(
             config,
             sequences=count_of(arguments.sequences, "sequences"),
-            context_tokens=count_of(arguments.context_tokens, "context_tokens"),
+            context_tokens=count_of(arguments.context_tokens or _CONTEXT_TOKENS, "context_tokens"),
             precision=arguments.precision,
         )
+    for name in ("sequences", "context_tokens"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"`{name}` belongs to the shape of a decoder. Leave it out; --module gives the batch")
     if arguments.plot is not None:
         check_picture(arguments.plot, "--plot")
     module, batch, step = _made_by(arguments.module)
@@ -97,9 +102,9 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
         step,
         precision=arguments.precision,
         optimizer=arguments.optimizer,
-        strategy=arguments.strategy,
+        strategy=arguments.strategy or "single",
         ranks=count_of(arguments.ranks, "ranks"),
-        device_type=arguments.device_type,
+        device_type=arguments.device_type or "cuda",
     )
     if arguments.plot is not None:
         estimate.plot(arguments.plot)

@@ -14,6 +14,7 @@ SHAPE_OPTIONS = {
     "vocabulary": "--vocab",
     "heads": "--heads",
     "kv_heads": "--kv-heads",
+    "head_width": "--head-width",
     "ffn_width": "--ffn",
     "experts": "--experts",
     "active_experts": "--active-experts",
@@ -32,6 +33,7 @@ def add_shape(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--vocab", metavar="V", dest="vocabulary", help="token ids")
     group.add_argument("--heads", metavar="H", help="of queries; default one per 128 of width")
     group.add_argument("--kv-heads", metavar="K", help="of keys and values; default as many")
+    group.add_argument("--head-width", metavar="S", help="of one head; default width over heads")
     group.add_argument("--ffn", metavar="F", dest="ffn_width", help="width inside of the MLP; default 8/3 of width")
     group.add_argument("--experts", metavar="E", help="of a mixture")
     group.add_argument("--active-experts", metavar="A", help="that a token meets; default 2")
@@ -45,6 +47,8 @@ def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:
         ValueError: they describe a part of it, or both a file and numbers are given.
     """
     shape = {name: getattr(arguments, name) for name in SHAPE_OPTIONS if getattr(arguments, name) is not None}
+    if arguments.tied_head and (arguments.config is not None or not shape):
+        raise ValueError("--tied-head belongs to a shape (`layers`, `width`, `vocabulary`). Leave it out.")
     if arguments.config is not None:
         if shape:
             raise ValueError(f"`{next(iter(shape))}` is in the file of --config. Leave one of the two out.")

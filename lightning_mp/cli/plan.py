@@ -67,6 +67,7 @@ _OPTIONS = {
     "tokens_per_step": "--tokens-per-step",
     **SHAPE_OPTIONS,
 }
+_CONTEXT_TOKENS = "4096"
 _TOKENS_PER_STEP = 2**22
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
 
@@ -122,7 +123,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     machine.add_argument(
         "--precision", choices=list(PRECISIONS), help="default bf16-mixed; 16-mixed on chips without bf16 units"
     )
-    machine.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
+    machine.add_argument("--context", metavar="T", dest="context_tokens", help="default 4096")
     machine.add_argument("--tokens-per-step", metavar="T", help="over all GPUs (default about 2^22)")
     parser.add_argument("--law", choices=list(LAWS), default=DEFAULT_LAW, help=f"default {DEFAULT_LAW}")
     parser.add_argument(
@@ -174,7 +175,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         time=time,
         inference=None if wanted is None else _inference(size, wanted),
         precision=precision,
-        context_tokens=count_of(arguments.context_tokens, "context_tokens"),
+        context_tokens=count_of(arguments.context_tokens or _CONTEXT_TOKENS, "context_tokens"),
     )
     return _on_machine(answer, arguments, chip, gpus, dtype)
 
@@ -243,6 +244,12 @@ def _sizes(
     arguments: argparse.Namespace, given: dict[str, Any], dtype: str | None
 ) -> tuple[ComputeOptimal | None, TrainingRun | None]:
     law, unique = arguments.law, arguments.unique_tokens
+    if len(given) not in (1, 2) or {"flops", "device_hours"} <= given.keys():
+        names = " and ".join(f"`{name}`" for name in given) or "none"
+        raise ValueError(
+            "Pass one of `flops`, `parameters`, `tokens`, `device_hours` and `cost`, or two of model (`parameters` or a"
+            f" shape), `tokens` and compute (`flops`, `device_hours` or `cost`), got {names}."
+        )
     if len(given) != 2:
         hours = {"device": arguments.device, "mfu": arguments.mfu, "dtype": dtype}
         extra = hours if "device_hours" in given else {}
@@ -276,7 +283,10 @@ def _inference(size: TrainingRun | ComputeOptimal, inference_tokens: str) -> Inf
 
 
 def _check_machine(arguments: argparse.Namespace, *, model_given: bool) -> None:
-    for name in ("mfu", "dtype", "price", "memory_bytes", "gpus"):
+    for name in ("precision", "context_tokens"):
+        if getattr(arguments, name) is not None and arguments.device is None and not model_given:
+            raise ValueError(f"`{name}` needs a chip or a model. Pass `device` or `parameters`, or leave `{name}` out.")
+    for name in ("mfu", "dtype", "price", "memory_bytes", "tokens_per_step", "gpus"):
         if name == "gpus" and model_given:
             continue  # without a chip the answer is which chips would do
         if getattr(arguments, name) is not None and arguments.device is None:

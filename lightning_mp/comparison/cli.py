@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ _OPTIONS = {
     "data": "--module",
     "val_data": "a third value from --module",
 }
+_SEEDS = 5
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,13 @@ class DefaultModel:
 
     Args:
         add_options: adds the options that choose its size and data.
+        options: names under which they are parsed; None stands for not given.
         make: from the parsed options to a function that makes the module, its data, and further arguments of
             :func:`~lightning_mp.compare_precisions`.
     """
 
     add_options: Callable[[argparse.ArgumentParser], None]
+    options: Sequence[str]
     make: Callable[[argparse.Namespace], tuple[Callable[[], Any], Any, dict[str, Any]]]
 
 
@@ -89,7 +92,7 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", d
     default.add_options(parser)
     pairs = parser.add_argument_group("paired runs")
     pairs.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run; without, none is made")
-    pairs.add_argument("--seeds", type=int, default=5, metavar="N", help="pairs; default 5")
+    pairs.add_argument("--seeds", type=int, metavar="N", help="pairs; default 5")
     pairs.add_argument("--monitor", metavar="NAME", help="validation loss; default the training loss, demo val/loss")
     pairs.add_argument(
         "--margin", type=float, default=0.004, metavar="M", help="increase of the loss that is accepted; default 0.004"
@@ -126,7 +129,10 @@ def _compare(arguments: argparse.Namespace) -> PrecisionComparison:
     if arguments.plot is not None:
         check_picture(arguments.plot, "--plot")
     module, data, others = _own(arguments) if arguments.module is not None else arguments.default.make(arguments)
-    names = ("precisions", "steps", "seeds", "margin", "confidence", "file", "accelerator", "rounds")
+    if arguments.seeds is not None and arguments.steps is None:
+        raise ValueError("`seeds` are pairs of runs, and there are none without `steps`. Pass both, or leave it out")
+    others["seeds"] = _SEEDS if arguments.seeds is None else arguments.seeds
+    names = ("precisions", "steps", "margin", "confidence", "file", "accelerator", "rounds")
     try:
         found = compare_precisions(module, data, **{name: getattr(arguments, name) for name in names}, **others)
     except (MisconfigurationException, ModuleNotFoundError) as error:
@@ -137,6 +143,10 @@ def _compare(arguments: argparse.Namespace) -> PrecisionComparison:
 
 
 def _own(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+    for name in arguments.default.options:
+        if getattr(arguments, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} belongs to the demo's model. Leave it out, or leave --module out")
     make = import_function(arguments.module, "--module")
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):

@@ -96,14 +96,14 @@ def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any]) -> s
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("or the demo's model")
-    group.add_argument("--params", metavar="N", default="100k", help="size of the model; default 100k")
+    group.add_argument("--params", metavar="N", help="size of the model; default 100k")
     group.add_argument("--text", metavar="FILE", help="instead of the standard library's source")
-    group.add_argument("--batch-size", type=int, default=8, metavar="B", help="sequences per batch; default 8")
+    group.add_argument("--batch-size", type=int, metavar="B", help="sequences per batch; default 8")
 
 
 def _make(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
-    params = int(parse_quantity(arguments.params, "params"))
-    settings = Settings(params=params, batch_size=arguments.batch_size)
+    params = int(parse_quantity("100k" if arguments.params is None else arguments.params, "params"))
+    settings = Settings(params=params, batch_size=8 if arguments.batch_size is None else arguments.batch_size)
     steps = arguments.steps or 100
     fused = not any(name.startswith("lightning:") for name in arguments.precisions)
     runs = short_runs(load_text(arguments.text), settings.model, steps, settings.batch_size, fused=fused)
@@ -113,5 +113,5 @@ def _make(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[s
     return *runs, {"monitor": monitor, "trainer_options": {"gradient_clip_val": CLIP_NORM}}
 
 
-DEMO_MODEL = DefaultModel(_add_options, _make)
+DEMO_MODEL = DefaultModel(_add_options, ("params", "text", "batch_size"), _make)
 """What ``lightning-mp compare`` takes without ``--module``."""

@@ -1,5 +1,6 @@
 """The settings of a demo run, which are also its command-line options, and the numbers that follow from them."""
 
+import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -9,6 +10,7 @@ from typing import Any, Literal, Self
 from lightning_mp.accumulation.schedule import Thresholds
 from lightning_mp.accumulation.step_estimate import estimate_steps
 from lightning_mp.cli.dataclass_options import check_combinations, flag, setting
+from lightning_mp.core.arguments import whole_quantity
 from lightning_mp.demo.data import BLOCK_TOKENS
 from lightning_mp.demo.model import GPTConfig, config_for_parameters
 from lightning_mp.planning import tokens_for
@@ -26,6 +28,14 @@ ACCUMULATION: Mapping[int, int] = {0: 1, 200: 2}
 
 CLIP_NORM = 1.0  # Brown et al. 2020 (arXiv:2005.14165), appendix B
 WARMUP_SHARE = 0.05  # of the learning-rate schedule
+
+
+def _read_parameters(text: str) -> int:
+    """As ``lightning-mp compare`` reads them: 100k, 1e5, 100_000."""
+    try:
+        return int(text) if text.lstrip("-").isdigit() else whole_quantity(text, "params")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Settings:
     )
     storage: Storage = setting("fp32", "master weights of bf16-true", precision=["bf16-true"])
     recipe: Float8Recipe = setting("rowwise", "scaling of fp8", precision=["fp8"])
-    params: int = setting(100_000, "size of the model")
+    params: int = setting(100_000, "size of the model", read=_read_parameters)
     tokens_per_parameter: float = setting(20.0, "token budget; 20 is Chinchilla's")
     batch_size: int = setting(8, "sequences per micro-batch and data-parallel rank")
     text: str | None = setting(None, "train on this file instead of the standard library", metavar="FILE")

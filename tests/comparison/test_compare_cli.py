@@ -67,7 +67,14 @@ def text(tmp_path_factory):
 def test_wrong_input_is_one_line(arguments, message, text, capsys):
     own = "--text" in arguments or "--module" in arguments
     with pytest.raises(SystemExit) as ended:
-        main(["compare", *TINY, *([] if own else ["--text", text]), *arguments])
+        main(
+            [
+                "compare",
+                *(TINY[4:] if "--module" in arguments else TINY),
+                *([] if own else ["--text", text]),
+                *arguments,
+            ]
+        )
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert message in said

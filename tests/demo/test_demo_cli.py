@@ -61,7 +61,7 @@ def _refusal(capsys, *arguments):
             ["--accelerator", "cpu", "--strategy", "mp_pipeline", "--stages", "2", "--devices", "3"],
             "PipelineParallelStrategy(stages=2) needs a multiple of 2 ranks, and the Trainer has 3",
         ),
-        (["--params", "many"], "argument --params: invalid int value: 'many'"),
+        (["--params", "many"], "argument --params: `params` cannot be read, got 'many'"),
         (["--params", "0"], "--params 0 is not allowed: give a positive number"),
         (["--params", "-5"], "--params -5 is not allowed: give a positive number"),
         (["--params", "5000"], "a model of 5000 parameters cannot be built: the smallest has 9264"),

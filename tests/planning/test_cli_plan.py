@@ -135,7 +135,7 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan", "exactly one of --flops, --params, --tokens and --device-hours, got none"),
+        ("plan", "pass one of --flops, --params, --tokens, --device-hours and --cost, or two of model"),
         ("plan --flops 1e21 --tokens 1B --params 1B", "got --flops and --params and --tokens"),
         ("plan --flops -1e21", "--flops must be a positive finite number, got '-1e21'"),
         ("plan --flops 0", "--flops must be a positive finite number, got '0'"),
