@@ -261,11 +261,9 @@ def _share_of_rank(flops: int, tensors: Sequence[Tensor]) -> int:
 
 
 def _format_of(tensors: Sequence[Tensor]) -> str:
-    """The narrowest format among the inputs: in an fp8 product the scales are fp32, in one of integers they count."""
+    """The narrowest format among the inputs: in an fp8 product the scales are fp32."""
     real = [tensor.dtype.to_real() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    dtype = min(real or [tensor.dtype for tensor in tensors], key=lambda dtype: dtype.itemsize)
-    if not dtype.is_floating_point:
-        return str(dtype).removeprefix("torch.")
+    dtype = min(real, key=lambda dtype: dtype.itemsize)
     if dtype.itemsize == 1:
         return "fp8"
     known = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
