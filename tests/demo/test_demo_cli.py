@@ -58,8 +58,8 @@ def _refusal(capsys, *arguments):
         ),
         (["--stages", "2", "--devices", "2"], "--stages works only with --strategy mp_pipeline, and that is auto"),
         (
-            ["--accelerator", "cpu", "--strategy", "mp_pipeline", "--stages", "2", "--devices", "3"],
-            "PipelineParallelStrategy(stages=2) needs a multiple of 2 ranks, and the Trainer has 3",
+            ["--accelerator", "cpu", "--strategy", "mp_pipeline", "--stages", "2", "--devices", "1"],
+            "PipelineParallelStrategy(stages=2) needs a multiple of 2 ranks, and the Trainer has 1",
         ),
         (["--params", "many"], "argument --params: `params` cannot be read, got 'many'"),
         (["--params", "0"], "--params 0 is not allowed: give a positive number"),
