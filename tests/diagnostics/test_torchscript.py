@@ -17,7 +17,10 @@ from lightning_mp.distributed.sharding_rules import unit_names
 from lightning_mp.policy.module_selection import as_patterns, select_modules
 
 # torch warns of TorchScript's end, differently by release and by version of Python.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated"),  # torch 2.15
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 
 COMPILERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "script": torch.jit.script,
