@@ -252,6 +252,8 @@ class _Watch:
     def __init__(self, *, reads_at_once: bool) -> None:
         self._reads_at_once = reads_at_once
         self._copies: list[_Copy] = []
+        # Views of the weights' memory, made once: a model may have thousands.
+        self._samples: list[Tensor] = []
         self._elements = torch.empty(0)
         self._looks = 0
         self._last_look: tuple[list[_Copy], HostCopy] | None = None
@@ -259,7 +261,7 @@ class _Watch:
     def begin(self, copies: list[_Copy]) -> None:
         """Keeps elements of the weights for the looks to come, unless these are kept already."""
         if len(copies) != len(self._copies) or not all(map(operator.is_, copies, self._copies)):
-            self._copies = copies
+            self._copies, self._samples = copies, [copy.sample() for copy in copies]
             self._elements = self._elements_now()
 
     def look(self) -> list[_Copy]:
@@ -277,10 +279,10 @@ class _Watch:
         return [copy for copy, flag in zip(copies, flags.read(), strict=True) if flag]
 
     def _elements_now(self) -> Tensor:
-        if not self._copies:
+        if not self._samples:
             return torch.empty(0)
-        device = self._copies[0].storage.device
-        return torch.stack([copy.sample().to(device) for copy in self._copies])
+        device = self._samples[0].device
+        return torch.stack([sample.to(device) for sample in self._samples])
 
 
 def _operation_of(module: nn.Module) -> Callable[..., Tensor] | None:
