@@ -205,12 +205,12 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Records the micro-batch; in the first one of a window its gradients will be read."""
         window = self._window
-        if window is None or not self._samples:
-            self._window = window if self._samples == 0 else None  # not all of its micro-batches can be counted
+        if window is None or self._samples == 0:
             return
+        window.is_countable &= self._samples is not None
         if not window.micro_batches and self._is_available(trainer) and not self._sharded:
             self._handles = [p.register_hook(window.add_norm) for p in _stepped(trainer) if p.requires_grad]
-        window.add(self._samples, self._tokens, _weight(trainer))
+        window.add(self._samples or 1, self._tokens, _weight(trainer))
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the small norm."""

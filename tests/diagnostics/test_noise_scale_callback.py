@@ -321,6 +321,36 @@ def test_where_no_samples_can_be_counted_the_run_goes_on_without_an_estimate() -
     assert all(map(torch.equal, weights(module), weights(plain)))
 
 
+class OnBoth(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch.x, batch.y) if isinstance(batch, Graph) else batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`:UserWarning")
+@pytest.mark.filterwarnings("ignore:GradientNoiseScale has no estimate for now")
+def test_ranks_do_not_wait_for_one_that_cannot_count_its_batch() -> None:
+    """All of them leave that window out."""
+
+    def train(rank: int) -> list[list[float]]:
+        batches: list[Any] = regression_batches(12)[rank::2]
+        if rank == 1:
+            batches[3] = Graph(*batches[3])
+        callback = Recording()
+        trainer = quiet_trainer(
+            devices=2,
+            strategy=DDPStrategy(process_group_backend="gloo"),
+            callbacks=[callback],
+            accumulate_grad_batches=2,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(OnBoth(still), loader(batches))
+        return callback.given
+
+    first, second = run_ranks(train, 2, timeout_seconds=30)
+    assert len(first) == 2
+    assert first == second
+
+
 def test_a_count_that_is_no_function_is_refused() -> None:
     with pytest.raises(ValueError, match=r"GradientNoiseScale\(count=5\): it must be a function"):
         GradientNoiseScale(count=5)  # type: ignore[arg-type]

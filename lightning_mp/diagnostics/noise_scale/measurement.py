@@ -32,6 +32,8 @@ class NoiseWindow:
         first_size: samples of the first one.
         first_weight: what the first one's loss was multiplied by to weigh it.
         norms: of single parameters' gradients in the first one.
+        is_countable: whether the samples of all of them are known. The numbers of a window where they are not are no
+            numbers on all ranks, as ranks add them together.
         small_square: squared norm of the first one's gradient, a scalar tensor; of shards this rank's share of it.
         big_square: this rank's share of the squared norm of the step's gradient; None where the outcome has it.
         carried: :meth:`numbers` over all ranks of the part before a resume, on rank 0, and zeros on the others; None
@@ -46,6 +48,7 @@ class NoiseWindow:
     first_size: int = 1
     first_weight: float | Tensor = 1.0
     norms: list[Tensor] = field(default_factory=list)
+    is_countable: bool = True
     small_square: Tensor | None = None
     big_square: Tensor | None = None
     carried: Tensor | None = None
@@ -86,7 +89,7 @@ class NoiseWindow:
         assert self.small_square is not None
         is_first = float(self.carried is None)
         entries = (
-            self.small_square,
+            self.small_square if self.is_countable else math.nan,
             0.0 if self.big_square is None else self.big_square,
             self.first_weight * is_first,
             self.tokens,
