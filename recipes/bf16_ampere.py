@@ -29,9 +29,13 @@ from lightning_mp import (
     TokenLearningRate,
     WarmupCosine,
 )
-from lightning_mp.demo.data import HeldOutBatches, TextBatches, load_standard_library
-from lightning_mp.demo.model import config_for_parameters
-from lightning_mp.demo.module import LanguageModel
+from lightning_mp.language_model import (
+    HeldOutBatches,
+    LanguageModel,
+    TextBatches,
+    config_for_parameters,
+    load_standard_library,
+)
 
 
 def main(full: bool) -> None:

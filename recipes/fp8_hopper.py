@@ -21,8 +21,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_mp import AutocastPrecision, Float8Precision
-from lightning_mp.demo.data import HeldOutBatches, TextBatches, load_standard_library
-from lightning_mp.demo.module import LanguageModel
+from lightning_mp.language_model import HeldOutBatches, LanguageModel, TextBatches, load_standard_library
 
 
 def has_float8_units() -> bool:

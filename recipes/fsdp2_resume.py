@@ -24,8 +24,7 @@ import lightning.pytorch as pl
 
 from lightning_mp import AtomicCheckpoints, AutocastPrecision, FSDP2Strategy
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.demo.data import HeldOutBatches, TextBatches, load_standard_library
-from lightning_mp.demo.module import LanguageModel
+from lightning_mp.language_model import HeldOutBatches, LanguageModel, TextBatches, load_standard_library
 
 GLOBAL_BATCH, STEPS = 8, 10
 FOLDER = Path("runs/fsdp2_resume")

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision
-from lightning_mp.demo.data import HeldOutBatches, TextBatches, load_standard_library
-from lightning_mp.demo.module import LanguageModel
+from lightning_mp.language_model import HeldOutBatches, LanguageModel, TextBatches, load_standard_library
 
 
 class LoRALinear(nn.Module):

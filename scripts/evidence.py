@@ -38,10 +38,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import compare_precisions
 from lightning_mp.demo.compare import short_runs
-from lightning_mp.demo.data import Corpus, TextData, load_file, load_standard_library
-from lightning_mp.demo.model import config_for_parameters
-from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.settings import CLIP_NORM
+from lightning_mp.language_model import (
+    Corpus,
+    LanguageModel,
+    TextData,
+    config_for_parameters,
+    load_file,
+    load_standard_library,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "quality.md"

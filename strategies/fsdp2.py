@@ -105,7 +105,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             than a node has.
         tensor_parallel_plan: globs over names of layers to styles
             (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), the first match wins; "auto" or None for Hugging
-            Face's Llama and GPT-2 and the GPT of ``lightning_mp.demo``: attention runs on each rank's heads only, and
+            Face's Llama and GPT-2 and the GPT of ``lightning-mp demo``: attention runs on each rank's heads only, and
             the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
             ``nn.CrossEntropyLoss``, also inside of transformers; in training whatever else looks at logits gets the
             whole, on all ranks together; in evaluation they are whole). "auto_sequence" also splits the sequence, in

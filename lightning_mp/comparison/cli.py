@@ -48,6 +48,8 @@ _OPTIONS = {
     "file": "--file",
     "accelerator": "--accelerator",
     "params": "--params",
+    "text": "--text",
+    "batch_size": "--batch-size",
     "module": "--module",
     "data": "--module",
     "val_data": "a third value from --module",

@@ -14,12 +14,10 @@ from lightning.pytorch.callbacks import Timer
 from lightning_mp.comparison.cli import DefaultModel
 from lightning_mp.comparison.precisions import make_plugin
 from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.demo.data import Corpus, TextData, load_text
 from lightning_mp.demo.history import InjectOverflow
-from lightning_mp.demo.model import GPTConfig
-from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.prepare import Job, use_few_threads
-from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings, peak_learning_rate
+from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings
+from lightning_mp.language_model import Corpus, GPTConfig, LanguageModel, TextData, load_text, peak_learning_rate
 
 __all__ = ["DEMO_MODEL", "format_comparison", "short_runs", "train_with_stock"]
 

@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.comparison.compare import versions
 from lightning_mp.core.devices import available_device_type
-from lightning_mp.demo.data import BLOCK_TOKENS, Corpus, HeldOutBatches, TextBatches, TextData, load_text
 from lightning_mp.demo.history import HISTORY_KEY
-from lightning_mp.demo.model import GPTConfig
 from lightning_mp.demo.settings import CLIP_NORM, Settings
+from lightning_mp.language_model import GPTConfig
+from lightning_mp.language_model.text import BLOCK_TOKENS, Corpus, HeldOutBatches, TextBatches, TextData, load_text
 
 __all__ = ["Job", "prepare", "use_few_threads"]
 

@@ -25,11 +25,10 @@ from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 from lightning_mp.demo.compare import format_comparison, train_with_stock
 from lightning_mp.demo.history import InjectOverflow, RunHistory, say
-from lightning_mp.demo.model import generate
-from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.prepare import Job
 from lightning_mp.demo.report import format_table, plot_of, summarise
-from lightning_mp.demo.settings import WARMUP_SHARE, Settings, peak_learning_rate
+from lightning_mp.demo.settings import WARMUP_SHARE, Settings
+from lightning_mp.language_model import LanguageModel, generate, peak_learning_rate
 
 __all__ = ["assemble", "fit", "run_job"]
 

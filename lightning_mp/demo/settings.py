@@ -11,13 +11,13 @@ from lightning_mp.accumulation.schedule import Thresholds
 from lightning_mp.accumulation.step_estimate import estimate_steps
 from lightning_mp.cli.dataclass_options import check_combinations, flag, setting
 from lightning_mp.core.arguments import whole_quantity
-from lightning_mp.demo.data import BLOCK_TOKENS
-from lightning_mp.demo.model import GPTConfig, config_for_parameters
+from lightning_mp.language_model import GPTConfig, config_for_parameters
+from lightning_mp.language_model.text import BLOCK_TOKENS
 from lightning_mp.planning import tokens_for
 from lightning_mp.precision.fp8.conversion import Float8Recipe
 from lightning_mp.precision.masters.store import Storage
 
-__all__ = ["Settings", "peak_learning_rate"]
+__all__ = ["Settings"]
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8"]
 SCALED_PRECISIONS = ("16-mixed", "16-true")  # with a loss scale, so that steps may be skipped
@@ -159,16 +159,3 @@ class Settings:
                 f"{going_on.replicas} copies of the model cannot share evenly: choose --devices so that they can."
             )
         return replace(going_on, batch_size=batch_size)
-
-
-def peak_learning_rate(parameters: int) -> float:
-    """Peak learning rate for AdamW by model size, ``6e-4 * (124M / parameters) ** (1/3)``, at most 1e-2.
-
-    Anchored at 6e-4 for 124M parameters (Brown et al. 2020, arXiv:2005.14165, table 2.1, GPT-3 Small). The exponent
-    makes it 6.4e-3 at 0.1M, which ended lower there than 4e-3 and 1e-2.
-
-    Example:
-        >>> round(peak_learning_rate(124_337_664), 6)
-        0.0006
-    """
-    return min(1e-2, 6e-4 * math.cbrt(124_337_664 / parameters))

@@ -46,7 +46,7 @@ def preflight(
 
     Example:
         >>> import torch
-        >>> from lightning_mp.demo.module import LanguageModel
+        >>> from lightning_mp.language_model import LanguageModel
         >>> model = LanguageModel(layers=1, heads=1, width=8, total_steps=10, warmup_steps=1).bfloat16()
         >>> trainer = pl.Trainer(accelerator="cpu", max_steps=10, logger=False, enable_checkpointing=False)
         >>> tokens = torch.zeros(2, 8, dtype=torch.long)

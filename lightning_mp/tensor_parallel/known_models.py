@@ -25,7 +25,7 @@ Style = Literal[
 """How a layer is split; see :func:`~lightning_mp.tensor_parallel.layers.split_layer`."""
 
 _LLAMA, _GPT2 = "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"
-_DEMO = "lightning_mp.demo.model"
+_DEMO = "lightning_mp.language_model.gpt"
 
 #: The layers whose outputs are heads.
 _LLAMA_HEADS = ("q_proj", "k_proj", "v_proj")

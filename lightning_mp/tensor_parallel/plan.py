@@ -138,8 +138,8 @@ def _fitting(
         if not known:
             raise ValueError(
                 f"{_OWNER}(tensor_parallel_plan={style!r}) knows Llama and GPT-2 of Hugging Face and the GPT of"
-                f" lightning_mp.demo, and found none of them in {type(model).__name__}. Write the plan as a mapping, as"
-                " in {'*.mlp.up': 'column', '*.mlp.down': 'row'}."
+                f" lightning_mp.language_model, and found none of them in {type(model).__name__}. Write the plan as a"
+                " mapping, as in {'*.mlp.up': 'column', '*.mlp.down': 'row'}."
             )
         names = [name for name in known if fnmatchcase(name, pattern)]
         fitting = {name: known[name] for name in names}

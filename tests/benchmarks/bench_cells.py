@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, OverflowMonitor, TF32Precision
-from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.planning import flops_per_token
 
 CLIP = 1.0

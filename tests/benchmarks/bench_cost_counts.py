@@ -19,7 +19,7 @@ from small_models import loader, quiet_trainer
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision
-from lightning_mp.demo.model import GPTConfig
+from lightning_mp.language_model import GPTConfig
 
 CONFIG = GPTConfig(layers=2, heads=2, width=32, block_tokens=16, vocab=64)
 INITIAL_SCALE = 1024.0

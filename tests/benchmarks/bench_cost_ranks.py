@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wire_counter import CollectiveCounter, socket_bytes_sent
 
 from lightning_mp import AccumulationScheduler, FSDP2Strategy
-from lightning_mp.demo.model import Block
+from lightning_mp.language_model.gpt import Block
 
 WINDOW = 4
 COUNTED_WINDOW = 2

@@ -12,7 +12,7 @@ import torch
 from bench_cells import Workload, make_group
 from bench_schedule import Budget, Group, Ratio, run_groups
 
-from lightning_mp.demo.model import GPTConfig
+from lightning_mp.language_model import GPTConfig
 
 BOTH = ("bf16-mixed", "16-mixed")
 # a CPU takes minutes for the middle model's few steps in fp16

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from lightning_mp import LossScaler
-from lightning_mp.demo.model import GPT, GPTConfig
 from lightning_mp.gradients.fused_optimizers import fused_step
 from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 
 # Every call is to find the same gradients: a scale of 1 and a limit that nothing reaches cost what others cost.

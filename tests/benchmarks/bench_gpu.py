@@ -43,7 +43,7 @@ from bench_loss_in_time import loss_in_time  # noqa: E402
 from bench_report import EPILOGUE_TITLE, Header, as_record, write_report  # noqa: E402
 from bench_schedule import Budget, Group, describe, run_groups  # noqa: E402
 
-from lightning_mp.demo.model import GPTConfig  # noqa: E402
+from lightning_mp.language_model import GPTConfig  # noqa: E402
 from lightning_mp.planning import CONVENTIONS, find_chip  # noqa: E402
 
 FULL_ORDER = [

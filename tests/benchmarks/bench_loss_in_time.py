@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_mp import Float8Precision, MasterWeightsPrecision
-from lightning_mp.demo.data import HeldOutBatches, TextBatches, load_standard_library
+from lightning_mp.language_model import HeldOutBatches, TextBatches, load_standard_library
 
 PLUGINS: dict[str, Callable[[str], Precision | None]] = {
     "stock, bf16-mixed": lambda device: stock_plugin("bf16-mixed", device),

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_mp.demo.model import GPT, Block, GPTConfig
+from lightning_mp.language_model.gpt import GPT, Block, GPTConfig
 
 
 class Validated(Stack):

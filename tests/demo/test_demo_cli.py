@@ -94,8 +94,8 @@ def _refusal(capsys, *arguments):
         ),
         (["--accelerator", "abacus"], "argument --accelerator: invalid choice: 'abacus' (choose from "),
         (["--resume"], "--resume finds no checkpoint under runs/demo: start a run without --resume"),
-        (["--text", "missing.txt"], "cannot be read (No such file or directory): give a readable file with --text"),
-        (["--text", "."], "cannot be read (Is a directory): give a readable file with --text"),
+        (["--text", "missing.txt"], "cannot be read (No such file or directory): give a readable file as --text"),
+        (["--text", "."], "cannot be read (Is a directory): give a readable file as --text"),
         (["--strategy", "teleport"], "invalid strategy name: `strategy='teleport'`"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
@@ -115,7 +115,7 @@ def test_an_unknown_command_is_refused_in_one_line(capsys):
 def test_a_tiny_text_is_refused(capsys, tmp_path):
     (tmp_path / "tiny.txt").write_text("too short")
     message = _refusal(capsys, "--text", "tiny.txt")
-    assert "the text has 0 blocks of 128 tokens, and one batch over all ranks needs 8: give more text with --text" in (
+    assert "the text has 0 blocks of 128 tokens, and one batch over all ranks needs 8: give a longer --text" in (
         message
     )
 

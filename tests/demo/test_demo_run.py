@@ -13,16 +13,22 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import lightning_mp.demo.module
 import lightning_mp.demo.settings
+import lightning_mp.language_model.module
 from lightning_mp import OverflowMonitor, WarmupCosine
 from lightning_mp.__main__ import main
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.demo.data import HeldOutBatches, TextBatches, TextData, load_file
-from lightning_mp.demo.module import LanguageModel
 from lightning_mp.demo.prepare import prepare
 from lightning_mp.demo.run import assemble, fit, run_job
-from lightning_mp.demo.settings import peak_learning_rate
+from lightning_mp.demo.settings import Settings
+from lightning_mp.language_model import (
+    HeldOutBatches,
+    LanguageModel,
+    TextBatches,
+    TextData,
+    load_file,
+    peak_learning_rate,
+)
 
 TINY = {"params": 9264, "tokens_per_parameter": 2.4, "batch_size": 4, "precision": "16-mixed"}
 BUDGET_TOKENS = 22_234
@@ -322,8 +328,10 @@ def test_an_injected_overflow_is_skipped_named_and_holds_the_learning_rate(text,
 @pytest.mark.full
 @pytest.mark.usefixtures("_no_report")
 def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the_optimizer(text, monkeypatch):
-    fused = lightning_mp.demo.module.AdamW
-    monkeypatch.setattr(lightning_mp.demo.module, "AdamW", lambda *args, **kwargs: fused(*args, **kwargs | NOT_FUSED))
+    fused = lightning_mp.language_model.module.AdamW
+    monkeypatch.setattr(
+        lightning_mp.language_model.module, "AdamW", lambda *args, **kwargs: fused(*args, **kwargs | NOT_FUSED)
+    )
     assert _run("out", text, inject_overflow=4) == 0
     rates = _history("out")["steps"]["learning_rate"]
     assert rates[3] != rates[4] == rates[5] != rates[6]
@@ -366,3 +374,20 @@ def test_the_default_precision_lands_exactly(text, capsys):
     assert _run("out", text, precision="bf16-mixed") == 0
     assert _history("out")["tokens"] == BUDGET_TOKENS
     assert "22,234 (spent exactly)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", [{0: 1}, {0: 4}, {0: 1, 200: 2}, {0: 3, 2: 1, 5: 4}], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2, 7, 200, 201, 994])
+def test_optimizer_steps_are_counted_as_they_are_made(monkeypatch, micro_batches, schedule):
+    monkeypatch.setattr("lightning_mp.demo.settings.ACCUMULATION", schedule)
+    settings = Settings(params=9264, batch_size=1, tokens_per_parameter=micro_batches * 128 / 9264)
+    assert settings.plan.micro_batches == micro_batches
+    steps = left = 0
+    for index in range(micro_batches):
+        if left == 0:
+            left = schedule[max(threshold for threshold in schedule if threshold <= steps)]
+        left -= 1
+        if left == 0 or index == micro_batches - 1:
+            steps += 1
+            left = 0
+    assert settings.plan.optimizer_steps == steps

@@ -83,15 +83,15 @@ def text(tmp_path_factory):
 
 def _demo(*arguments: str) -> tuple[int, str]:
     """Exit code and what went to stderr; short windows, a short sample, no picture; little is validated or saved."""
-    import lightning_mp.demo.data
     import lightning_mp.demo.prepare
     import lightning_mp.demo.report
     import lightning_mp.demo.run
     import lightning_mp.demo.settings
+    import lightning_mp.language_model.text
 
     lightning_mp.demo.settings.ACCUMULATION = {0: 1, 3: 2}
     lightning_mp.demo.prepare._VALIDATIONS = 2
-    lightning_mp.demo.data._MAX_VALIDATION_BATCHES = 4
+    lightning_mp.language_model.text._MAX_VALIDATION_BATCHES = 4
     lightning_mp.demo.run._SAMPLE_TOKENS = 10
     lightning_mp.demo.run._CHECKPOINTS = 2
     lightning_mp.demo.report.RunPlot.write = lambda plot, path: path.write_bytes(b"")

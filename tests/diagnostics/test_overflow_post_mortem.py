@@ -376,7 +376,7 @@ def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
 
     The largest finite scale is checked by plain PyTorch on the weights of that moment.
     """
-    from lightning_mp.demo.model import GPT, GPTConfig
+    from lightning_mp.language_model import GPT, GPTConfig
 
     text = torch.frombuffer(bytearray((ROOT / "LICENSE").read_bytes()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)

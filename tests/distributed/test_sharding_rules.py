@@ -6,7 +6,6 @@ import pytest
 from fsdp2_runs import model
 from torch import nn
 
-from lightning_mp.demo.model import Block
 from lightning_mp.distributed.sharding_rules import (
     read_shard,
     repeated_blocks,
@@ -14,12 +13,13 @@ from lightning_mp.distributed.sharding_rules import (
     unit_names,
     units_by_size,
 )
+from lightning_mp.language_model.gpt import Block
 
 BLOCKS = ["model.blocks.0", "model.blocks.1"]
 
 
 @pytest.mark.parametrize(
-    "shard", [Block, {Block}, [Block], "Block", "lightning_mp.demo.model.Block", "model.blocks.*", "auto", 3000]
+    "shard", [Block, {Block}, [Block], "Block", "lightning_mp.language_model.gpt.Block", "model.blocks.*", "auto", 3000]
 )
 def test_every_way_to_name_the_blocks(shard: Any) -> None:
     assert unit_names(model(), read_shard(shard)) == BLOCKS

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.planning import CONVENTIONS, flops_per_token, model_flops_utilization
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
-from lightning_mp.demo.model import GPT, GPTConfig
 from lightning_mp.diagnostics import StepOutcome
+from lightning_mp.language_model import GPT, GPTConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ FLOORS = [
     },
     {"accumulation", "cli", "diagnostics", "lr_schedule", "tensor_parallel"},
     {"pipelining", "precision", "preflight_checks"},
-    {"callbacks", "comparison", "strategies"},
+    {"callbacks", "comparison", "language_model", "strategies"},
     {"demo", "__main__"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS, start=1) for room in rooms}

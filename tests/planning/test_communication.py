@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from wire_counter import Collective, CollectiveCounter, socket_bytes_sent
 
 from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision, MasterWeightsPrecision
-from lightning_mp.demo.model import Block
+from lightning_mp.language_model.gpt import Block
 from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize

@@ -8,7 +8,7 @@ from float8_sqnr import layer_sqnr, model_sqnr, sqnr_db
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
 from lightning_mp.precision.fp8.device import why_no_float8_on
 from lightning_mp.precision.fp8.layer_filter import choose_float8_layers

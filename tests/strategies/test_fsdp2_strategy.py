@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, MasterWeightsPrecision
 from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_mp.demo.model import Block
+from lightning_mp.language_model.gpt import Block
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -375,7 +375,7 @@ def test_lightning_knows_its_name() -> None:
 @pytest.mark.filterwarnings(r"ignore:\s*By default only one JsonargparseDeprecationWarning per:DeprecationWarning")
 @pytest.mark.parametrize(
     ("shard", "read"),
-    [("lightning_mp.demo.model.Block", (Block,)), ("['*.0', '*.1']", ("*.0", "*.1")), ("500", 500)],
+    [("lightning_mp.language_model.gpt.Block", (Block,)), ("['*.0', '*.1']", ("*.0", "*.1")), ("500", 500)],
 )
 def test_yaml_says_what_is_sharded(shard: str, read: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["project.py"])

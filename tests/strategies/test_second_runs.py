@@ -13,7 +13,7 @@ from pipelined_models import PipelinedGPT
 from small_models import loader, quiet_trainer
 
 from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision
-from lightning_mp.demo.module import LanguageModel
+from lightning_mp.language_model import LanguageModel
 from lightning_mp.strategies import PipelineParallelStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
-from lightning_mp.demo.module import LanguageModel
+from lightning_mp.language_model import LanguageModel
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
 VOCABULARY, TOKENS, ROWS = 32, 8, 4

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.pipelining.api import pipelined_loss, pipelined_metrics, pipelined_output
 from lightning_mp.pipelining.layers import PipelineLayer
 

@@ -1,11 +1,11 @@
-"""The demo's text: two parts that share nothing, and clear words about unusable input."""
+"""The text to train on: two parts that share nothing, and clear words about unusable input."""
 
 import re
 
 import pytest
 import torch
 
-from lightning_mp.demo.data import Corpus, load_file, load_standard_library
+from lightning_mp.language_model import Corpus, load_file, load_standard_library
 
 
 def _write_library(root, num_files):
@@ -70,16 +70,16 @@ def test_a_file_of_any_bytes_keeps_order_and_holds_out_its_tail(tmp_path):
 
 def test_a_python_without_its_source_is_refused(tmp_path):
     _write_library(tmp_path, 19)
-    with pytest.raises(ValueError, match=r"holds 19 Python source files, and at least 20 .* --text FILE"):
+    with pytest.raises(ValueError, match=r"holds 19 Python source files, and at least 20 .* of your own as `text`"):
         load_standard_library(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, r"cannot be read \(No such file or directory\): give a readable file with --text"),
-        (lambda path: path.mkdir(), r"cannot be read \(Is a directory\): give a readable file with --text"),
-        (lambda path: path.write_bytes(b""), r"is empty: give a file with some text in it with --text"),
+        (lambda path: None, r"cannot be read \(No such file or directory\): give a readable file as `text`"),
+        (lambda path: path.mkdir(), r"cannot be read \(Is a directory\): give a readable file as `text`"),
+        (lambda path: path.write_bytes(b""), r"is empty: give a file with some text in it as `text`"),
     ],
     ids=["missing", "folder", "empty"],
 )

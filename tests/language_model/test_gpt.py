@@ -1,4 +1,4 @@
-"""The demo's model: causal, tied, counted right, and started where GPT-2 starts."""
+"""The language model: causal, tied, counted right, and started where GPT-2 starts."""
 
 import math
 
@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_mp.demo.model import GPT, GPTConfig, config_for_parameters, generate
-from lightning_mp.demo.module import LanguageModel
-from lightning_mp.demo.settings import Settings
+from lightning_mp.language_model import GPT, GPTConfig, LanguageModel, config_for_parameters, generate
 
 CONFIG = GPTConfig(layers=2, heads=2, width=32, block_tokens=16)
 
@@ -129,23 +127,6 @@ def test_only_matrices_decay():
     assert kept["weight_decay"] == 0
     assert {p.ndim for p in kept["params"]} == {1}
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize("schedule", [{0: 1}, {0: 4}, {0: 1, 200: 2}, {0: 3, 2: 1, 5: 4}], ids=str)
-@pytest.mark.parametrize("micro_batches", [1, 2, 7, 200, 201, 994])
-def test_optimizer_steps_are_counted_as_they_are_made(monkeypatch, micro_batches, schedule):
-    monkeypatch.setattr("lightning_mp.demo.settings.ACCUMULATION", schedule)
-    settings = Settings(params=9264, batch_size=1, tokens_per_parameter=micro_batches * 128 / 9264)
-    assert settings.plan.micro_batches == micro_batches
-    steps = left = 0
-    for index in range(micro_batches):
-        if left == 0:
-            left = schedule[max(threshold for threshold in schedule if threshold <= steps)]
-        left -= 1
-        if left == 0 or index == micro_batches - 1:
-            steps += 1
-            left = 0
-    assert settings.plan.optimizer_steps == steps
 
 
 def test_generation_keeps_the_prompt_and_follows_the_seed():

@@ -43,9 +43,9 @@ class Corpus:
         return sha.hexdigest()[:16]
 
 
-def load_text(file: str | None) -> Corpus:
-    """The file, or the standard library if there is none."""
-    return load_standard_library() if file is None else load_file(Path(file))
+def load_text(text: str | None) -> Corpus:
+    """Reads a file, or the standard library if none is given."""
+    return load_standard_library() if text is None else load_file(Path(text))
 
 
 def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) -> Corpus:
@@ -73,7 +73,7 @@ def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) 
     if len(files) < VALIDATION_SHARE:
         raise ValueError(
             f"{root} holds {len(files)} Python source files, and at least {VALIDATION_SHARE} are needed: "
-            "this Python comes without its library's source; give a text of your own with --text FILE."
+            "this Python comes without its library's source; give a file of your own as `text`."
         )
     train = [content for index, content in enumerate(files, start=1) if index % VALIDATION_SHARE]
     validation = list(files)[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
@@ -91,10 +91,10 @@ def load_file(path: Path) -> Corpus:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(
-            f"the text {str(path)!r} cannot be read ({error.strerror or error}): give a readable file with --text FILE."
+            f"the text {str(path)!r} cannot be read ({error.strerror or error}): give a readable file as `text`."
         ) from error
     if not content:
-        raise ValueError(f"the text {str(path)!r} is empty: give a file with some text in it with --text FILE.")
+        raise ValueError(f"the text {str(path)!r} is empty: give a file with some text in it as `text`.")
     tokens = _as_tokens(content)
     cut = len(tokens) - max(1, len(tokens) // VALIDATION_SHARE)
     return Corpus(tokens[:cut], tokens[cut:], path.name)
@@ -144,7 +144,7 @@ class TextBatches:
         if self._batches_per_pass == 0:
             raise ValueError(
                 f"the text has {len(self._inputs)} blocks of {self.block_tokens} tokens, and one batch over all ranks "
-                f"needs {self._global_batch_size}: give more text with --text FILE, or lower --batch-size."
+                f"needs {self._global_batch_size}: give a longer `text`, or lower `batch_size`."
             )
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class TextBatches:
         if state_dict["global_batch_size"] != self._global_batch_size:
             raise ValueError(
                 f"the checkpoint was written with batches of {state_dict['global_batch_size']} sequences over all "
-                f"ranks, and this run has {self._global_batch_size}: resume with the same --batch-size and --devices."
+                f"ranks, and this run has {self._global_batch_size}: resume with the same `batch_size` and ranks."
             )
         self._served = state_dict["served"]
 
@@ -199,7 +199,7 @@ class HeldOutBatches(list[list[Tensor]]):
         if not blocks_per_rank:
             raise ValueError(
                 f"the held-out text has {len(inputs)} blocks of {block_tokens} tokens, and {world_size} are needed, "
-                "one for every rank: give more text with --text FILE."
+                "one for every rank: give a longer `text`."
             )
         batch_size = min(batch_size, blocks_per_rank)
         num_batches = min(max_batches, blocks_per_rank // batch_size)

@@ -1,9 +1,9 @@
-"""The demo's batches: every block once per pass, no overlap between ranks, resumable at any point."""
+"""Batches of text: every block once per pass, no overlap between ranks, resumable at any point."""
 
 import pytest
 import torch
 
-from lightning_mp.demo.data import HeldOutBatches, TextBatches
+from lightning_mp.language_model import HeldOutBatches, TextBatches
 
 TEXT = (torch.arange(1000) % 251).to(torch.uint8)
 

@@ -1,5 +1,6 @@
-"""The LightningModule around :class:`~lightning_mp.demo.model.GPT`."""
+"""The LightningModule around :class:`~lightning_mp.language_model.gpt.GPT`."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import lightning.pytorch as pl
@@ -13,11 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mp import PipelineParallelStrategy, WarmupCosine
-from lightning_mp.demo.model import GPT, GPTConfig
+from lightning_mp.language_model.gpt import GPT, GPTConfig
+from lightning_mp.lr_schedule.schedules import WarmupCosine
+from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.pipelining import PipelineLayer, pipelined_loss
 
-__all__ = ["LanguageModel"]
+__all__ = ["LanguageModel", "peak_learning_rate"]
 
 # On a CPU, in 16 bit and at this length, the plain kernel is 2 to 3 times as fast as the fused one (torch 2.13; most
 # of it in the fused kernel's backward). Longer blocks would make its score matrices large.
@@ -30,8 +32,8 @@ class LanguageModel(pl.LightningModule):
     AdamW with weight decay on matrices only. Logs ``train/loss`` and ``val/loss`` in nats per token.
 
     Args:
-        layers: See :class:`~lightning_mp.demo.model.GPTConfig`, also for ``heads``, ``width``, ``block_tokens`` and
-            ``vocab``.
+        layers: See :class:`~lightning_mp.language_model.gpt.GPTConfig`, also for ``heads``, ``width``,
+            ``block_tokens`` and ``vocab``.
         learning_rate: Peak learning rate.
         total_steps: Optimizer steps over which the rate warms up and falls along a cosine; None leaves it to
             ``TokenLearningRate``.
@@ -88,7 +90,7 @@ class LanguageModel(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Notes whether the strategy cuts the model into stages."""
-        self._is_pipelined = isinstance(self.trainer.strategy, PipelineParallelStrategy)
+        self._is_pipelined = is_pipelined(self.trainer)
 
     def configure_model(self) -> None:
         """Shards the model under Lightning's own ``ModelParallelStrategy``, which leaves that to the module."""
@@ -128,3 +130,16 @@ class LanguageModel(pl.LightningModule):
         in_16_bit = torch.is_autocast_enabled("cpu") or next(self.parameters()).dtype != torch.float32
         is_short = self.model.config.block_tokens <= _PLAIN_ATTENTION_MAX_TOKENS
         return sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" and in_16_bit and is_short else nullcontext()
+
+
+def peak_learning_rate(parameters: int) -> float:
+    """Peak learning rate for AdamW by model size, ``6e-4 * (124M / parameters) ** (1/3)``, at most 1e-2.
+
+    Anchored at 6e-4 for 124M parameters (Brown et al. 2020, arXiv:2005.14165, table 2.1, GPT-3 Small). The exponent
+    makes it 6.4e-3 at 0.1M, which ended lower there than 4e-3 and 1e-2.
+
+    Example:
+        >>> round(peak_learning_rate(124_337_664), 6)
+        0.0006
+    """
+    return min(1e-2, 6e-4 * math.cbrt(124_337_664 / parameters))
