@@ -54,7 +54,7 @@ _OPTIONS = {
     "data": "--module",
     "val_data": "a third value from --module",
 }
-_SEEDS = 5
+_OF_PAIRS = ("seeds", "monitor", "margin", "confidence", "file")
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,8 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", d
     pairs.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run; without, none is made")
     pairs.add_argument("--seeds", type=int, metavar="N", help="pairs; default 5")
     pairs.add_argument("--monitor", metavar="NAME", help="validation loss; default the training loss, demo val/loss")
-    pairs.add_argument(
-        "--margin", type=float, default=0.004, metavar="M", help="increase of the loss that is accepted; default 0.004"
-    )
-    pairs.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of the intervals; default 0.95")
+    pairs.add_argument("--margin", type=float, metavar="M", help="increase of the loss that is accepted; default 0.004")
+    pairs.add_argument("--confidence", type=float, metavar="P", help="of the intervals; default 0.95")
     pairs.add_argument("--file", type=Path, metavar="FILE", help="keeps finished runs; the same command goes on there")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda or mps; default auto")
     parser.add_argument(
@@ -130,11 +128,13 @@ def _run(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> PrecisionComparison:
     if arguments.plot is not None:
         check_picture(arguments.plot, "--plot")
+    of_pairs = {name: getattr(arguments, name) for name in _OF_PAIRS if getattr(arguments, name) is not None}
+    if of_pairs and arguments.steps is None:
+        given = " and ".join(f"`{name}`" for name in of_pairs)
+        raise ValueError(f"{given}: there are no paired runs without `steps`. Pass it too, or leave them out")
     module, data, others = _own(arguments) if arguments.module is not None else arguments.default.make(arguments)
-    if arguments.seeds is not None and arguments.steps is None:
-        raise ValueError("`seeds` are pairs of runs, and there are none without `steps`. Pass both, or leave it out")
-    others["seeds"] = _SEEDS if arguments.seeds is None else arguments.seeds
-    names = ("precisions", "steps", "margin", "confidence", "file", "accelerator", "rounds")
+    others |= of_pairs
+    names = ("precisions", "steps", "accelerator", "rounds")
     try:
         found = compare_precisions(module, data, **{name: getattr(arguments, name) for name in names}, **others)
     except (MisconfigurationException, ModuleNotFoundError) as error:
@@ -156,4 +156,4 @@ def _own(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[st
             f"--module {arguments.module} must return (module, data) or (module, data, val_data), got"
             f" {f'{len(made)} values' if isinstance(made, tuple) else type(made).__name__}"
         )
-    return lambda: make()[0], made[1], {"monitor": arguments.monitor, "val_data": made[2] if len(made) == 3 else None}
+    return lambda: make()[0], made[1], {"val_data": made[2] if len(made) == 3 else None}

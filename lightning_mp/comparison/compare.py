@@ -117,7 +117,7 @@ def compare_precisions(
         trainer_options=dict(trainer_options or {}),
     )
     chosen = _seeds(seeds)
-    _check(experiment, steps=steps, rounds=rounds, margin=margin, confidence=confidence, file=file)
+    _check(experiment, steps=steps, rounds=rounds, margin=margin, confidence=confidence, file=file, monitor=monitor)
     with random_state_kept(experiment.device), Progress(progress) as bar:
         batch, first = _first_run(experiment, steps, monitor)
         run_file = None if file is None else RunFile(Path(file), _settings(experiment, steps, monitor, first))
@@ -163,6 +163,7 @@ def _check(
     margin: float,
     confidence: float,
     file: str | Path | None,
+    monitor: str | None,
 ) -> None:
     for name, value in (("steps", steps), ("rounds", rounds)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -178,6 +179,8 @@ def _check(
         )
     if steps is None and file is not None:
         raise ValueError(f"`file` {file} keeps paired runs, and there are none without steps. Pass steps=, or no file.")
+    if steps is None and monitor is not None:
+        raise ValueError(f"`monitor` {monitor!r} is of paired runs, and there are none without steps. Pass steps= too.")
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:

@@ -107,7 +107,7 @@ def _make(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[s
     runs = short_runs(load_text(arguments.text), settings.model, steps, settings.batch_size, fused=fused)
     runs[1]().train_dataloader()  # refuses a text that is too short
     use_few_threads(settings.model.parameters, arguments.accelerator)
-    monitor = arguments.monitor or ("val/loss" if arguments.steps is not None else None)
+    monitor = None if arguments.steps is None else "val/loss"
     return *runs, {"monitor": monitor, "trainer_options": {"gradient_clip_val": CLIP_NORM}}
 
 

@@ -347,6 +347,7 @@ class NoBatches:
             "`monitor` needs data to validate on. Pass `val_data`, or a Light",
         ),
         ({"steps": None, "file": Path("x")}, "`file` x keeps paired runs, and there are none without steps"),
+        ({"steps": None, "file": None}, "`monitor` 'val/loss' is of paired runs, and there are none without"),
         ({"module": nn.Linear(1, 1)}, "must be a lightning.pytorch.LightningModule or a function .*got torch.nn"),
         ({"module": lambda: 3}, "must be a lightning.pytorch.LightningModule or a function .*got builtins.int"),
         ({"monitor": "val_loss"}, "`monitor` 'val_loss' was not logged in validation; logged were .*val/loss"),
