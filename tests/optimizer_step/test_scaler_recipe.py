@@ -277,11 +277,11 @@ class TwoRates(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         fast, slow = self.optimizers()
         x, y = batch
-        loss = nn.functional.mse_loss(self.fast(x).float(), y)
+        loss = nn.functional.mse_loss(self.fast(x).float(), y.float())
         fast.zero_grad()
         self.manual_backward(loss * torch.inf if batch_idx in self.bad_batches else loss)
         fast.step()
-        self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y) / 4)
+        self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y.float()) / 4)
         if batch_idx % 4 == 3:
             slow.step()
             slow.zero_grad()

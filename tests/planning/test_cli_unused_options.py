@@ -30,7 +30,7 @@ def refusal(capsys: pytest.CaptureFixture[str], words: str) -> str:
         ),
         ("compare --module tempfile:gettempdir --params 10k", "--params belongs to the demo's model"),
         ("compare --module tempfile:gettempdir --batch-size 4", "--batch-size belongs to the demo's model"),
-        ("compare --seeds 3", "--seeds are pairs of runs, and there are none without --steps"),
+        ("compare --seeds 3", "--seeds: there are no paired runs without --steps"),
         ("plan --flops 1e21 --precision 16-mixed", "--precision needs a chip or a model"),
         ("plan --flops 1e21 --context 128", "--context needs a chip or a model"),
         ("plan --flops 1e21 --tied-head", "--tied-head belongs to a shape"),
