@@ -106,6 +106,11 @@ class AccumulationBoundary:
         if StepOutcomeDispatcher.of(self._trainer) is None:
             self._frequency = LearningRateFrequency(self._trainer, lambda: 0).attach()
 
+    def before_step(self) -> None:
+        """An optimizer is about to step; a fit may have been given other schedulers since the last one."""
+        if self._frequency is not None:
+            self._frequency.attach()
+
     def begin(self, *, closes: bool, last_of_epoch: bool = False) -> None:
         """A micro-batch begins; ``closes`` if the optimizer steps after it."""
         if self._carry_over is not None and last_of_epoch and not closes:

@@ -163,6 +163,7 @@ class AccumulationController(Callback):
         if self._boundary is None:
             return
         self._boundary.start()
+        self.before_each_step(self._boundary.before_step)
         before, layout = self.state.layout, DataLayout.of(trainer)
         growth = layout.ratio_to(before) if before not in (None, layout) else None
         self.state = self.state.in_layout(layout)

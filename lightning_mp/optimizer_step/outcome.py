@@ -201,6 +201,7 @@ class StepOutcomeDispatcher:
         self._last_skipped = None
         if settle_now:
             self.settle()
+        self._frequency.attach()
 
     def settle(self) -> None:
         """Reads the outcome of the last step, if it is not known yet: rolls back on a skip, then calls the hooks."""

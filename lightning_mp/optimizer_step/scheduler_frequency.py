@@ -26,22 +26,23 @@ class LearningRateFrequency:
     def __init__(self, trainer: "pl.Trainer", skipped_steps: Callable[[], int]) -> None:
         self._trainer = trainer
         self._skipped_steps = skipped_steps
-        self._before: list[tuple[LRSchedulerConfig, int]] = []
+        self._held: list[LRSchedulerConfig] = []
 
     def attach(self) -> Self:
-        """Starts counting steps."""
+        """Starts counting steps; again before each, as a fit may be given other schedulers inside of it."""
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == "step" and config.frequency != 1 and not isinstance(config.frequency, AnsweringInt):
-                self._before.append((config, config.frequency))
+                self._held.append(config)
                 # Lightning asks (batch_idx + 1) % frequency; the answer counts steps that were made.
                 config.frequency = AnsweringInt.of(config.frequency, partial(self._steps_since, config.frequency))
         return self
 
     def detach(self) -> None:
         """Gives the configurations their plain numbers back."""
-        for config, frequency in self._before:
-            config.frequency = frequency
-        self._before = []
+        for config in (*self._held, *self._trainer.lr_scheduler_configs):  # who copies one copies its frequency
+            if isinstance(config.frequency, AnsweringInt):
+                config.frequency = int(config.frequency)
+        self._held = []
 
     def _steps_since(self, frequency: int, _batch_number: int) -> int:
         return (self._trainer.global_step - self._skipped_steps()) % frequency

@@ -1,5 +1,6 @@
 """D36: the frequency of a step scheduler counts optimizer steps that were made."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches
 from torch.optim import lr_scheduler
 
@@ -102,6 +104,69 @@ def test_the_count_goes_on_after_a_resume_and_in_a_second_fit(plugin: str, tmp_p
     again = WithFrequency(10)
     trainer.fit(again, loader(regression_batches(NUM_BATCHES)))
     assert again.learning_rates == [1e-2 * 0.5 ** ((45 + step) // 10 - 4) for step in range(NUM_BATCHES)]
+
+
+class Restarts(WithFrequency):
+    """Is given a new scheduler before its batch ``at``, beside a new optimizer or for the one that there is."""
+
+    def __init__(self, how: str, at: int, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.how, self.at = how, at
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx != self.at:
+            return
+        strategy = self.trainer.strategy
+        if self.how == "set-up":
+            strategy.setup_optimizers(self.trainer)
+            return
+        if self.how == "optimizer":
+            self.trainer.optimizers = super().configure_optimizers()[0]
+        (optimizer,), (former,) = self.trainer.optimizers, strategy.lr_scheduler_configs
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda count: 0.5**count)
+        if self.how == "copied":
+            strategy.lr_scheduler_configs = [replace(former, scheduler=scheduler)]
+        else:
+            strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step", frequency=self.frequency)]
+
+
+@pytest.mark.parametrize("how", ["set-up", "optimizer", "scheduler", "copied"])
+@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
+@pytest.mark.parametrize("plugin", ["ours", "stock"])
+def test_schedulers_made_inside_of_a_fit_count_steps_that_were_made(plugin: str, optimizer: Any, how: str) -> None:
+    overflows = (2, 8, 9, 15)
+    module = Restarts(how, 6, 3, optimizer, overflows=overflows)
+    plugins = [ours()] if plugin == "ours" else [stock()]
+    trainer = fit(module, plugins=plugins, callbacks=[OverflowMonitor()] if plugin == "stock" else [])
+    rates = module.learning_rates
+    if len(rates) == NUM_BATCHES:
+        rates = [rate for step, rate in enumerate(rates) if step not in overflows]
+    before = 5  # steps that were made before the new one
+    expected = [step // 3 for step in range(before)] + [step // 3 - 1 for step in range(before, NUM_BATCHES - 4)]
+    assert rates == [1e-2 * 0.5**count for count in expected]
+    assert type(trainer.lr_scheduler_configs[0].frequency) is int, "the plain number is back after fit"
+
+
+def test_schedulers_made_inside_of_a_fit_count_steps_without_outcomes() -> None:
+    """Windows of 4, and a stock plugin that reports nothing."""
+    module = Restarts("scheduler", 8, 3)
+    fit(module, callbacks=[AccumulationScheduler({0: 4})])
+    assert module.learning_rates == [1e-2 * 0.5 ** (step // 3) for step in range(12)]
+
+
+def test_a_frequency_that_is_changed_inside_of_a_fit_stays_changed() -> None:
+    class Slower(WithFrequency):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 6:
+                self.trainer.lr_scheduler_configs[0].frequency = 10
+
+    module = Slower(3, overflows=(8,))
+    trainer = fit(module, plugins=[ours()])
+    expected = [min(step // 3, 2) + step // 10 for step in range(NUM_BATCHES - 1)]
+    assert module.learning_rates == [1e-2 * 0.5**count for count in expected]
+    assert trainer.lr_scheduler_configs[0].frequency == 10
 
 
 def test_plateau_schedulers_look_at_their_metric_once_in_so_many_steps() -> None:
