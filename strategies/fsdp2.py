@@ -218,11 +218,8 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        refuse_scaler_of_torch(
-            self.precision_plugin,
-            "FSDP2Strategy",
-            "looks at one mesh of ranks only, and ranks would skip different steps",
-        )
+        why = "looks at one mesh of ranks only, and ranks would skip different steps"
+        refuse_scaler_of_torch(self.precision_plugin, "FSDP2Strategy", why)
         refuse_copies_of_the_model(trainer, "FSDP2Strategy", "it is sharded and could not average shards into it")
         refuse_sync_batchnorm(self, "FSDP2Strategy", "whose statistics would be of one rank's samples")
         self._check_checkpoint_io()
@@ -351,6 +348,8 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The shards, or on rank 0 the whole, with parameters in the order of the optimizer."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.lightning_module is not None:
+            convert_optimizer_states(self.lightning_module, [inner])  # it may have been made inside of the fit
         if not self.save_distributed_checkpoint:
             return full_optimizer_state(inner, keep=self.is_global_zero)
         with without_a_made_up_step(inner):

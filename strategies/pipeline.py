@@ -188,7 +188,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def whole_optimizer(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None, int]]:
         """Name of every parameter of the whole optimizer, the parameter if it is here, and on how many ranks it is."""
         assert self._split is not None
-        parts = self._parts[optimizer]
+        parts = self._parts.get(optimizer) or self._agree_on_groups(optimizer)
         own = [p for group in optimizer.param_groups for p in group["params"]]
         # More than the stages know of, if a group was added in the middle of an epoch.
         of_number = dict(zip(parts.numbers, own, strict=False))
@@ -254,14 +254,8 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         # After the split, so that only this stage's layers are converted.
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        pipeline = Pipeline(
-            self._mesh.get_group("pipeline"),
-            stage,
-            stages,
-            microbatches,
-            self.schedule,
-            self.root_device,
-        )
+        group = self._mesh.get_group("pipeline")
+        pipeline = Pipeline(group, stage, stages, microbatches, self.schedule, self.root_device)
         bounds = (*split.first_layers, None)
         own_layers = read_layers(module)[slice(bounds[stage], bounds[stage + 1])]
         self.pipeline_runner = PipelineRunner(trainer, module, own_layers, pipeline, self._backward_context)
@@ -304,16 +298,18 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
                 stays.restore()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Stages agree on parameter groups that a callback has added at the start of the epoch."""
+        """Stages agree on optimizers and parameter groups that a callback has added at the start of the epoch."""
         if batch_idx == 0:
-            for optimizer in self._parts:
-                self._agree_on_groups(optimizer)
+            self._parts = {optimizer: self._agree_on_groups(optimizer) for optimizer in self.optimizers}
 
     def _agree_on_groups(self, optimizer: Optimizer) -> OptimizerParts:
         assert self._split is not None
         assert self.lightning_module is not None
+        known = self._parts.get(optimizer)
+        if known is None:  # it was made inside of the fit
+            known = OptimizerParts((), (), (), next(iter(self._parts.values())).name_of)
         self._parts[optimizer] = parts = with_added_groups(
-            self._parts[optimizer], optimizer, self.lightning_module.parameters(), self._split.parameter_names
+            known, optimizer, self.lightning_module.parameters(), self._split.parameter_names
         )
         return parts
 
@@ -359,7 +355,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the state of the whole optimizer, as one process has it; empty on other ranks."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if inner not in self._parts or self._split is None or self._split.stages == 1:
+        if not self._parts or self._split is None or self._split.stages == 1:
             return inner.state_dict()
         parts = self._agree_on_groups(inner)  # some may have been added in the middle of an epoch
         return parts.whole(inner.state_dict(), self._sender_ranks(), self.root_device)

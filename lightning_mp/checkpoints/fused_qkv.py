@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FusedOrder", "convert_optimizer_states", "fused_orders", "hold_in_rank_order"]
 
@@ -24,6 +26,9 @@ _ORDERS = "fused_orders"
 
 #: Queries, keys, values.
 _PARTS = 3
+
+#: Of :func:`convert_optimizer_states`.
+_HOOKS: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -107,16 +112,20 @@ def hold_in_rank_order(layer: nn.Module, ranks: int, *, dim_of_weight: int) -> N
 def convert_optimizer_states(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Lets state dicts of optimizers be in the order of one process, for parameters that are held in rank order.
 
-    To be called after all other hooks on the optimizers were set.
+    To be called after all other hooks on the optimizers were set; again where more may have been set since.
     """
     orders = fused_orders(model)
     named = model.named_parameters(remove_duplicate=False)
     fused: dict[Tensor, FusedOrder] = {p: orders[name] for name, p in named if name in orders}
     for optimizer in optimizers:
+        for earlier in _HOOKS.pop(optimizer, ()):
+            earlier.remove()
         if any(p in fused for group in optimizer.param_groups for p in group["params"]):
-            optimizer.register_state_dict_post_hook(partial(_converted, fused, inward=False))
-            # Others may take tensors out of what is loaded, so the order is put right before.
-            optimizer.register_load_state_dict_pre_hook(partial(_converted, fused, inward=True), prepend=True)
+            _HOOKS[optimizer] = (
+                optimizer.register_state_dict_post_hook(partial(_converted, fused, inward=False)),
+                # Others may take tensors out of what is loaded, so the order is put right before.
+                optimizer.register_load_state_dict_pre_hook(partial(_converted, fused, inward=True), prepend=True),
+            )
 
 
 @dataclass

@@ -138,6 +138,38 @@ def test_a_group_that_was_added_goes_on_as_in_one_process(where, tmp_path):
         assert_close(loaded(tmp_path / f"resumed {stages}.ckpt"), loaded(tmp_path / "two.ckpt"), **exact)
 
 
+class Anew(Callback):
+    """Another optimizer inside of the fit, over what is on this stage."""
+
+    def __init__(self, way, epoch, batch):
+        self.way, self.when = way, (epoch, batch)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) != self.when:
+            return
+        if self.way == "set-up":
+            trainer.strategy.setup_optimizers(trainer)
+        else:
+            trainer.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=1e-2)]
+
+
+@pytest.mark.parametrize("way", ["set-up", "assigned"])
+@pytest.mark.parametrize("when", [(1, 0), (1, 1)], ids=["start of an epoch", "inside of an epoch"])
+def test_an_optimizer_that_was_made_anew_is_saved_as_in_one_process(way, when, tmp_path):
+    """Rank 0 saved the moments of its own stage, as if they were those of the first parameters."""
+
+    def run(rank, stages, path, **arguments):
+        leg(Finetuned(), stages, path, Anew(way, *when), **arguments)
+
+    run_ranks(lambda rank: run(rank, 1, tmp_path / "one.ckpt", max_epochs=2), 1)
+    run_ranks(lambda rank: run(rank, 2, tmp_path / "two.ckpt", max_epochs=2), 2)
+    assert_close(loaded(tmp_path / "two.ckpt"), loaded(tmp_path / "one.ckpt"), rtol=1e-3, atol=1e-6)
+    for stages in (1, 2):
+        half = {"max_epochs": 3, "ckpt_path": str(tmp_path / "two.ckpt")}
+        run_ranks(lambda rank, n=stages, h=half: run(rank, n, tmp_path / f"on {n}.ckpt", **h), stages)
+    assert_close(loaded(tmp_path / "on 2.ckpt"), loaded(tmp_path / "on 1.ckpt"), rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.full
 def test_a_group_of_parameters_from_before_the_split_keeps_their_order(tmp_path):
     """Added in the middle of an epoch, with the parameters of all stages: each keeps its own, numbers stay."""

@@ -161,6 +161,42 @@ def test_masters_are_in_the_order_of_one_process(fp32_checkpoints: bool, tmp_pat
             torch.testing.assert_close(weights[name], value, rtol=5e-2, atol=4e-3, msg=lambda t, n=name: f"{n}: {t}")
 
 
+class Anew(Callback):
+    """Another optimizer from the second step on; saved at once, or later."""
+
+    def __init__(self, save_to: Path | None) -> None:
+        self.save_to = save_to
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1:
+            trainer.strategy.setup_optimizers(trainer)
+            if self.save_to is not None:
+                trainer.save_checkpoint(self.save_to)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "masters", "masters, not stepped"])
+def test_optimizers_that_are_made_anew_have_the_order_of_one_process(kind: str, tmp_path: Path) -> None:
+    """It was that of ranks, which a later run took for the order of one process."""
+
+    def run(rank: int, ranks: int) -> None:
+        plugin = Precision() if kind == "fp32" else MasterWeightsPrecision("bf16-true")
+        strategy = fsdp2(save_distributed_checkpoint=False, **TENSOR) if ranks > 1 else "auto"
+        path = tmp_path / f"{ranks}.ckpt"
+        at_once, later = (path, None) if kind.endswith("not stepped") else (None, path)
+        train(rank, ranks, strategy, steps=2, plugin=plugin, callbacks=[Anew(at_once)], save_to=later)
+
+    run(0, 1)
+    run_ranks(lambda rank: run(rank, 2), 2)
+    one, two = (torch.load(tmp_path / f"{ranks}.ckpt", weights_only=True) for ranks in (1, 2))
+    theirs = one["optimizer_states"][0]["state"]
+    assert theirs
+    tolerance = {"rtol": 1e-3, "atol": 1e-6} if kind == "fp32" else {"rtol": 5e-2, "atol": 4e-3}
+    for index, values in theirs.items():
+        for name, value in values.items():
+            ours = two["optimizer_states"][0]["state"][index][name]
+            torch.testing.assert_close(ours, value, **tolerance, msg=lambda t, n=name: f"{n}: {t}")
+
+
 class Overflow(Callback):
     """An inf in the part that one rank has of a fused matrix's gradient."""
 
