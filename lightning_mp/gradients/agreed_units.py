@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -62,6 +63,7 @@ class AgreedUnits:
         self._names: list[str] = []
         self._by_ranks: dict[tuple[int, ...], _Together] = {}
         self._ends: list[Callable[[], Any]] = []
+        self._attached: WeakSet[Optimizer] = WeakSet()
         seen: set[int] = set()
         for name, module in model.named_modules():
             if isinstance(module, FullyShardedDataParallel):
@@ -91,7 +93,9 @@ class AgreedUnits:
     def attach(self, optimizers: Sequence[Optimizer]) -> Self:
         """Settles before the state of these goes into a checkpoint."""
         for optimizer in optimizers:
-            self._ends.append(optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
+            if optimizer not in self._attached:
+                self._attached.add(optimizer)
+                self._ends.append(optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
         return self
 
     def detach(self) -> None:
@@ -107,6 +111,7 @@ class AgreedUnits:
             MisconfigurationException: on all ranks, if they differed now or, without a wait, the last time.
         """
         self.settle()
+        self.attach([optimizer])  # it may have been made inside of the fit
         with_gradient = [id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         for together in self._by_ranks.values():

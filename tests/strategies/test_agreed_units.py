@@ -174,7 +174,7 @@ def test_calls_that_gather_nothing_are_nobodys_business() -> None:
     assert run_ranks(called_again, 2) == [6, 6]
 
 
-def by_hand(rank: int, steps: int, waits: bool, read_state: bool) -> int:
+def by_hand(rank: int, steps: int, waits: bool, read_state: bool, made_later: bool = False) -> int:
     """Ranks differ in the first step; returns how many steps were made before they were told."""
     with process_group():
         mesh = init_device_mesh("cpu", (2,))
@@ -183,7 +183,7 @@ def by_hand(rank: int, steps: int, waits: bool, read_state: bool) -> int:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        watching = AgreedUnits(model, torch.device("cpu"), waits=waits).attach([optimizer])
+        watching = AgreedUnits(model, torch.device("cpu"), waits=waits).attach([] if made_later else [optimizer])
         made = 0
         try:
             for step in range(steps):
@@ -205,10 +205,12 @@ def by_hand(rank: int, steps: int, waits: bool, read_state: bool) -> int:
 @pytest.mark.parametrize(
     ("waits", "steps", "read_state", "made"), [(True, 2, False, 0), (False, 2, False, 1), (False, 1, True, 1)]
 )
+@pytest.mark.parametrize("made_later", [False, True], ids=["from the start", "made inside of the fit"])
 def test_where_a_wait_would_cost_ranks_are_told_at_the_next_step_and_before_a_checkpoint(
-    waits: bool, steps: int, read_state: bool, made: int
+    waits: bool, steps: int, read_state: bool, made: int, made_later: bool
 ) -> None:
-    assert run_ranks(partial(by_hand, steps=steps, waits=waits, read_state=read_state), 2) == [made, made]
+    run = partial(by_hand, steps=steps, waits=waits, read_state=read_state, made_later=made_later)
+    assert run_ranks(run, 2) == [made, made]
 
 
 class Count(pl.Callback):
