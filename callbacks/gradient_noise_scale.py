@@ -37,9 +37,11 @@ from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.ragged_batches import RaggedBatches
 
 __all__ = ["GradientNoiseScale"]
 
+_COUNT = "Pass count=, a function from a batch to its number of samples."
 _OPEN_WINDOW = "lightning_mp_noise_window"
 
 
@@ -105,6 +107,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._samples: int | None = 0
         self._tokens: float | Tensor = 0.0
         self._told = False
+        self._ragged = RaggedBatches("GradientNoiseScale counts in them, which may be wrong.", _COUNT)
         self._carried: list[float] | None = None
 
     @property
@@ -179,7 +182,10 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if self.count is not None:
             return int(self.count(batch))
         try:
-            return batch_tokens.count_samples(batch, "Pass count=, a function from a batch to its number of samples.")
+            samples = batch_tokens.count_samples(batch, _COUNT)
+            if batch_tokens.find_labels(batch) is None:
+                self._ragged.look(batch)
+            return samples
         except ValueError as error:
             controller = AccumulationController.of(trainer)
             if controller is not None and controller.measure is not None and controller.measure.input_tokens:
@@ -344,14 +350,9 @@ class GradientNoiseScale(SettingsRepr, Callback):
     ) -> None:
         """Saves what an open window has measured, if its gradient is saved as well."""
         controller, window = AccumulationController.of(trainer), self._window
-        if (
-            controller is None
-            or not controller.is_open
-            or not controller.settings.saves_partial_gradients
-            or window is None
-        ):
+        if controller is None or window is None or window.small_square is None:
             return
-        if window.small_square is not None:
+        if controller.is_open and controller.settings.saves_partial_gradients:
             checkpoint[_OPEN_WINDOW] = gradient_ops.sum_over_ranks_(window.numbers()).tolist()
 
     def on_load_checkpoint(

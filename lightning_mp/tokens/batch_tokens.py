@@ -14,6 +14,7 @@ __all__ = [
     "count_samples",
     "declared_divisor",
     "find_labels",
+    "listed_samples",
     "loss_bearing",
     "nonpad_tokens",
     "no_tokens_in",
@@ -113,6 +114,8 @@ def loss_bearing(labels: Tensor, *, shifted: bool) -> Tensor:
 def count_samples(batch: Any, instead: str = _COUNT_ITEMS) -> int:
     """Size of the first dimension of the first tensor in the batch, whatever the sizes of the others.
 
+    Of a batch that lists its samples it is how many it lists (:func:`listed_samples`).
+
     Args:
         batch: any structure with tensors.
         instead: what the caller's user can do where there is no tensor, for the message.
@@ -125,6 +128,9 @@ def count_samples(batch: Any, instead: str = _COUNT_ITEMS) -> int:
         >>> count_samples({"x": torch.zeros(3, 5)})
         3
     """
+    listed = listed_samples(batch)
+    if listed is not None:
+        return listed
     for tensor in tensors_in(batch):
         if tensor.ndim:
             return tensor.shape[0]
@@ -132,6 +138,37 @@ def count_samples(batch: Any, instead: str = _COUNT_ITEMS) -> int:
         f"No samples can be counted in a batch of type {type(batch).__name__!r}: it holds no tensor with a batch"
         f" dimension. {instead}"
     )
+
+
+def listed_samples(batch: Any) -> int | None:
+    """How many samples a batch lists, one mapping for each, as detection does: ``(images, targets)``.
+
+    The first tensor is then one of as many images, or has as many rows. None for any other batch, also for a mere list
+    of tensors, which may hold inputs and targets.
+
+    Example:
+        >>> import torch
+        >>> images = [torch.zeros(3, 8, 8), torch.zeros(3, 6, 8)]
+        >>> listed_samples((images, [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}]))
+        2
+        >>> listed_samples(images) is None
+        True
+    """
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, list | tuple):
+        return None
+    numbers = {len(entry) for entry in batch if _lists(entry, Mapping)}
+    if len(numbers) != 1:
+        return None
+    first: Any = next((entry for entry in batch if any(tensor.ndim for tensor in tensors_in(entry))), None)
+    listed = len(first) if isinstance(first, Tensor) or _lists(first, Tensor) else None
+    return listed if listed in numbers else None
+
+
+def _lists(entry: Any, kind: type) -> bool:
+    """Whether it is a list of nothing but these."""
+    return isinstance(entry, list | tuple) and bool(entry) and all(isinstance(one, kind) for one in entry)
 
 
 def declared_divisor(batch: Any) -> int | Tensor | None:

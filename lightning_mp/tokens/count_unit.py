@@ -1,11 +1,13 @@
 """Whether a user's function counts the tokens of a batch or its samples; a number that can be neither is refused."""
 
+from collections.abc import Sized
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.ragged_batches import first_list, rows_differ
 
 __all__ = ["CountUnit", "counted_unit", "samples_of"]
 
@@ -27,7 +29,8 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
     """What the number of a batch is one of.
 
     Every sample has a token at least, and no batch has more tokens than numbers; so fewer tokens than samples, or more
-    than numbers, are none. ``len`` of a list ``[x, y]`` is 2 whatever the batch holds, which this finds.
+    than numbers, are none. ``len`` of a list ``[x, y]`` is 2 whatever the batch holds, which this finds. Where rows do
+    not tell the samples (graphs, a list of images), a user who says that samples are counted is taken at their word.
 
     Args:
         unit: "auto", or what the user says that is counted.
@@ -49,8 +52,8 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
     sizes = [tensor.shape for tensor in tensors_in(batch) if tensor.ndim]
     if not sizes:
         return "sample" if unit == "sample" else "token"
-    samples, numbers = sizes[0][0], max(shape.numel() for shape in sizes)
-    if counted == samples and unit != "token":
+    samples, numbers = batch_tokens.count_samples(batch), max(shape.numel() for shape in sizes)
+    if (counted == samples and unit != "token") or (unit == "sample" and _may_be_samples(counted, batch)):
         return "sample"
     # A batch of one dimension can be one of tokens, some of them padding.
     fewest = 1 if unit == "token" or (len(sizes[0]) == 1 and unit != "sample") else samples
@@ -60,6 +63,17 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
             f"`count` gives {counted} for the first batch, of type {type(batch).__name__!r} with {allowed}. len() of"
             " a list or mapping is its number of entries, not of samples. Count samples by"
             " count=lambda batch: len(batch[0]) or unit='sample', or tokens by their tensor's numel(). Fewer tokens"
-            " than samples want unit='token'."
+            " than samples want unit='token', and samples that are not the rows of the first tensor (graphs)"
+            " unit='sample'."
         )
     return "token"
+
+
+def _may_be_samples(counted: int, batch: Any) -> bool:
+    """Whether a batch that leaves its samples open can have so many."""
+    images = first_list(batch)
+    if images and images[0].ndim > 2 and counted == len(images):
+        return True
+    rows = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim]
+    is_len = isinstance(batch, Sized) and counted == len(batch)
+    return rows_differ(batch) and counted > 0 and (counted in rows or not is_len)

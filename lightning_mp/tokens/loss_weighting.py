@@ -129,7 +129,7 @@ class Weighting:
 
     def takes_rows(self, batch: Any) -> bool:
         """Whether samples matter, and nothing but the first tensor tells how many a batch has."""
-        if self.weight_by == "sample":
+        if self.weight_by == "sample" or self.count is samples_of:
             return True
         return self.counts_samples and self.count is None and batch_tokens.find_labels(batch) is None
 

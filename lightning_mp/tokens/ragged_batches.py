@@ -1,19 +1,22 @@
-"""Batches whose tensors have different numbers of rows: graphs, point clouds, several loaders at once."""
+"""Batches that leave open which rows are their samples: graphs, point clouds, several loaders at once, lists."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.nested_tensors import named_tensors_in, tensors_in
+from lightning_mp.tokens.batch_tokens import listed_samples
 
-__all__ = ["RaggedBatches", "rows_differ"]
+__all__ = ["RaggedBatches", "first_list", "rows_differ"]
 
 
 def rows_differ(batch: Any) -> bool:
     """Whether the first dimensions of the tensors in a batch differ, so that any of them may be its samples.
 
-    Numbers and tensors without a dimension do not matter.
+    Numbers and tensors without a dimension do not matter, nor does any tensor where the batch lists its samples.
 
     Example:
         >>> import torch
@@ -22,7 +25,27 @@ def rows_differ(batch: Any) -> bool:
         ... )
         (False, True)
     """
-    return len({tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}) > 1
+    rows = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
+    return len(rows) > 1 and listed_samples(batch) is None
+
+
+def first_list(batch: Any) -> list[Tensor]:
+    """The list or tuple that the first tensor of a batch is in, if it holds nothing but tensors of one shape.
+
+    These may be samples, which nothing but their number would tell.
+
+    Example:
+        >>> import torch
+        >>> len(first_list({"images": [torch.zeros(3, 8, 8)] * 4, "text": "abc"})), first_list(torch.zeros(4, 3))
+        (4, [])
+    """
+    inside: Any = batch
+    while isinstance(inside, Mapping | list | tuple):
+        entries = list(inside.values()) if isinstance(inside, Mapping) else list(inside)
+        if not isinstance(inside, Mapping) and all(isinstance(entry, Tensor) and entry.ndim for entry in entries):
+            return entries if len({entry.shape for entry in entries}) == 1 else []
+        inside = next((entry for entry in entries if next(tensors_in(entry), None) is not None), None)
+    return []
 
 
 class RaggedBatches:
@@ -36,19 +59,36 @@ class RaggedBatches:
     def __init__(self, consequence: str, cure: str) -> None:
         self._text = consequence, cure
         self._has_told = False
+        self._list: tuple[int, int] | None = None
 
     def look(self, batch: Any) -> None:
         """Warns if this is the first such batch."""
-        if self._has_told or not rows_differ(batch):
+        if self._has_told:
             return
-        self._has_told = True
+        if rows_differ(batch):
+            self._tell_of_rows(batch)
+        elif listed_samples(batch) is None and (tensors := first_list(batch)):
+            self._compare_lists(len(tensors), tensors[0].shape[0])
+
+    def _compare_lists(self, length: int, rows: int) -> None:
+        before, self._list = self._list, (length, rows)
+        if before is not None and before[0] != length and before[1] == rows:
+            self._tell(
+                f"A batch is a list of {length} tensors, and one before it was of {before[0]}; all tensors have"
+                f" {rows} rows. These {rows} are taken for the samples of either batch, not its tensors:"
+            )
+
+    def _tell_of_rows(self, batch: Any) -> None:
         first_with: dict[int, str] = {}
         for path, tensor in named_tensors_in(batch):
             if tensor.ndim:
                 first_with.setdefault(tensor.shape[0], path)
         rows = [f"{path} has {length}" for length, path in first_with.items()]
-        consequence, cure = self._text
-        rank_zero_warn(
+        self._tell(
             f"Tensors in a batch have different numbers of rows: {listed(rows)}. The rows of the first tensor,"
-            f" {next(iter(first_with.values()))}, are taken for the samples of the batch: {consequence} {cure}"
+            f" {next(iter(first_with.values()))}, are taken for the samples of the batch:"
         )
+
+    def _tell(self, what: str) -> None:
+        self._has_told = True
+        rank_zero_warn(" ".join((what, *self._text)))

@@ -483,6 +483,25 @@ def test_what_is_counted() -> None:
     assert counted_unit("auto", 7, "no tensor", is_counted=True) == "token"
 
 
+def test_samples_that_are_no_rows_are_what_the_user_says() -> None:
+    refused = pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="`count` gives")
+    images = [torch.zeros(3, 8, 8)] * 4
+    assert counted_unit("sample", 4, images, is_counted=True) == "sample"
+    for unit in ("auto", "sample"):  # two images beside two mappings
+        assert counted_unit(unit, 2, (images[:2], [{"boxes": torch.zeros(1, 4)}] * 2), is_counted=True) == "sample"
+    graphs = {"x": torch.zeros(9, 3), "y": torch.zeros(2), "ptr": torch.zeros(3)}
+    assert counted_unit("sample", 2, graphs, is_counted=True) == "sample"
+    assert counted_unit("sample", 3, graphs, is_counted=True) == "sample"  # of its entries; `ptr` has as many rows
+    with refused:
+        counted_unit("sample", 3, {**graphs, "ptr": None}, is_counted=True)  # `len` of it
+    with refused:
+        counted_unit("auto", 2, graphs, is_counted=True)
+    with refused:
+        counted_unit("sample", 0, graphs, is_counted=True)
+    with refused:
+        counted_unit("sample", 5, images, is_counted=True)
+
+
 @pytest.fixture(autouse=True)
 def _no_mode_is_left() -> Iterator[None]:
     yield

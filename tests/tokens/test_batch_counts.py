@@ -19,6 +19,7 @@ from lightning_mp.tokens.batch_tokens import (
     shifts_labels_inside,
     trim_labels_,
 )
+from lightning_mp.tokens.ragged_batches import rows_differ
 
 TOKENS = torch.tensor([[1, 2, IGNORE_INDEX], [3, IGNORE_INDEX, 5]])
 INPUTS = torch.zeros(2, 3)
@@ -130,11 +131,35 @@ def test_the_mask_counts_exactly_the_tokens_that_the_loss_averages_over(rows, co
         ([["a", "b"], {"x": [torch.zeros(9)]}], 9),
         (Pair(torch.zeros(2, 3), torch.zeros(2)), 2),
         (torch.zeros(0, 3), 0),
+        ([torch.zeros(3, 8, 8)] * 4, 3),
+        ([{"x": torch.zeros(5)}, {"x": torch.zeros(7)}], 5),
+        ([[torch.zeros(5), torch.zeros(5)], [{"x": torch.zeros(7)}]], 5),
     ],
     ids=str,
 )
 def test_samples_are_the_first_dimension_of_the_first_tensor_that_has_one(batch, samples):
     assert count_samples(batch) == samples
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("pack", [list, tuple])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda images, targets: (images, targets),
+        lambda images, targets: [0.5, torch.tensor(0.5), images, targets, ["a"] * len(images)],
+        lambda images, targets: {"images": images, "targets": targets},
+        lambda images, targets: {"pixel_values": torch.stack(list(images)), "labels": targets},
+    ],
+    ids=["detection", "with more", "mapping", "stacked"],
+)
+def test_samples_are_those_that_a_batch_lists(make, pack, count):
+    """One mapping of targets for each; three channels are no three samples."""
+    images = pack(torch.zeros(3, 8, 8) for _ in range(count))
+    targets = pack({"boxes": torch.zeros(boxes, 4), "labels": torch.zeros(boxes)} for boxes in range(count))
+    batch = make(images, targets)
+    assert count_samples(batch) == count
+    assert not rows_differ(batch)
 
 
 @pytest.mark.parametrize("batch", ["text", ["a"], {}, [], None, 3, torch.tensor(1.0), [torch.tensor(1.0)]], ids=str)

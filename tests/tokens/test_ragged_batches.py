@@ -2,6 +2,7 @@
 
 import re
 from collections import namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from small_models import loader, quiet_trainer, weights
 from torch import Tensor, nn
 
-from lightning_mp import AccumulationScheduler, ChinchillaBudget
+from lightning_mp import AccumulationScheduler, ChinchillaBudget, GradientNoiseScale, MFUMonitor
+from lightning_mp.tokens.count_unit import samples_of
 from lightning_mp.tokens.loss_weighting import Weighting
 from lightning_mp.tokens.ragged_batches import RaggedBatches, rows_differ
 
@@ -150,10 +152,92 @@ def test_other_batches_are_told_of_once(name: str) -> None:
         (Weighting("token", counts_samples=True), {"labels": TOKENS, "cu_seqlens": torch.zeros(4)}, False),
         (Weighting("token", count=len, counts_samples=True), {"x": torch.zeros(2)}, False),
         (Weighting("batch", counts_samples=True), {"x": torch.zeros(2)}, True),
+        (Weighting("batch", count=samples_of), {"x": torch.zeros(2)}, True),
     ],
 )
 def test_rows_matter_where_nothing_else_tells_the_samples(weighting: Weighting, batch: Any, takes_rows: bool) -> None:
     assert weighting.takes_rows(batch) is takes_rows
+
+
+IMAGE = torch.zeros(3, 8, 8)
+LISTS: dict[str, tuple[list[Any], bool]] = {
+    "images": ([[IMAGE] * 4, [IMAGE] * 2], True),
+    "images and text": ([{"x": [IMAGE] * 4, "y": "a"}, {"x": [IMAGE] * 2, "y": "b"}], True),
+    "one length": ([[IMAGE] * 4, [IMAGE] * 4], False),
+    "inputs and targets": ([[torch.zeros(4, 2)] * 2, [torch.zeros(1, 2)] * 2], False),
+    "views, and one without": ([[torch.zeros(4, 2)] * 2, [torch.zeros(3, 2)]], False),
+    "detection": ([([IMAGE] * n, [{"boxes": torch.zeros(3, 4)}] * n) for n in (4, 2)], False),
+    "tensors": ([torch.zeros(4, 2), torch.zeros(1, 2)], False),
+    "nothing": ([[], None, "text"], False),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_another_length_may_be_lists_of_samples(name: str) -> None:
+    batches, tells = LISTS[name]
+    ragged = RaggedBatches("what comes.", "what helps.")
+    text = "A batch is a list of 2 tensors, and one before it was of 4; all tensors have 3 rows. .*: what comes. what h"
+    with pytest.warns(UserWarning, match=text) if tells else nullcontext():
+        for batch in batches:
+            ragged.look(batch)
+
+
+class Detector(GraphModel):
+    """Its loss is a mean over images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 1, 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        return torch.stack([self.layer(image).square().mean() for image in batch[0]]).mean()
+
+
+def detection_batches() -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            tuple(torch.randn(3, 4, 4, generator=generator) for _ in range(count)),
+            tuple({"boxes": torch.zeros(boxes, 4)} for boxes in range(count)),
+        )
+        for count in (4, 4, 1)
+    ]
+
+
+def test_a_batch_of_detection_is_weighed_by_its_images() -> None:
+    """Warnings are errors here. Three channels had counted as three samples of each batch."""
+    model, batches = Detector(), detection_batches()
+    optimizer = model.configure_optimizers()
+    for batch in batches:
+        (model.loss(batch) * len(batch[0]) / 9).backward()
+    optimizer.step()
+    found = Detector()
+    monitor = MFUMonitor(unit="sample", flops_per_token=1.0)
+    quiet_trainer(callbacks=[AccumulationScheduler({0: 3}), monitor]).fit(found, loader(batches))
+    torch.testing.assert_close(weights(found), weights(model))
+    assert monitor.throughput.totals.input_tokens == 9
+
+
+def test_monitors_that_count_samples_say_which_rows_they_take() -> None:
+    """With windows weighed by batches nothing else had said it."""
+    for monitor in (MFUMonitor(unit="sample", flops_per_token=1.0), GradientNoiseScale()):
+        scheduler = AccumulationScheduler({0: 2}, weight_by="batch")
+        with pytest.warns(UserWarning, match=WARNING) as told:
+            quiet_trainer(callbacks=[scheduler, monitor]).fit(GraphModel(), loader(graph_batches()))
+        assert sum(WARNING in str(warning.message) for warning in told) == 1
+
+
+def count_graphs(batch: dict[str, Tensor]) -> int:
+    return len(batch["y"])
+
+
+def test_their_count_is_taken_and_nothing_is_said() -> None:
+    """Warnings are errors here. MFUMonitor had refused to call 3 graphs of 11 nodes samples."""
+    counted = MFUMonitor(unit="sample", count=count_graphs, flops_per_token=1.0)
+    for monitor in (counted, GradientNoiseScale(count=count_graphs)):
+        scheduler = AccumulationScheduler({0: 2}, weight_by="batch")
+        quiet_trainer(callbacks=[scheduler, monitor]).fit(GraphModel(), loader(graph_batches()))
+    assert counted.throughput.totals.input_tokens == 14
 
 
 class Packed(GraphModel):
@@ -164,7 +248,7 @@ class Packed(GraphModel):
 def test_packed_sequences_with_labels_say_nothing() -> None:
     """A row of several texts, whose ends stand in a tensor of another length: the labels are its tokens."""
     batch = {"input_ids": TOKENS, "labels": TOKENS, "cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32)}
-    quiet_trainer(callbacks=[AccumulationScheduler({0: 2})]).fit(Packed(), loader([batch] * 4))
+    quiet_trainer(callbacks=[AccumulationScheduler({0: 2}), GradientNoiseScale()]).fit(Packed(), loader([batch] * 4))
     quiet_trainer(callbacks=[ChinchillaBudget(tokens=24)]).fit(Packed(), loader([batch] * 4))
 
 
