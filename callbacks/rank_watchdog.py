@@ -48,6 +48,7 @@ class RankWatchdog(SettingsRepr, Callback):
             hint="Give more than a micro-batch, a validation batch or a checkpoint takes; for instance 600.",
         )
         self._heartbeat: Heartbeat | None = None
+        self._micro_batch = ""
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
@@ -55,6 +56,7 @@ class RankWatchdog(SettingsRepr, Callback):
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the watch."""
+        self._micro_batch = "no micro-batch yet"
         strategy = trainer.strategy
         environment = getattr(strategy, "cluster_environment", None)
         self._heartbeat = Heartbeat(
@@ -87,42 +89,64 @@ class RankWatchdog(SettingsRepr, Callback):
 
     # -- beats ---------------------------------------------------------------------------------------------------------
 
-    def _beat(self, trainer: "pl.Trainer", place: str) -> None:
+    def _beat(self, place: str) -> None:
         if self._heartbeat is not None:
-            self._heartbeat.beat(
-                f"{place} of micro-batch {trainer.fit_loop.batch_idx} in epoch {trainer.current_epoch}"
-            )
+            self._heartbeat.beat(place)
+
+    def _beat_of_validation(self, trainer: "pl.Trainer", hook: str, batch_idx: int, dataloader_idx: int) -> None:
+        when = "the sanity check" if trainer.sanity_checking else f"the validation after {self._micro_batch}"
+        loader = f" of dataloader {dataloader_idx}" if dataloader_idx else ""
+        self._beat(f"{hook} of batch {batch_idx}{loader} in {when}")
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """A beat, as the hooks below."""
-        self._beat(trainer, "on_train_epoch_start")
+        self._beat(f"on_train_epoch_start of epoch {trainer.current_epoch}")
 
-    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "on_train_batch_start")
+    def on_train_batch_start(  # noqa: D102
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        # Remembered: after the last one of an epoch Lightning counts otherwise.
+        self._micro_batch = f"micro-batch {batch_idx} in epoch {trainer.current_epoch}"
+        self._beat(f"on_train_batch_start of {self._micro_batch}")
 
-    def on_before_backward(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "on_before_backward")
+    def on_before_backward(self, *_: Any) -> None:  # noqa: D102
+        self._beat(f"on_before_backward of {self._micro_batch}")
 
-    def on_after_backward(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "on_after_backward")
+    def on_after_backward(self, *_: Any) -> None:  # noqa: D102
+        self._beat(f"on_after_backward of {self._micro_batch}")
 
-    def on_before_optimizer_step(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "on_before_optimizer_step")
+    def on_before_optimizer_step(self, *_: Any) -> None:  # noqa: D102
+        self._beat(f"on_before_optimizer_step of {self._micro_batch}")
 
-    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "on_train_batch_end")
+    def on_train_batch_end(self, *_: Any) -> None:  # noqa: D102
+        self._beat(f"on_train_batch_end of {self._micro_batch}")
 
-    def on_validation_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "a validation batch after on_train_batch_end")
+    def on_validation_batch_start(  # noqa: D102
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._beat_of_validation(trainer, "on_validation_batch_start", batch_idx, dataloader_idx)
 
-    def on_validation_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "a validation batch after on_train_batch_end")
+    def on_validation_batch_end(  # noqa: D102
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._beat_of_validation(trainer, "on_validation_batch_end", batch_idx, dataloader_idx)
 
-    def on_save_checkpoint(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "on_save_checkpoint")
+    def on_save_checkpoint(self, *_: Any) -> None:  # noqa: D102
+        self._beat(f"on_save_checkpoint after {self._micro_batch}")
 
-    def on_train_epoch_end(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "on_train_epoch_end")
+    def on_train_epoch_end(self, *_: Any) -> None:  # noqa: D102
+        self._beat(f"on_train_epoch_end after {self._micro_batch}")
 
-    def on_train_end(self, trainer: "pl.Trainer", *_: Any) -> None:  # noqa: D102
-        self._beat(trainer, "on_train_end")
+    def on_train_end(self, *_: Any) -> None:  # noqa: D102
+        self._beat(f"on_train_end after {self._micro_batch}")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytorch_lightning
 from gloo import RankError, run_ranks
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches
 
@@ -220,6 +220,45 @@ def test_who_is_named() -> None:
     text = describe(find_hung(reports(9, 9), reports(9, 9, sequence=3)), reports(9, 9), 60)
     assert "rank 0 of 2 (process 10 on node) hangs" in text
     assert "All ranks are at the same place; their stacks say more." in text
+
+
+class Validated(Regression):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        pass
+
+
+def test_the_places_of_each_phase(tmp_path: Path) -> None:
+    """The sanity check was "after micro-batch -1", and epochs began and ended at micro-batches of other epochs."""
+    places: list[str] = []
+
+    class Records(RankWatchdog):
+        def _beat(self, place: str) -> None:
+            places.append(place)
+            super()._beat(place)
+
+    saves = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
+    trainer = quiet_trainer(callbacks=[Records(), saves], enable_checkpointing=True, max_epochs=2)
+    batches = regression_batches(1)
+    trainer.fit(Validated(), loader(batches), [loader(batches), loader(batches)])
+
+    def validation(when: str) -> list[str]:
+        hooks = "on_validation_batch_start", "on_validation_batch_end"
+        return [f"{hook} of batch 0{of} in {when}" for of in ("", " of dataloader 1") for hook in hooks]
+
+    expected = validation("the sanity check")
+    for epoch in range(2):
+        here = f"micro-batch 0 in epoch {epoch}"
+        hooks = (
+            "on_train_batch_start",
+            "on_before_backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "on_train_batch_end",
+        )
+        expected += [f"on_train_epoch_start of epoch {epoch}", *(f"{hook} of {here}" for hook in hooks)]
+        expected += validation(f"the validation after {here}")
+        expected += [f"on_train_epoch_end after {here}", f"on_save_checkpoint after {here}"]
+    assert places == [*expected, f"on_train_end after {here}"]
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), True])
