@@ -201,7 +201,10 @@ class StepOutcomeDispatcher:
         self._last_skipped = None
         if settle_now:
             self.settle()
-        self._frequency.attach()
+        for config in self._trainer.lr_scheduler_configs:
+            if type(config.frequency) is int:  # it is 1, or was made since the last step
+                self._frequency.attach()
+                break
 
     def settle(self) -> None:
         """Reads the outcome of the last step, if it is not known yet: rolls back on a skip, then calls the hooks."""
