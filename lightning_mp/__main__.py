@@ -1,6 +1,7 @@
 """The command line: ``lightning-mp COMMAND`` or ``python -m lightning_mp COMMAND``."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,8 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words of the command line; None takes those of this process.
 
     Returns:
-        The exit code: 0, 130 after Ctrl-C. Wrong input ends the process with code 2 and one line that says why.
+        The exit code: 0, 130 after Ctrl-C, 141 where the reader of a pipe, such as head, has gone. Wrong input ends the
+        process with code 2 and one line that says why.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 141
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = OneLineParser(prog="lightning-mp", description="Mixed precision for PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=f"lightning-mp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)

@@ -1,12 +1,19 @@
 """``lightning-mp advise``: what to use on this machine, or a named one, with reasons and ready code."""
 
 import argparse
-import textwrap
 from dataclasses import asdict
 from typing import Any, get_args
 
-from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of, memory_of, refuse_other_units
-from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
+from lightning_mp.cli.model_shape import (
+    SHAPE_OPTIONS,
+    add_shape,
+    config_of,
+    context_of,
+    count_of,
+    memory_of,
+    refuse_other_units,
+)
+from lightning_mp.cli.text import print_json, print_paragraph, print_warnings, run_with_one_line_errors
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Recommendation
@@ -34,7 +41,6 @@ _OPTIONS = {
     "memory_bytes": "--memory-bytes",
     **SHAPE_OPTIONS,
 }
-_WIDTH = 100
 
 
 def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -44,7 +50,6 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
         help="which precision and strategy to use, and why",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", metavar="NAME", help="cpu, mps or a chip such as t4; default: the one here")
     parser.add_argument("--gpus", metavar="N", help="devices (default 1)")
@@ -54,7 +59,7 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--goal", choices=get_args(Goal), default="pretrain", help="default pretrain")
     parser.add_argument("--params", metavar="N", help="parameters of the model, such as 7B")
     add_shape(parser.add_argument_group("or the shape of a decoder"))
-    parser.add_argument("--context", metavar="T", dest="context_tokens", default="4096", help="default 4096")
+    parser.add_argument("--context", metavar="T", dest="context_tokens", help="default 4096")
     parser.add_argument("--tokens-per-step", metavar="T", help="of one optimizer step on all devices")
     parser.add_argument(
         "--blocks", metavar="GLOB", default="*.layers.*", help="modules to checkpoint (default %(default)s)"
@@ -89,7 +94,7 @@ def _answer(arguments: argparse.Namespace) -> Recommendation:
         gpus=count_of(arguments.gpus, "gpus"),
         model=config if config is not None else arguments.params,
         goal=arguments.goal,
-        context_tokens=count_of(arguments.context_tokens, "context_tokens"),
+        context_tokens=context_of(arguments.context_tokens, config),
         tokens_per_step=arguments.tokens_per_step,
         memory_bytes=memory_of(arguments.memory_bytes),
         blocks=arguments.blocks,
@@ -112,7 +117,6 @@ def _print(answer: Recommendation) -> None:
     print(f"{answer.goal} on {answer.gpus} x {answer.device.name} ({answer.device.generation})\n")
     for choice in answer.choices:
         print(f"  {choice.what}: {choice.value} [{choice.sure}]")
-        reason = textwrap.wrap(choice.reason, _WIDTH, break_on_hyphens=False)
-        print(textwrap.indent("\n".join(reason), "    "))
-        print(f"    Source: {choice.source}\n")
+        print_paragraph(choice.reason, indent="    ")
+        print_paragraph(f"Source: {choice.source}\n", indent="    ")
     print(answer.python(), end="")

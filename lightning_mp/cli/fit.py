@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mp.cli.picture_file import check_picture
-from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
+from lightning_mp.cli.text import (
+    print_facts,
+    print_json,
+    print_paragraph,
+    print_table,
+    print_warnings,
+    run_with_one_line_errors,
+)
 from lightning_mp.core.quantities import format_quantity, parse_flops, parse_fraction
 from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
 from lightning_mp.planning.scaling_laws.fit_result import Interval, ScalingLawFit
@@ -36,7 +43,6 @@ def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
         help="fit a scaling law to your own runs",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", type=Path, metavar="RUNS.CSV", help="one line per finished run")
     parser.add_argument("--flops", metavar="C", help="budget to plan for; default ten times the largest run")
@@ -132,7 +138,7 @@ def _as_json(fit: ScalingLawFit, budget: float) -> dict[str, Any]:
 def _print_fit(fit: ScalingLawFit, budget: float) -> None:
     law, percent = fit.law, f"{100 * fit.confidence:g}%"
     (small, large), (short, long) = law.trained.parameters, law.trained.tokens
-    print(
+    print_paragraph(
         f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {len(fit.runs)} runs: {format_quantity(small)} to "
         f"{format_quantity(large)} parameters, {format_quantity(short)} to {format_quantity(long)} tokens\n"
     )
@@ -143,16 +149,17 @@ def _print_fit(fit: ScalingLawFit, budget: float) -> None:
     certificate = fit.certificate
     trust = "a minimum" if certificate.converged else "NOT CERTIFIED"
     gradient = f"gradient {certificate.gradient:.0e} of its terms"
-    print(f"Certificate    {trust}: {certificate.agreeing} of {certificate.starts} starts agree, {gradient}")
-    print(f"Bootstrap      {len(fit.samples):,} samples, {fit.unconverged_samples} of them not converged")
-    print(f"Noise          {100 * fit.noise:.2g}% of the loss")
+    facts = [
+        ("Certificate", f"{trust}: {certificate.agreeing} of {certificate.starts} starts agree, {gradient}"),
+        ("Bootstrap", f"{len(fit.samples):,} samples, {fit.unconverged_samples} of them not converged"),
+        ("Noise", f"{100 * fit.noise:.2g}% of the loss"),
+    ]
     if fit.held_out is not None:
         held = fit.held_out
-        print(
-            f"Forecast test  the {held.runs} runs of most compute, left out and predicted: largest error "
-            f"{100 * held.largest_error:.2g}% of the loss, mean {100 * held.mean_error:+.2g}%"
-        )
-    print(f"Outliers       {len(fit.outliers) or 'none'}")
+        text = f"the {held.runs} runs of most compute, left out and predicted: largest error "
+        text += f"{100 * held.largest_error:.2g}% of the loss, mean {100 * held.mean_error:+.2g}%"
+        facts.append(("Forecast test", text))
+    print_facts([*facts, ("Outliers", str(len(fit.outliers) or "none"))], width=13, indent="")
     if fit.outliers:
         outliers = [
             (

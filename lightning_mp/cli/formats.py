@@ -27,7 +27,6 @@ def add_formats_command(commands: "argparse._SubParsersAction[Any]") -> None:
         help="range and precision of number formats",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="for machines, with the source of each")
     parser.set_defaults(run=_run, parser=parser)

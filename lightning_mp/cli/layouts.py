@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, get_args
 
-from lightning_mp.cli.text import print_json, print_table, run_with_one_line_errors
+from lightning_mp.cli.text import print_json, print_paragraph, print_table, run_with_one_line_errors
 from lightning_mp.core.quantities import format_quantity, parse_quantity
 from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
@@ -32,14 +32,14 @@ examples:
 _CONVENTIONS = """\
 Fits: on GPUs of {memory}, by formulas for one micro-batch of a dense decoder with gates; "recomputed" fits when every
 block runs again in backward, "may fit" leaves it to the allocator. What does not fit comes last.
+
 M: micro-batches per data rank and step. Operations: collectives and sends of one GPU per step. GB: sent by one GPU per
 step, to its node and to other nodes, by two-level rings: (n - 1) / n of the whole for an all-gather or reduce-scatter,
 twice that for an all-reduce. Bubble: idle share of the step, (s - 1) / (M + s - 1) under GPipe and 1F1B. Compute:
 "palm" FLOPs at the chip's dense peak. Wire/compute: time on the slower link over time of computing, both at their
 peaks; above 1 it cannot be hidden. Step: GPipe and 1F1B are not shorter than this; "waiting" is for activations and in
-the bubble. TP reduces gradients of the residual stream in {dtype}:
-{whose}. TP with PP is calculated
-only: no strategy of this package runs it."""
+the bubble. TP reduces gradients of the residual stream in {dtype}: {whose}. TP with PP is
+calculated only: no strategy of this package runs it."""
 
 _WHOSE = {
     "fp32": "as this package does; Megatron-LM does it in 16 bit (--tensor-reduce 16bit)",
@@ -68,7 +68,6 @@ def add_layouts_command(commands: "argparse._SubParsersAction[Any]") -> None:
         help="what parallel layouts send per step",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_argument_group("model (a decoder)")
     model.add_argument("--params", required=True, metavar="N", dest="parameters", help="all parameters")
@@ -126,19 +125,23 @@ def _run(arguments: argparse.Namespace) -> int:
             }
         )
         return 0
-    print(
+    print_paragraph(
         f"One optimizer step of {arguments.tokens_per_step} tokens, a decoder of {format_quantity(size.parameters)}"
-        f" parameters in {arguments.precision}.\n{machine.name}: {machine.gpus_per_node} GPUs in a node; each sends"
+        f" parameters in {arguments.precision}."
+    )
+    print_paragraph(
+        f"{machine.name}: {machine.gpus_per_node} GPUs in a node; each sends"
         f" {machine.inside_bytes_per_second / 1e9:g} GB/s inside it and {machine.between_bytes_per_second / 1e9:g} GB/s"
         " to other nodes.\n"
     )
     _print_layouts(rows)
     for text in left_out:
-        print(f"\nleft out: {text}")
+        print_paragraph(f"\nleft out: {text}")
     dtype = arguments.tensor_reduce_dtype
     memory = chip_memory_bytes(machine.chip)
     size_of_memory = f"{memory / 1e9:g} GB" if memory is not None else "an unknown size"
-    print(f"\n{_CONVENTIONS.format(dtype=dtype, whose=_WHOSE[dtype], memory=size_of_memory)}")
+    for text in _CONVENTIONS.format(dtype=dtype, whose=_WHOSE[dtype], memory=size_of_memory).split("\n\n"):
+        print_paragraph(f"\n{text}")
     return 0
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_mp.cli.imported_function import import_function
-from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of
+from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, context_of, count_of
 from lightning_mp.cli.picture_file import check_picture
-from lightning_mp.cli.text import print_json, print_table, print_warnings, run_with_one_line_errors
+from lightning_mp.cli.text import print_json, print_paragraph, print_table, print_warnings, run_with_one_line_errors
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, decoder_memory
 from lightning_mp.planning.memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
@@ -27,7 +27,6 @@ examples:
 
   example() returns (module, batch) or (module, batch, step), where step(module, batch) gives the loss."""
 
-_CONTEXT_TOKENS = "4096"
 _OPTIONS = {
     "precision": "--precision",
     "optimizer": "--optimizer",
@@ -46,7 +45,6 @@ def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
         help="what a training step keeps in memory",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module = parser.add_argument_group("your own module")
     module.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes the module and a batch of one micro-batch")
@@ -87,7 +85,7 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
         return decoder_memory(
             config,
             sequences=count_of(arguments.sequences, "sequences"),
-            context_tokens=count_of(arguments.context_tokens or _CONTEXT_TOKENS, "context_tokens"),
+            context_tokens=context_of(arguments.context_tokens, config),
             precision=arguments.precision,
         )
     for name in ("sequences", "context_tokens"):
@@ -145,7 +143,7 @@ def _print(answer: MemoryEstimate | DecoderMemory, arguments: argparse.Namespace
         return
     config = config_of(arguments)
     assert config is not None
-    print(
+    print_paragraph(
         f"A decoder of {format_quantity(config.parameters)} parameters, {arguments.precision} with Adam, on one GPU"
         " at the end of a forward; by formulas:\n"
     )

@@ -6,7 +6,7 @@ from typing import Any
 from lightning_mp.core.quantities import parse_bytes, parse_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
-__all__ = ["SHAPE_OPTIONS", "add_shape", "config_of", "count_of", "memory_of", "refuse_other_units"]
+__all__ = ["SHAPE_OPTIONS", "add_shape", "config_of", "context_of", "count_of", "memory_of", "refuse_other_units"]
 
 SHAPE_OPTIONS = {
     "layers": "--layers",
@@ -21,6 +21,7 @@ SHAPE_OPTIONS = {
 }
 """The option behind each number."""
 
+_CONTEXT_TOKENS = 4096
 _FEWEST = 1000
 _LEAST_BYTES = 1e6
 
@@ -60,6 +61,18 @@ def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:
         raise ValueError(f"The shape of a model needs `layers`, `width` and `vocabulary`, got no `{missing[0]}`.")
     numbers: dict[str, Any] = {name: count_of(text, name) for name, text in shape.items()}
     return DecoderConfig(**numbers, tied_head=arguments.tied_head)
+
+
+def context_of(text: str | None, config: DecoderConfig | None) -> int:
+    """The length of a sequence; where none was written 4096, or as much as a model with learned positions takes.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    if text is not None:
+        return count_of(text, "context_tokens")
+    longest = 0 if config is None else config.positions
+    return min(_CONTEXT_TOKENS, longest or _CONTEXT_TOKENS)
 
 
 def count_of(text: str | None, name: str) -> int:

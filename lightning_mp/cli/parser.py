@@ -3,13 +3,52 @@
 import argparse
 import re
 import sys
+import textwrap
 from typing import Any, NoReturn
 
 __all__ = ["OneLineParser"]
 
 
+_WIDEST_CHOICES = 40
+
+
+def _has_long_choices(action: argparse.Action) -> bool:
+    return action.metavar is None and len(", ".join(map(str, action.choices or ()))) > _WIDEST_CHOICES
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fits into a terminal: paragraphs are filled, examples are not; long choices go into the text of the option."""
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if _has_long_choices(action):
+            return lambda size: (default_metavar,) * size
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if _has_long_choices(action):
+            return f"{', '.join(map(str, action.choices or ()))}; {action.help}"
+        return super()._get_help_string(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = []
+        for paragraph in text.split("\n\n"):
+            first, *others = paragraph.split("\n")
+            margin = first[: len(first) - len(first.lstrip())]
+            if all(re.match(rf"{margin}\S", line) for line in others):  # one that is a list has lines further in
+                words = " ".join(paragraph.split())
+                wrap = textwrap.TextWrapper(
+                    width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
+                )
+                paragraph = wrap.fill(words)
+            paragraphs.append(textwrap.indent(paragraph, indent))
+        return "\n\n".join(paragraphs)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Says what was wrong in one line; a negative number in any notation is a value and no option."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": _HelpFormatter, **settings})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Joins an option and a negative number behind it; of those argparse knows -1 and -0.5, but not -1e21."""

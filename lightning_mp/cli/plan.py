@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, count_of, memory_of, refuse_other_units
+from lightning_mp.cli.model_shape import (
+    SHAPE_OPTIONS,
+    add_shape,
+    config_of,
+    context_of,
+    count_of,
+    memory_of,
+    refuse_other_units,
+)
 from lightning_mp.cli.plan_text import as_json, print_answer
 from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
 from lightning_mp.core.number_formats import number_format
@@ -67,7 +75,7 @@ _OPTIONS = {
     "tokens_per_step": "--tokens-per-step",
     **SHAPE_OPTIONS,
 }
-_CONTEXT_TOKENS = "4096"
+_USUAL_BYTES = 80e9
 _TOKENS_PER_STEP = 2**22
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
 
@@ -84,6 +92,7 @@ class Answer:
     inference: InferenceAware | None
     precision: str
     context_tokens: int
+    gpus: int
     layouts: list[LayoutChoice] | None = None
     tokens_per_step: int | None = None
     memory_bytes: float | None = None
@@ -98,7 +107,6 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         help="size a model, its run and its machine",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     target = parser.add_argument_group("run (one of them, or two of model, tokens and compute)")
     target.add_argument("--flops", metavar="C", help="training compute")
@@ -175,7 +183,8 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         time=time,
         inference=None if wanted is None else _inference(size, wanted),
         precision=precision,
-        context_tokens=count_of(arguments.context_tokens or _CONTEXT_TOKENS, "context_tokens"),
+        context_tokens=context_of(arguments.context_tokens, config),
+        gpus=gpus,
     )
     return _on_machine(answer, arguments, chip, gpus, dtype)
 
@@ -219,7 +228,11 @@ def _on_machine(
     if config is None:
         return answer
     if chip is None:
-        return replace(answer, chips=choose_chips(config, gpus, context_tokens=context, precision=precision))
+        chips = choose_chips(config, gpus, context_tokens=context, precision=precision)
+        enough = None
+        if all(row.best is None for row in chips):
+            enough = enough_gpus(config, gpus, memory_bytes=_USUAL_BYTES, context_tokens=context, precision=precision)
+        return replace(answer, chips=chips, enough=enough)
     memory = memory_of(arguments.memory_bytes) or chip_memory_bytes(chip.name)
     step = count_of(arguments.tokens_per_step, "tokens_per_step")
     if arguments.tokens_per_step is None:

@@ -1,9 +1,10 @@
 """What ``lightning-mp plan`` prints: the run, its time and cost, layouts in memory and on the wire."""
 
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp.cli.text import print_table
+from lightning_mp.cli.text import print_facts, print_paragraph, print_table
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "print_answer"]
 
 _TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")
+_NAMES_WIDTH = 40
 _MEMORY_CONVENTIONS = """\
 Memory: live tensors of the fullest GPU at the end of a forward of one sequence, by formulas; the range is for the
 allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
@@ -39,7 +41,7 @@ def print_answer(answer: "Answer") -> None:
         _print_run(answer.run, _of_all(answer.config))
         note = answer.run.repetition_note
     if note is not None:
-        print(f"\nRepeated data (Muennighoff et al. 2023): {note}")
+        print_paragraph(f"\nRepeated data (Muennighoff et al. 2023): {note}")
     if answer.time is not None:
         _print_time(answer.time)
     if answer.inference is not None:
@@ -121,11 +123,15 @@ def _of_all(config: DecoderConfig | None) -> str:
 
 def _print_run(run: TrainingRun, of_all: str) -> None:
     best = run.optimum
-    print(f"A run under {run.law.name}: {run.law.source}\n")
+    print_paragraph(f"A run under {run.law.name}: {run.law.source}\n")
     rows = [
         ("parameters N", f"{format_quantity(run.parameters)}{of_all}", format_quantity(best.parameters)),
         ("tokens D", format_quantity(run.tokens), format_quantity(best.tokens)),
-        ("tokens per parameter", f"{run.tokens / run.parameters:.3g}", f"{best.tokens_per_parameter:.3g}"),
+        (
+            "tokens per parameter",
+            format_quantity(run.tokens / run.parameters),
+            format_quantity(best.tokens_per_parameter),
+        ),
         ("FLOPs 6 N D", _flops(run.flops), _flops(best.flops)),
         ("predicted loss", _loss(run.loss), _loss(best.loss)),
     ]
@@ -138,15 +144,14 @@ def _print_time(time: RunTime) -> None:
     whose = "as given" if time.measured else "none measured: what well-run jobs report, measure yours"
     peak = f"{time.peak_flops_per_second / 1e12:g} TFLOP/s dense {time.dtype} each"
     shares = tuple(f"{100 * share:.3g}%" for share in dict.fromkeys(time.mfu))
-    print(f"\n{time.gpus} x {time.chip}, {peak}, MFU {' to '.join(shares)} ({whose}):\n")
+    print_paragraph(f"\n{time.gpus} x {time.chip}, {peak}, MFU {' to '.join(shares)} ({whose}):\n")
     rows = [
         ("time", _duration(time.hours)),
         ("GPU hours", _pair(time.gpu_hours)),
     ]
     if time.cost is not None:
         rows.append(("cost", _pair(time.cost)))
-    for name, text in rows:
-        print(f"  {name:<20}  {text}")
+    print_facts(rows)
 
 
 def _duration(hours: tuple[float, float]) -> str:
@@ -161,7 +166,7 @@ def _pair(values: tuple[float, float]) -> str:
 
 
 def _print_inference(best: InferenceAware, *, repeats: bool) -> None:
-    print(
+    print_paragraph(
         f"\nWith {format_quantity(best.inference_tokens)} tokens of inference the same loss is cheapest with"
         f" {format_quantity(best.parameters)} parameters on {format_quantity(best.tokens)} tokens:"
         f" {best.saving:.0%} less compute over the life (Sardana et al. 2024)."
@@ -179,13 +184,13 @@ def _print_layouts(answer: "Answer") -> None:
     if answer.memory_bytes:
         fitting = [choice for choice in answer.layouts if choice.verdict == "fits"]
         first = answer.layouts[0]
-        print(
+        print_paragraph(
             f"\nIt fits: {len(fitting)} of {len(answer.layouts)} layouts, of which {first.layout.name} comes first."
             if fitting
             else f"\nIt {first.verdict} with this many GPUs; {first.layout.name} is the closest."
             + _what_would_do(answer, first.verdict)
         )
-    print(
+    print_paragraph(
         f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, on GPUs {has};"
         " those that do not fit come last:\n"
     )
@@ -211,45 +216,55 @@ def _print_layouts(answer: "Answer") -> None:
             reasons.setdefault(choice.left_out, []).append(choice.layout.name)
     for reason, names in reasons.items():
         said = reason.replace("`tokens_per_step`", "--tokens-per-step")
-        print(f"\nWithout a time: {'; '.join(names)}. {said[0].upper()}{said[1:].rstrip('.')}.")
+        print_paragraph(f"\nWithout a time: {'; '.join(names)}. {said[0].upper()}{said[1:].rstrip('.')}.")
     tokens = "no" if answer.tokens_per_step is None else format_quantity(answer.tokens_per_step)
-    print(f"\n{_MEMORY_CONVENTIONS.format(tokens=tokens)}")
+    print_paragraph(f"\n{_MEMORY_CONVENTIONS.format(tokens=tokens)}")
 
 
 def _print_assumed(config: DecoderConfig | None) -> None:
     assert config is not None
-    print(
+    print_paragraph(
         f"\nNo shape was given. Assumed, in the proportions of Llama 2: {config.layers} layers, width"
-        f" {config.width}, {config.heads} heads,\n{config.ffn_width} in the MLP, a vocabulary of"
+        f" {config.width}, {config.heads} heads, {config.ffn_width} in the MLP, a vocabulary of"
         f" {config.vocabulary}. Pass --config, or --layers, --width and --vocab, for yours."
     )
 
 
-def _what_would_do(answer: "Answer", verdict: str | None) -> str:
+def _what_would_do(answer: "Answer", verdict: str | None, kind: str = "") -> str:
     decides = " Only the allocator decides." if verdict == "may fit" else ""
     if answer.enough is None:
         return f"{decides} Take larger GPUs, a shorter --context, or --precision bf16-remainder."
     gpus, layout = answer.enough
-    return f"{decides} {gpus} GPUs would do: {layout.name}."
+    return f"{decides} {gpus} GPUs{kind} would do: {layout.name}."
 
 
 def _print_chips(answer: "Answer", chips: list[ChipChoice]) -> None:
     if answer.assumed_shape:
         _print_assumed(answer.config)
-    print(
-        f"\nChips, in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, with the layout"
-        " that takes most sequences at once (of each data rank):\n"
-    )
-    rows = [
-        (
-            ", ".join(row.chips),
-            f"{row.memory_bytes / 1e9:g} GB",
-            "does not fit" if row.best is None else row.best.layout.name,
-            "-" if row.best is None else str(row.best.largest_micro_batch),
+    gpus = f"{answer.gpus} GPU{'s' if answer.gpus > 1 else ''}"
+    fitting = [row for row in chips if row.best is not None]
+    if not fitting:
+        largest = chips[-1]
+        print_paragraph(
+            f"\nIt does not fit on {gpus} in {answer.precision}, not even of {largest.memory_bytes / 1e9:g} GB"
+            f" ({', '.join(largest.chips)}): pass --gpus.{_what_would_do(answer, None, ' of 80 GB')}"
         )
-        for row in chips
-    ]
+        return
+    print_paragraph(
+        f"\nChips, in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, of which {gpus}"
+        " would do, with the layout that takes most sequences at once (of each data rank):\n"
+    )
+    rows = []
+    for row in fitting:
+        assert row.best is not None
+        figures = f"{row.memory_bytes / 1e9:g} GB", row.best.layout.name, str(row.best.largest_micro_batch)
+        names = ", ".join(chip.replace(" ", "\N{NO-BREAK SPACE}") for chip in row.chips)
+        lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in textwrap.wrap(names, _NAMES_WIDTH)]
+        rows += [(lines[0], *figures), *((line, "", "", "") for line in lines[1:])]
     print_table(("chip", "memory", "layout", "sequences"), rows)
+    if len(fitting) < len(chips):
+        most = chips[-len(fitting) - 1].memory_bytes
+        print_paragraph(f"\nOn chips of {most / 1e9:g} GB and less it is not sure to fit.")
 
 
 def _layout_row(choice: LayoutChoice) -> tuple[str, ...]:
@@ -305,11 +320,11 @@ def _as_json(plan: ComputeOptimal) -> dict[str, Any]:
 
 def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
     law = plan.law
-    print(f"Compute-optimal under {law.name}: {law.source}\n")
+    print_paragraph(f"Compute-optimal under {law.name}: {law.source}\n")
     lines = [
         ("parameters N", f"{format_quantity(plan.parameters)}{of_all} ({law.counts})"),
         ("tokens D", format_quantity(plan.tokens)),
-        ("tokens per parameter", f"{plan.tokens_per_parameter:.3g}"),
+        ("tokens per parameter", format_quantity(plan.tokens_per_parameter)),
         ("FLOPs 6 N D", _flops(plan.flops)),
         ("predicted loss", _loss(plan.loss)),
         ("range of the law", _range(plan)),
@@ -320,11 +335,10 @@ def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
         lines.insert(0, ("machine", f"{devices.device_hours:g} hours of {devices.device}, {peak}, MFU {devices.mfu:g}"))
     if plan.unique_tokens is not None:
         lines.insert(-3, ("epochs", f"{plan.epochs:.3g} over {format_quantity(plan.unique_tokens)} unique tokens"))
-    for name, text in lines:
-        print(f"  {name:<20}  {text}")
+    print_facts(lines)
     print("\nThe same question to every published law; they do not agree:\n")
     print_table(
-        ("law", "parameters", "tokens", "tokens/parameter", "FLOPs", "loss", "times outside"),
+        ("law", "parameters", "tokens", "tokens/N", "FLOPs", "loss", "times outside"),
         [_row(row) for row in plan.spread],
     )
 
@@ -344,7 +358,7 @@ def _row(plan: ComputeOptimal) -> tuple[str, ...]:
         plan.law.name,
         format_quantity(plan.parameters),
         format_quantity(plan.tokens),
-        f"{plan.tokens_per_parameter:.3g}",
+        format_quantity(plan.tokens_per_parameter),
         _flops(plan.flops),
         "-" if plan.loss is None else f"{plan.loss:.3f}",
         "-" if plan.times_outside == 1 else format_quantity(float(f"{plan.times_outside:.2g}")),

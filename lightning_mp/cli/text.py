@@ -1,23 +1,74 @@
-"""What ``lightning-mp plan`` and ``lightning-mp fit`` share: tables, JSON, and warnings and errors of one line."""
+"""What the verbs share: tables and paragraphs as wide as the terminal, JSON, warnings, and errors of one line."""
 
 import argparse
 import json
+import shutil
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+_WIDEST = 120
+
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints columns under their names, the first aligned left, the others right."""
+    """Prints columns under their names, the first aligned left, the others right.
+
+    On a terminal, columns for which there is no room go on below, beside the first one again. A file or a pipe gets
+    every row in one line.
+    """
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    for row in (header, *rows):
-        first, *rest = (
-            text.ljust(width) if column == 0 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  " + "  ".join((first, *rest)).rstrip())
+    for number, columns in enumerate(_fitting(widths)):
+        if number:
+            print()
+        for row in (header, *rows):
+            first, *rest = columns
+            cells = (row[first].ljust(widths[first]), *(row[column].rjust(widths[column]) for column in rest))
+            print("  " + "  ".join(cells).rstrip())
+
+
+def print_facts(facts: Sequence[tuple[str, str]], width: int = 20, indent: str = "  ") -> None:
+    """Prints a name and a text in each line; a text that is longer than the line goes on below itself."""
+    for name, text in facts:
+        first = f"{indent}{name:<{width}}  "
+        print(_filled(text, first, len(first) * " "))
+
+
+def print_paragraph(text: str, indent: str = "") -> None:
+    """Prints text in lines as long as the terminal, and no longer than 120; newlines before and after it stay."""
+    before, after = len(text) - len(text.lstrip("\n")), len(text) - len(text.rstrip("\n"))
+    print("\n" * before + _filled(text, indent, indent) + "\n" * after)
+
+
+def _filled(text: str, first: str = "", others: str = "") -> str:
+    return textwrap.fill(
+        " ".join(text.split()),
+        min(_terminal_columns() or _WIDEST, _WIDEST),
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _terminal_columns() -> int | None:
+    """None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _fitting(widths: Sequence[int]) -> list[list[int]]:
+    """Columns that are printed beside each other."""
+    room = _terminal_columns()
+    blocks: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        beside = [*blocks[-1], column]
+        if room is None or len(blocks[-1]) == 1 or sum(widths[each] + 2 for each in beside) <= room:
+            blocks[-1] = beside
+        else:
+            blocks.append([0, column])
+    return blocks
 
 
 def print_json(content: Mapping[str, Any]) -> None:

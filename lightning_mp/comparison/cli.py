@@ -33,9 +33,7 @@ examples:
   example() returns (module, data) or (module, data, val_data): a LightningModule; a LightningDataModule, a loader or
   one batch; a loader to validate on. It is called once for each run, so that each seed has initial weights of its own.
 
-precisions, the baseline first:
-  {", ".join(PRECISION_NAMES[:7])},
-  {", ".join(PRECISION_NAMES[7:])}"""
+precisions, the baseline first: {", ".join(PRECISION_NAMES)}"""
 
 _OPTIONS = {
     "precisions": "--precision",
@@ -80,7 +78,6 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", d
         help="what a precision costs and how well it trains, measured here",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--precision",

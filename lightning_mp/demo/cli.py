@@ -40,7 +40,6 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
         help="train a small language model on real text",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = {
         "": parser.add_argument_group("what to train (a resumed run keeps its own)"),

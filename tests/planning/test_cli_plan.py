@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,48 @@ def output(capsys, *words):
 
 def lines_by_name(text):
     return {line[2:24].strip(): line[24:] for line in text.splitlines() if line.startswith("  ")}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan --params 7B --device h100 --gpus 64",
+        "plan --flops 1e21 --unique-tokens 1B --inference-tokens 1T",
+        "plan --params 7B",
+        "layouts --params 7B --layers 32 --width 4096 --vocab 32000",
+        "advise --device v100 --params 1B",
+        "formats",
+    ],
+)
+def test_a_terminal_is_not_overrun_and_loses_nothing(capsys, monkeypatch, words):
+    piped = output(capsys, *words.split()).out
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    printed = output(capsys, *words.split()).out
+    assert [line for line in printed.splitlines() if len(line) > 80 and "lightning_mp import" not in line] == []
+    assert set(piped.split()) == set(printed.split())
+    assert piped.count("\n") <= printed.count("\n")
+
+
+@pytest.mark.parametrize("command", ["", "demo", "plan", "advise", "memory", "compare", "fit", "layouts", "formats"])
+def test_help_fits_into_a_terminal_but_for_the_examples(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    printed = capsys.readouterr().out
+    long = [line for line in printed.splitlines() if len(line) > 80]
+    assert [line for line in long if not line.startswith("  lightning-mp ")] == []
+    assert "\n  lightning-mp " in printed or not command
+
+
+@pytest.mark.parametrize("words", ["formats", "formats --help", "plan --flops 1e21 --json"])
+def test_a_reader_that_has_enough_ends_the_command_quietly(capfd, monkeypatch, words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(words.split()) == 141
+    assert capfd.readouterr().err == ""
 
 
 def test_the_table_of_a_plan(capsys):

@@ -26,6 +26,11 @@ def output(capsys, words):
     return capsys.readouterr()
 
 
+def words_of(printed):
+    """Without the ends of lines, which are where the terminal is."""
+    return " ".join(printed.split())
+
+
 def content(capsys, words):
     return json.loads(output(capsys, f"{words} --json").out)
 
@@ -102,12 +107,20 @@ def test_parameters_alone_are_enough_for_chips(capsys):
     assert {row["memory_bytes"] // 10**9 for row in found["chips"] if row["layout"]} >= {80, 141}
     printed = output(capsys, "plan --params 7B --gpus 8 --context 2048").out
     assert "No shape was given. Assumed, in the proportions of Llama 2: 32 layers" in printed
-    assert "Chips, in bf16-mixed with Adam and sequences of 2048 tokens, with the layout that takes most" in printed
+    assert (
+        "Chips, in bf16-mixed with Adam and sequences of 2048 tokens, of which 8 GPUs would do, with the layout that"
+        in words_of(printed)
+    )
+    assert "On chips of 24 GB and less it is not sure to fit." in printed
+    assert "RTX 4090" not in printed, "only chips that would do are listed"
+    printed = words_of(output(capsys, "plan --params 175B --tokens 300B").out)
+    assert "It does not fit on 1 GPU in bf16-mixed, not even of 288 GB (MI350X, MI355X): pass --gpus." in printed
+    assert "128 GPUs of 80 GB would do: FSDP 16 x TP 8, checkpointed." in printed
 
 
 def test_what_does_not_fit_is_told_how_many_gpus_would_do(capsys):
-    printed = output(capsys, f"plan {SHAPE} --tokens 15T --device h100 --gpus 8").out
-    said = re.search(r"does not fit with this many GPUs; .* is the closest\. (\d+) GPUs would do: (.*)\.", printed)
+    printed = words_of(output(capsys, f"plan {SHAPE} --tokens 15T --device h100 --gpus 8").out)
+    said = re.search(r"does not fit with this many GPUs; .* is the closest\. (\d+) GPUs would do: (.*?)\.", printed)
     assert said is not None, printed
     enough = int(said[1])
     for gpus, verdict in ((enough, "fits"), (enough // 2, "does not fit")):
@@ -181,16 +194,16 @@ def test_of_a_mixture_n_is_what_a_token_meets(capsys):
 
 
 def test_305_epochs_are_commented_on(capsys):
-    printed = output(capsys, "plan --params 1B --tokens 305B --unique-tokens 1B").out
+    printed = words_of(output(capsys, "plan --params 1B --tokens 305B --unique-tokens 1B").out)
     assert "305 epochs: they are worth 16.4 epochs of new tokens. Further epochs stopped paying after 36" in printed
-    few = output(capsys, "plan --params 1B --tokens 4B --unique-tokens 1B").out
+    few = words_of(output(capsys, "plan --params 1B --tokens 4B --unique-tokens 1B").out)
     assert "The next token adds 82% of a new one; after 36 epochs it adds 10%." in few
 
 
 def test_inference_makes_the_model_smaller(capsys):
     found = content(capsys, "plan --params 13B --inference-tokens 2T --law hoffmann-3")
     assert found["inference_aware"]["parameters"] == pytest.approx(7e9, rel=0.1)
-    printed = output(capsys, "plan --params 13B --inference-tokens 2T --law hoffmann-3").out
+    printed = words_of(output(capsys, "plan --params 13B --inference-tokens 2T --law hoffmann-3").out)
     assert "16% less compute over the life (Sardana et al. 2024)" in printed
 
 

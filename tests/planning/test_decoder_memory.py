@@ -9,6 +9,7 @@ import torch
 from memory_models import VOCABULARY, WIDTH, Decoder
 
 from lightning_mp import estimate_memory
+from lightning_mp.__main__ import main
 from lightning_mp.planning import (
     DecoderConfig,
     MemoryLayout,
@@ -195,3 +196,16 @@ def test_a_configuration_of_hugging_face_is_read_from_its_file():
     Path("config.json").write_text("layers: 3")
     with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
         DecoderConfig.from_hugging_face("config.json")
+
+
+def test_a_sequence_longer_than_learned_positions_is_refused(capsys):
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    Path("config.json").write_text(json.dumps(gpt2))
+    with pytest.raises(ValueError, match=r"`context_tokens` \(2048\) is more than the 1,024 positions that this model"):
+        decoder_memory(DecoderConfig.from_hugging_face("config.json"), context_tokens=2048)
+    for verb in ("plan --device h100", "plan --tokens 1B", "memory", "advise --device h100"):
+        words = [*verb.split(), "--config", "config.json"]
+        assert main(words) == 0, "the length that the model has is taken where none is given"
+        with pytest.raises(SystemExit):
+            main([*words, "--context", "2048"])
+        assert "--context (2048) is more than the 1,024 positions" in capsys.readouterr().err

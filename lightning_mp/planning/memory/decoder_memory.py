@@ -118,7 +118,8 @@ def decoder_memory(
         sequence_parallel: with tensor parallelism, norms on parts of the sequence.
 
     Raises:
-        ValueError: a precision is unknown, or layers cannot be shared out to the stages.
+        ValueError: a precision is unknown, layers cannot be shared out to the stages, or a sequence is longer than the
+            model's learned positions.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054 (what is kept per parameter); Korthikanti et al. 2022,
@@ -139,6 +140,11 @@ def decoder_memory(
     """
     layout = layout or MemoryLayout()
     tokens = whole_quantity(sequences, "sequences") * whole_quantity(context_tokens, "context_tokens")
+    if config.positions and whole_quantity(context_tokens, "context_tokens") > config.positions:
+        raise ValueError(
+            f"`context_tokens` ({context_tokens}) is more than the {config.positions:,} positions that this model has"
+            f" learned. Use at most {config.positions:,}, or a configuration with more positions."
+        )
     states = quantity_from(0, optimizer_states, "optimizer_states")
     if micro_batches is not None:
         whole_number(micro_batches, "micro_batches")

@@ -97,7 +97,8 @@ class MemoryEstimate:
     def __str__(self) -> str:
         peak, end = self.peak.bytes_by_part, self.end_of_forward.bytes_by_part
         shown = [part for part in PARTS if peak.get(part) or end.get(part)]
-        where = "one device" if self.strategy == "single" else f"each of {self.ranks} ranks under {self.strategy}"
+        ranks = f"each of {self.ranks} ranks" if self.ranks > 1 else "one rank"
+        where = "one device" if self.strategy == "single" else f"{ranks} under {self.strategy}"
         rows = [(str(part), format_bytes(end.get(part, 0)), format_bytes(peak.get(part, 0))) for part in shown]
         rows.append(("sum", format_bytes(self.end_of_forward.total_bytes), format_bytes(self.peak_bytes)))
         low, high = self.reserved_bytes

@@ -36,10 +36,13 @@ def draw_timeline(estimate: "MemoryEstimate", path: Path) -> None:
     for index, sample in enumerate(samples):
         if index == 0 or samples[index - 1].phase != sample.phase:
             axes.axvline(index, color="black", linewidth=0.6)
-            axes.text(index, estimate.peak_bytes / unit * 1.02, f" {sample.phase}", va="bottom")
+            side = "right" if index > 0.8 * len(samples) else "left"
+            place = len(samples) - 1 if side == "right" else index
+            axes.text(place, 1.01, sample.phase, ha=side, va="bottom", transform=axes.get_xaxis_transform())
     axes.set(xlabel="operations that change it", ylabel=f"live tensors, {name}", xlim=(0, max(len(samples) - 1, 1)))
-    axes.set_ylim(0, estimate.peak_bytes / unit * 1.12)
+    axes.set_ylim(0, estimate.peak_bytes / unit * 1.05)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    axes.set_title(f"{estimate.precision}, {estimate.strategy}, {estimate.ranks} rank(s)", fontsize="medium", pad=14)
+    ranks = "" if estimate.ranks == 1 else f" on {estimate.ranks} ranks, each of them"
+    axes.set_title(f"{estimate.precision}, {estimate.strategy}{ranks}", fontsize="medium", pad=20)
     figure.savefig(path)
