@@ -1,6 +1,7 @@
 """Where a run will end: its loss and the time it still takes, told while it trains."""
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -131,8 +132,10 @@ class BudgetForecast(SettingsRepr, Callback):
         except ValueError:
             # Too few points yet.
             return
-        band = f"{self.time.low:,.0f} to {self.time.high:,.0f} s"
-        rank_zero_info(f"Forecast: {self.loss}, in {self.time.seconds:,.0f} s ({band}).")
+        low, middle, high = (
+            timedelta(seconds=round(each)) for each in (self.time.low, self.time.seconds, self.time.high)
+        )
+        rank_zero_info(f"Forecast: {self.loss}, in {middle} ({low} to {high}).")
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Says so if the loss was never seen."""

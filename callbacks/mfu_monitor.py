@@ -16,6 +16,7 @@ from lightning_mp.callbacks._idle_hooks import idle
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.quantities import format_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
@@ -289,9 +290,10 @@ class MFUMonitor(SettingsRepr, Callback):
             return
         convention = self.flops_per_token if isinstance(self.flops_per_token, str) else "as given"
         convention += "; causal attention as a full square" if convention == "exact" else ""
-        ran_again = "" if again is None else f", and {again:.4g} recomputed"
+        ran_again = "" if again is None else f", and {format_quantity(again)} recomputed"
+        operations = format_quantity(work.model_flops_per_token)
         rank_zero_info(
-            f"MFUMonitor: {work.model_flops_per_token:.4g} FLOPs per {self._counted} ({convention}){ran_again}."
+            f"MFUMonitor: {operations} FLOPs per {self._counted} ({convention}){ran_again}."
             + ("" if again is not None else " No HFU: compiled code cannot be counted.")
         )
         if self.flop_count is not None and self.flop_count.unknown:

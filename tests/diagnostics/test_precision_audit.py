@@ -336,6 +336,13 @@ def test_the_table_shows_like_modules_as_one_row_with_rich_and_without(monkeypat
     assert all(head in drawn for head in HEAD)
     assert "addmm fp32" in drawn
     assert "┃" in drawn
+    monkeypatch.setenv("COLUMNS", "80")
+    named = nn.ModuleDict({"a_long_name_of_a_part": nn.ModuleDict({"of_the_first": nn.Linear(8, 8)})})
+    long = audit_step(named, lambda: named["a_long_name_of_a_part"]["of_the_first"](torch.ones(8, 8)).sum().backward())
+    narrow = audit_table(long)
+    assert max(map(len, narrow.splitlines()[1:-1])) <= 80
+    first_column = "".join(line.split("│")[1].strip() for line in narrow.splitlines() if "│" in line)
+    assert "a_long_name_of_a_part.of_the_first" in first_column, "names are not cut"
     monkeypatch.setattr("lightning_mp.diagnostics.audit.table.find_spec", lambda name: None)
     assert audit_table(report) == plain_audit_table(report)
 

@@ -120,7 +120,7 @@ def test_far_reach_a_flat_curve_and_a_strange_one_are_warned_about() -> None:
     assert any("ran into its bound" in warning for warning in bent.warnings)
     text = str(forecast(*history, 8.0))
     assert text.startswith("loss 2.")
-    assert " at 90%) after 8e+08 tokens; it reaches 8 times" in text
+    assert " at 90%) after 800M tokens; it reaches 8 times" in text
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def audit_table(report: AuditReport) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*HEAD, title="Precision audit", title_justify="left")
+    table = Table(title="Precision audit", title_justify="left")
+    for head in HEAD:
+        table.add_column(head, overflow="fold")  # the end of a module's name says which one it is
     for row in table_rows(report):
         table.add_row(*row)
     # As wide as it needs to be where it goes to a file; in a terminal no wider than that.

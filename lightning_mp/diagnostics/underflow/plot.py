@@ -60,7 +60,7 @@ def plot_exponents(histogram: ExponentHistogram, target: FormatLike = "fp16", ti
     ticks = list(range(-(-left // step) * step, max([top + 1, *shares]) + 2, step))
     axes.set_xticks([zeros_at + 0.5, *ticks], ["zero", *(f"$2^{{{e}}}$" for e in ticks)])
     axes.set_xlim(zeros_at - 1, max([top + 2, *shares]) + 1.5)
-    axes.set_xlabel("magnitude of a value; each bar is one power of two wide")
+    axes.set_xlabel("magnitude of a value; each bar is one power of two wide; shares on top leave zeros out")
     axes.set_ylabel("% of all values")
     # The zeros may be most of all and would flatten the rest.
     highest = 1.25 * max(shares.values(), default=100.0)

@@ -19,6 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightning_mp.core.quantities import format_quantity
 from lightning_mp.planning.scaling_laws.correlated_noise import CorrelatedNoise
 
 __all__ = ["LossForecast", "SecondsForecast", "forecast_loss", "forecast_seconds"]
@@ -74,7 +75,7 @@ class LossForecast:
 
     def __str__(self) -> str:
         band = f"{self.low:.4g} to {self.high:.4g} at {self.confidence:.0%}"
-        return f"loss {self.loss:.4g} ({band}) after {self.tokens:.4g} tokens" + "".join(
+        return f"loss {self.loss:.4g} ({band}) after {format_quantity(self.tokens)} tokens" + "".join(
             f"; {warning}" for warning in self.warnings
         )
 
