@@ -106,7 +106,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 raise ValueError(
                     f"ChinchillaBudget({name}={value!r}) is unknown; it must be one of {get_args(allowed)}."
                 )
-        _refuse_trim_unless_exact(trim, landing)
+        _refuse_what_does_nothing(parameters, tokens_per_parameter is not None or flops is not None, trim, landing)
         # These raise on a wrong argument now, not at set-up.
         TokenBudget(1 if self._tokens is None else self._tokens, landing)
         Weighting("auto", count)
@@ -384,7 +384,14 @@ def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", wh
     return number, said
 
 
-def _refuse_trim_unless_exact(trim: TrimFunction | None, landing: LandingMode) -> None:
+def _refuse_what_does_nothing(
+    parameters: Counted, counts_parameters: bool, trim: TrimFunction | None, landing: LandingMode
+) -> None:
+    if parameters != "all" and not counts_parameters:
+        raise ValueError(
+            f"ChinchillaBudget(parameters={parameters!r}) says which parameters tokens_per_parameter= and flops= count,"
+            " and neither is given. Leave parameters out."
+        )
     if trim is not None and landing != "exact":
         raise ValueError(
             f"ChinchillaBudget(trim=..., landing={landing!r}): only landing='exact' trims. Leave trim out, or end"

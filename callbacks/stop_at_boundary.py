@@ -45,7 +45,8 @@ class StopAtBoundary(SettingsRepr, Callback):
         path: the checkpoint that was written; None if the run was not stopped.
 
     Raises:
-        ValueError: if a signal is unknown, ``max_seconds`` is not positive, or ``filename`` is not such a name.
+        ValueError: if a signal is unknown or cannot be taken, nothing would stop the run, ``max_seconds`` is not
+            positive, or ``filename`` is not such a name.
 
     Example:
         >>> StopAtBoundary(signals=["SIGTERM", "SIGINT"]).stopped_by is None
@@ -66,6 +67,18 @@ class StopAtBoundary(SettingsRepr, Callback):
             raise ValueError(
                 f"StopAtBoundary(signals={list(names)!r}): {', '.join(map(repr, unknown))} is not a signal on this"
                 " platform; give names such as 'SIGTERM', 'SIGINT' or 'SIGUSR1'."
+            )
+        uncatchable = [name for name in names if name in ("SIGKILL", "SIGSTOP")]
+        if uncatchable:
+            raise ValueError(
+                f"StopAtBoundary(signals={list(names)!r}): the system ends or stops the process on"
+                f" {' and '.join(uncatchable)}, and no program can take that. Leave it out; AtomicCheckpoints() is for"
+                " runs that are killed."
+            )
+        if not names and max_seconds is None:
+            raise ValueError(
+                "StopAtBoundary(signals=[]): without a signal and without max_seconds nothing would ever stop the run."
+                " Give one of them, or leave the callback out."
             )
         if max_seconds is not None:
             positive_number(max_seconds, "max_seconds", "StopAtBoundary", unit="seconds", hint="None sets no limit.")

@@ -159,6 +159,11 @@ def test_it_saves_what_callbacks_after_it_in_the_list_have_counted(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            {"signals": ["SIGTERM", "SIGKILL"]},
+            "the system ends or stops the process on SIGKILL, and no program can take",
+        ),
+        ({"signals": []}, "without a signal and without max_seconds nothing would ever stop the run"),
         ({"signals": ["TERM"]}, "'TERM' is not a signal on this platform; give names such as 'SIGTERM'"),
         ({"max_seconds": 0}, r"max_seconds=0\): it must be a positive finite number of seconds. None"),
         (

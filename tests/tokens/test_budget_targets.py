@@ -66,6 +66,12 @@ def test_parameters_are_counted_as_asked() -> None:
         assert budget.budget_tokens == round(0.5 * parameters) == budget.tokens_seen
 
 
+@pytest.mark.parametrize("target", [{"tokens": 100}, {"device_hours": 1.0}])
+def test_which_parameters_count_is_refused_where_none_do(target: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"parameters='trainable'\) says which parameters .* neither is given"):
+        ChinchillaBudget(parameters="trainable", **target)
+
+
 def test_flops_become_tokens_by_6_n_d() -> None:
     budget = ChinchillaBudget(flops=6 * ALL * 60.9)
     fit(budget)
