@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.language_model.gpt import GPT, GPTConfig
 from lightning_mp.lr_schedule.schedules import WarmupCosine
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -24,6 +25,7 @@ __all__ = ["LanguageModel", "peak_learning_rate"]
 # On a CPU, in 16 bit and at this length, the plain kernel is 2 to 3 times as fast as the fused one (torch 2.13; most
 # of it in the fused kernel's backward). Longer blocks would make its score matrices large.
 _PLAIN_ATTENTION_MAX_TOKENS = 256
+_NAME = "LanguageModel"
 
 
 class LanguageModel(pl.LightningModule):
@@ -40,6 +42,9 @@ class LanguageModel(pl.LightningModule):
         warmup_steps: Of these, until the peak.
         weight_decay: Decoupled weight decay of the matrices.
         fused: Fused AdamW, where torch has it. Lightning's own plugins refuse it together with gradient clipping.
+
+    Raises:
+        ValueError: a size is not valid, or ``warmup_steps`` are not fewer than ``total_steps``.
 
     Example:
         >>> LanguageModel(layers=1, heads=1, width=16).model.config.parameters
@@ -61,6 +66,11 @@ class LanguageModel(pl.LightningModule):
         fused: bool = True,
     ) -> None:
         super().__init__()
+        if total_steps is not None and not 0 <= warmup_steps < whole_number(total_steps, "total_steps", _NAME):
+            raise ValueError(
+                f"LanguageModel(total_steps={total_steps}, warmup_steps={warmup_steps!r}): the rate warms up within the"
+                f" run. Give a warmup_steps from 0 to {total_steps - 1}, or total_steps=None and TokenLearningRate."
+            )
         self.save_hyperparameters()
         self._is_pipelined = False
         self.model = GPT(GPTConfig(layers, heads, width, block_tokens, vocab))

@@ -145,3 +145,11 @@ def test_generation_draws_only_from_the_most_likely():
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="empty prompt: give at least one byte"):
         generate(GPT(CONFIG), b"", 3)
+
+
+@pytest.mark.parametrize("steps", [{"total_steps": 20}, {"total_steps": 2, "warmup_steps": 2}, {"warmup_steps": -1}])
+def test_a_warm_up_that_is_not_within_the_run_is_refused_at_once(steps):
+    with pytest.raises(ValueError, match=r"LanguageModel\(total_steps=.* the rate warms up within the run\. Give a"):
+        LanguageModel(layers=1, heads=1, width=16, **steps)
+    with pytest.raises(ValueError, match=r"LanguageModel\(total_steps=0\): it must be a whole number, 1 or more"):
+        LanguageModel(layers=1, heads=1, width=16, total_steps=0)
