@@ -7,6 +7,7 @@ are first used. The rest is one level down:
 
 - :mod:`lightning_mp.checkpoints`: atomic and sharded checkpoints outside of a Trainer.
 - :mod:`lightning_mp.diagnostics`: outcomes of steps, reports and errors.
+- :mod:`lightning_mp.language_model`: the small GPT of the demo and the documentation; it may change without notice.
 - :mod:`lightning_mp.metrics`: torchmetrics with integer counts.
 - :mod:`lightning_mp.pipelining`: what a module calls in its steps to run under pipeline parallelism.
 - :mod:`lightning_mp.planning`: compute-optimal plans, FLOPs, memory and parallel layouts, without a Trainer.
