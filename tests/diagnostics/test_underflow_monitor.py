@@ -397,6 +397,21 @@ def test_pictures_are_written(tmp_path: Path) -> None:
         monitor.plot(tmp_path / "no.png", "activation_gradients")
 
 
+def test_layers_that_pass_no_16_bit_have_no_row_in_the_picture(tmp_path: Path) -> None:
+    class WithNorm(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.LayerNorm(self.net[0].in_features), *self.net)
+
+    monitor = UnderflowMonitor(every_n_steps=1)
+    fit(monitor, WithNorm(), plugins=[AutocastPrecision("bf16-mixed")])
+    monitor.plot(tmp_path / "layers.svg", by_layer=True)
+    drawn = (tmp_path / "layers.svg").read_text()
+    assert "<!-- net.1.weight -->" in drawn
+    assert "<!-- net.0.weight -->" not in drawn
+    assert "; 2 that pass no 16 bit are left out -->" in drawn
+
+
 def test_a_checkpoint_carries_what_was_seen(tmp_path: Path) -> None:
     first = UnderflowMonitor(every_n_steps=1, watch=("gradients", "activations"))
     trainer = fit(first, max_epochs=1)

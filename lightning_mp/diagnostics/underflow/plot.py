@@ -121,11 +121,14 @@ def plot_exponents_by_layer(
 def plot_observation(
     observation: UnderflowObservation, target: FormatLike, kind: str = "gradients", *, by_layer: bool = False
 ) -> "Figure":
-    """One kind of values of an observation: all layers together, or one line per layer."""
+    """One kind of values of an observation: all layers together, or one line per layer of which values were counted."""
     scaled = "" if kind == "activations" else f", times {observation.scale:g}"
     title = f"{kind.replace('_', ' ').capitalize()} of optimizer step {observation.step_index}{scaled}"
     if by_layer:
-        return plot_exponents_by_layer(observation.histograms[kind], target, title)
+        counted = {name: histogram for name, histogram in observation.histograms[kind].items() if histogram.num_values}
+        if others := len(observation.histograms[kind]) - len(counted):
+            title += f"; {others} that pass no 16 bit are left out"
+        return plot_exponents_by_layer(counted, target, title)
     return plot_exponents(observation.whole(kind), target, title)
 
 
