@@ -153,6 +153,11 @@ def test_what_does_not_fit_is_told_how_many_gpus_would_do():
     assert recommend("A100", model=LLAMA_8B, goal="finetune", gpus=enough // 2).fits is not True
 
 
+def test_what_is_sharded_is_told_per_gpu_beside_what_one_has():
+    reason = recommend("h100", gpus=64, model="70B").choice("memory").reason
+    assert "keep 1043 GiB (16 bytes each), 16.3 GiB on each of 64; one H100 SXM has 74.5 GiB (80 GB)." in reason
+
+
 def test_parameters_alone_tell_of_states_but_not_of_activations():
     row = recommend("A100", model="1B", gpus=2).choice("memory")
     assert (row.value, row.sure) == ("weights and states fit", "measure it")

@@ -158,8 +158,8 @@ def _fit_choice(
     low, high = memory.reserved_bytes
     reason = (
         f"{layout.name}, one sequence of {question.context_tokens:,} tokens and Adam: {format_bytes(low)} to"
-        f" {format_bytes(high)} of {format_bytes(memory_bytes)} ({question.device}). The range is the allocator's,"
-        " which was not measured."
+        f" {format_bytes(high)} of {format_bytes(memory_bytes)} ({question.device}, {memory_bytes / 1e9:.3g} GB). The"
+        " range is the allocator's, which was not measured."
     )
     if verdict == "fits":
         return Choice("memory", "fits", reason, _CALCULATED, "likely")
@@ -230,7 +230,10 @@ def _by_states(question: Question, parameters: float, memory_bytes: float) -> La
         reason = f"{kept}: {'as much as one GPU holds' if whole else f'{too_much}, so they are sharded'}."
         sure: Sure = "certain" if states > memory_bytes else "likely"
         choices.append(Choice("strategy", value, reason, _DDP if whole else _FSDP, sure))
-    reason = f"{kept}; one {question.device} has {format_bytes(memory_bytes)}."
+    share = (
+        "" if whole or question.gpus == 1 else f", {format_bytes(states / question.gpus)} on each of {question.gpus}"
+    )
+    reason = f"{kept}{share}; one {question.device} has {format_bytes(memory_bytes)} ({memory_bytes / 1e9:.3g} GB)."
     if roomy:
         verdict = "weights and states fit"
         reason += " Activations come on top: estimate_memory(module, batch) measures them."
