@@ -30,22 +30,30 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_facts(facts: Sequence[tuple[str, str]], width: int = 20, indent: str = "  ") -> None:
-    """Prints a name and a text in each line; a text that is longer than the line goes on below itself."""
+    """Prints a name and a text in each line; on a terminal, what is longer goes on below itself."""
+    print(listed_facts(facts, width, indent))
+
+
+def listed_facts(facts: Sequence[tuple[str, str]], width: int, indent: str = "") -> str:
+    """The same as one string."""
+    room, lines = _terminal_columns(), []
     for name, text in facts:
         first = f"{indent}{name:<{width}}  "
-        print(_filled(text, first, len(first) * " "))
+        lines.append(first + text if room is None else _filled(text, room, first, len(first) * " "))
+    return "\n".join(lines)
 
 
 def print_paragraph(text: str, indent: str = "") -> None:
     """Prints text in lines as long as the terminal, and no longer than 120; newlines before and after it stay."""
     before, after = len(text) - len(text.lstrip("\n")), len(text) - len(text.rstrip("\n"))
-    print("\n" * before + _filled(text, indent, indent) + "\n" * after)
+    columns = min(_terminal_columns() or _WIDEST, _WIDEST)
+    print("\n" * before + _filled(text, columns, indent, indent) + "\n" * after)
 
 
-def _filled(text: str, first: str = "", others: str = "") -> str:
+def _filled(text: str, columns: int, first: str, others: str) -> str:
     return textwrap.fill(
         " ".join(text.split()),
-        min(_terminal_columns() or _WIDEST, _WIDEST),
+        columns,
         initial_indent=first,
         subsequent_indent=others,
         break_long_words=False,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_mp.cli.text import listed_facts
 from lightning_mp.core.messages import listed
 from lightning_mp.demo.settings import SCALED_PRECISIONS
 from lightning_mp.diagnostics.run_plot import RunPlot
@@ -66,7 +67,7 @@ def format_table(summary: Mapping[str, Any], folder: Path) -> str:
     if len(summary["skips"]) > _SKIPS_IN_TABLE:
         rows.append(("", f"and {len(summary['skips']) - _SKIPS_IN_TABLE} more, see summary.json"))
     rows += [("results in", str(folder)), ("", ", ".join(sorted(path.name for path in folder.iterdir())))]
-    return "\n".join(f"{name:<17}  {value}" for name, value in rows if value)
+    return listed_facts([(name, value) for name, value in rows if value], width=17)
 
 
 def _loss(loss: float | None) -> str:

@@ -96,7 +96,7 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
             ),
             stop,
             InjectOverflow(settings),
-            *([TQDMProgressBar(refresh_rate=5)] if on_terminal else []),
+            *([_ProgressBar(refresh_rate=5)] if on_terminal else []),
         ],
         logger=loggers,
         log_every_n_steps=min(10, settings.plan.micro_batches),
@@ -104,6 +104,13 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         default_root_dir=folder,
         **job.trainer_options,
     )
+
+
+class _ProgressBar(TQDMProgressBar):
+    """Without the number of the run, which takes the room of a metric and is in the path of its folder."""
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
 
 
 def _precision(job: Job) -> list[Any]:

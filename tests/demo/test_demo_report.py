@@ -65,6 +65,14 @@ def test_the_table_shows_mfu_where_it_is_known(tmp_path):
     assert "MFU                41.2%" in text
 
 
+def test_the_table_fits_into_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    lines = format_table(summarise(_history(skipped=(3,)), tmp_path), tmp_path).splitlines()
+    assert [line for line in lines if len(line) > 80 and str(tmp_path) not in line] == []
+    assert next(line for line in lines if "not finite" in line).startswith(19 * " ")
+
+
 def test_the_table_explains_a_skipped_step(tmp_path):
     (tmp_path / "overflow_step_3.json").write_text(json.dumps({"parameters": ["a.weight", "b.weight", "c.weight"]}))
     history = _history(skipped=(3,))
