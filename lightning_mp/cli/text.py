@@ -19,14 +19,38 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     On a terminal, columns for which there is no room go on below, beside the first one again. A file or a pipe gets
     every row in one line.
     """
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    for number, columns in enumerate(_fitting(widths)):
-        if number:
-            print()
-        for row in (header, *rows):
-            first, *rest = columns
-            cells = (row[first].ljust(widths[first]), *(row[column].rjust(widths[column]) for column in rest))
-            print("  " + "  ".join(cells).rstrip())
+    print("\n".join(table_lines([header, *rows], terminal_columns())))
+
+
+def table_lines(rows: Sequence[Sequence[str]], room: int | None = None, left: Sequence[str] = ()) -> list[str]:
+    r"""A table as lines.
+
+    Args:
+        rows: the names of the columns, then the rows.
+        room: how long a line may be; columns for which there is no room go on below, beside the first one again.
+        left: names of columns that are aligned left, as the first one is.
+
+    Example:
+        >>> print("\n".join(table_lines([("law", "loss", "range"), ("kaplan", "2.31", "inside")], room=14)))
+          law     loss
+          kaplan  2.31
+        <BLANKLINE>
+          law      range
+          kaplan  inside
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines: list[str] = []
+    for columns in _fitting(widths, room):
+        lines += [""] if lines else []
+        for row in rows:
+            cells = (
+                row[column].ljust(widths[column])
+                if column == 0 or rows[0][column] in left
+                else row[column].rjust(widths[column])
+                for column in columns
+            )
+            lines.append("  " + "  ".join(cells).rstrip())
+    return lines
 
 
 def print_facts(facts: Sequence[tuple[str, str]], width: int = 20, indent: str = "  ") -> None:
@@ -36,7 +60,7 @@ def print_facts(facts: Sequence[tuple[str, str]], width: int = 20, indent: str =
 
 def listed_facts(facts: Sequence[tuple[str, str]], width: int, indent: str = "") -> str:
     """The same as one string."""
-    room, lines = _terminal_columns(), []
+    room, lines = terminal_columns(), []
     for name, text in facts:
         first = f"{indent}{name:<{width}}  "
         lines.append(first + text if room is None else _filled(text, room, first, len(first) * " "))
@@ -46,7 +70,7 @@ def listed_facts(facts: Sequence[tuple[str, str]], width: int, indent: str = "")
 def print_paragraph(text: str, indent: str = "") -> None:
     """Prints text in lines as long as the terminal, and no longer than 120; newlines before and after it stay."""
     before, after = len(text) - len(text.lstrip("\n")), len(text) - len(text.rstrip("\n"))
-    columns = min(_terminal_columns() or _WIDEST, _WIDEST)
+    columns = min(terminal_columns() or _WIDEST, _WIDEST)
     print("\n" * before + _filled(text, columns, indent, indent) + "\n" * after)
 
 
@@ -61,14 +85,13 @@ def _filled(text: str, columns: int, first: str, others: str) -> str:
     )
 
 
-def _terminal_columns() -> int | None:
+def terminal_columns() -> int | None:
     """None where the output goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def _fitting(widths: Sequence[int]) -> list[list[int]]:
+def _fitting(widths: Sequence[int], room: int | None) -> list[list[int]]:
     """Columns that are printed beside each other."""
-    room = _terminal_columns()
     blocks: list[list[int]] = [[0]]
     for column in range(1, len(widths)):
         beside = [*blocks[-1], column]

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.cli.imported_function import import_function
 from lightning_mp.cli.parser import OneLineParser
 from lightning_mp.cli.picture_file import check_picture
-from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
+from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors, terminal_columns
 from lightning_mp.comparison.compare import compare_precisions
 from lightning_mp.comparison.precisions import PRECISION_NAMES
 from lightning_mp.comparison.result import PrecisionComparison
@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**found.as_dict(), "warnings": said})
         return 0
-    print(found)
+    print(found.text(terminal_columns()))
     if arguments.plot is not None:
         print(f"\nSaved the plot to {arguments.plot}.")
     print_warnings(said)

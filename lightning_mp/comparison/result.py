@@ -1,11 +1,13 @@
 """What a comparison found: figures, a table for people, plain values for machines, a picture."""
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_mp.cli.text import table_lines
 from lightning_mp.comparison.paired_difference import PairedDifference
 from lightning_mp.comparison.paired_runs import PairedQuality
 from lightning_mp.comparison.run_file import FinishedRun
@@ -157,6 +159,10 @@ class PrecisionComparison:
         draw_comparison(self, Path(path))
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, columns: int | None = None) -> str:
+        """The tables and what they come to, for lines of so many characters; None for any length."""
         unit = self.costs[self.baseline].unit
         header = ["precision", "time/batch", "ratio", "from", "to", f"{unit}/s", "peak memory", "gradient error"]
         rows = [header]
@@ -168,12 +174,13 @@ class PrecisionComparison:
             rows.append(row)
         lines = [f"One batch on {self.device}, over {self.baseline}; error of the gradient against "]
         lines[0] += self.gradient_reference
-        lines += _table(rows)
+        lines += table_lines(rows, columns)
         if self.quality:
-            lines += ["", *self._quality_lines()]
-        return "\n".join([*lines, "", *self.advice])
+            lines += ["", *self._quality_lines(columns)]
+        advice = [line for each in self.advice for line in (textwrap.wrap(each, columns) if columns else [each])]
+        return "\n".join([*lines, "", *advice])
 
-    def _quality_lines(self) -> list[str]:
+    def _quality_lines(self, columns: int | None) -> list[str]:
         seeds = len(self.quality[self.baseline].final_losses)
         what = self.monitor or "training loss over the last tenth of the batches"
         percent = f"{self.confidence:.0%}"
@@ -189,7 +196,8 @@ class PrecisionComparison:
             time = self.time_to_equal_loss(name)
             row += [f"{value:+.4f}" if math.isfinite(value) else "-" for value in values]
             rows.append([*row, "-" if time is None else f"{time:.2f}", str(found.difference)])
-        return [f"{what}, {seeds} paired seeds of {self.steps} steps, margin {self.margin:g}", *_table(rows)]
+        title = f"{what}, {seeds} paired seeds of {self.steps} steps, margin {self.margin:g}"
+        return [title, *table_lines(rows, columns, left=("verdict",))]
 
 
 def _how_much_worse(difference: PairedDifference) -> str:
@@ -201,17 +209,3 @@ def _how_much_worse(difference: PairedDifference) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    """Columns under their names; names of precisions and verdicts are aligned left, numbers right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = {0, *(column for column, name in enumerate(rows[0]) if name == "verdict")}
-    return [
-        "  "
-        + "  ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -150,6 +150,16 @@ def test_ones_own_module_is_compared(capsys):
     assert "bf16-mixed takes " in text
 
 
+def test_on_a_terminal_the_tables_fit(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["compare", "--module", f"{__name__}:example", "--rounds", "1", "--accelerator", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 60 and not line.startswith("One batch on cpu")] == []
+    assert sum(line.startswith("  precision ") for line in lines) == 2
+    assert any("gradient error" in line for line in lines)
+
+
 def test_the_help_names_every_precision(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
