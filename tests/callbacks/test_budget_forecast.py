@@ -55,7 +55,8 @@ def test_the_forecast_is_that_of_the_law_and_is_logged(caplog: pytest.LogCapture
     assert forecast.loss.loss == pytest.approx(2.0 + 30.0 * 12_000**-0.5, abs=0.01)
     assert trainer.callback_metrics["mp/forecast_loss"] == pytest.approx(forecast.loss.loss)
     assert trainer.callback_metrics["mp/forecast_seconds"] > 0
-    assert "after 12K tokens, in 0:0" in caplog.text
+    assert "after 12K tokens" in caplog.text
+    assert "The budget ends in 0:0" in caplog.text
     assert "Forecast: loss 2.27" in caplog.text
 
 
