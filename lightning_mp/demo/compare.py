@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Timer
 
 from lightning_mp.comparison.cli import DefaultModel
 from lightning_mp.comparison.precisions import make_plugin
@@ -46,13 +45,13 @@ def train_with_stock(job: Job) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
     fused = not settings.precision.endswith("-mixed")
     make_module, _ = short_runs(job.corpus, settings.model, plan.optimizer_steps, settings.batch_size, fused=fused)
-    model, data, timer = make_module(), job.data, Timer()
+    model, data = make_module(), job.data
     trainer = pl.Trainer(
         # by class, since Lightning turns precision="16-mixed" into bf16 on a CPU
         plugins=[make_plugin(settings.precision if fused else f"lightning:{settings.precision}", job.accelerator)],
         max_epochs=1,
         accumulate_grad_batches=settings.accumulation[0],
-        callbacks=[timer, InjectOverflow(settings)],
+        callbacks=[InjectOverflow(settings)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -65,7 +64,6 @@ def train_with_stock(job: Job) -> dict[str, Any]:
         "optimizer_steps": trainer.global_step,
         "skipped_steps": trainer.global_step - updates,
         "schedule_steps_on_skips": trainer.lr_scheduler_configs[0].scheduler.last_epoch - updates,
-        "fit_seconds": timer.time_elapsed("train"),
         "validation_loss": trainer.validate(model, data, verbose=False)[0]["val/loss"],
         "fused": fused,
     }
@@ -83,7 +81,6 @@ def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any]) -> s
         ("of these skipped", *(f"{run['skipped_steps']:,}" for run in both)),
         ("scheduler steps on skips", *(f"{run['schedule_steps_on_skips']:,}" for run in both)),
         ("validation loss", *(f"{run['validation_loss']:.4f}" for run in both)),
-        ("time of the fit", *(f"{run['fit_seconds']:.1f} s" for run in both)),
         ("fused AdamW with clipping", "yes" if stock["fused"] else "refused", "yes"),
     ]
     table = "\n".join(f"{name:<26}{left:>14}{right:>14}" for name, left, right in rows)

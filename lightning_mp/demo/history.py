@@ -125,7 +125,6 @@ class RunHistory(Callback):
             "tokens_per_second": self._speed.total.tokens_per_second,
             "mfu": self._speed.total.mfu,
             "train_seconds": self._speed.throughput.totals.seconds,
-            "fit_seconds": self._budget.device_seconds / self._facts["settings"]["devices"],
             "peak_memory_bytes": peak_memory_bytes(device),
         }
 

@@ -26,7 +26,7 @@ def summarise(history: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     steps, validation = history["steps"], history["validation"]["loss"]
     tail = steps["train_loss"][-max(1, round(_TAIL_SHARE * len(steps["train_loss"]))) :]
     train_loss, validation_loss = sum(tail) / len(tail), validation[-1] if validation else None
-    copied = ("tokens", "budget_tokens", "tokens_per_second", "mfu", "train_seconds", "fit_seconds")
+    copied = ("tokens", "budget_tokens", "tokens_per_second", "mfu", "train_seconds")
     return {
         **{name: history[name] for name in (*copied, "peak_memory_bytes", "device")},
         "optimizer_steps": len(steps["tokens"]),

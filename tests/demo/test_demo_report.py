@@ -19,7 +19,6 @@ def _history(precision="16-mixed", skipped=(), num_steps=NUM_STEPS, **changes):
         "steps": steps,
         "validation": validation,
         "train_seconds": 2.0,
-        "fit_seconds": 2.5,
         "tokens_per_second": 3000.0,
         "mfu": None,
         "tokens": steps["tokens"][-1],
