@@ -45,6 +45,7 @@ __all__ = [
     "call_before_optimizer_step_hooks",
     "callbacks_of",
     "clip_through_module",
+    "convolve",
     "has_gradient_hooks",
     "is_compiled",
     "has_stepped",
@@ -106,6 +107,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
+    (torch.nn.Conv1d, "_conv_forward", "a convolution with another weight; subclasses have their own padding in it"),
     (torch.nn.Module, "_compiled_call_impl", "tells that a module was compiled in place"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
@@ -164,6 +166,12 @@ def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:
     """Limits all elements to ``[-limit, limit]`` in place, in two kernels where torch can; nan stays."""
     torch._foreach_clamp_min_(list(tensors), -limit)
     torch._foreach_clamp_max_(list(tensors), limit)
+
+
+def convolve(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a convolutional module's forward makes of a weight and a bias; subclasses may have their own way."""
+    convolved: Tensor = module._conv_forward(x, weight, bias)
+    return convolved
 
 
 def version_of(tensor: Tensor) -> int:

@@ -37,14 +37,13 @@ from lightning_mp.policy.module_rules import run_covered
 __all__ = ["FrozenModule", "FrozenWeightCache", "run_on_copies"]
 
 
-def _linear(module: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return F.linear(x, weight, bias)
+# The last argument has the name that it has in the module's own forward.
+def _linear(module: Any, weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
+    return F.linear(input, weight, bias)
 
 
-def _convolution(
-    function: Callable[..., Tensor], module: Any, weight: Tensor, bias: Tensor | None, x: Tensor
-) -> Tensor:
-    return function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+def _convolution(module: Any, weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
+    return private_api.convolve(module, input, weight, bias)
 
 
 def _transposed_linear(module: Any, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -54,9 +53,9 @@ def _transposed_linear(module: Any, weight: Tensor, bias: Tensor, x: Tensor) -> 
 # What the forward of these classes, and of subclasses that keep it, does with its two parameters.
 _OPERATIONS: Mapping[Any, Callable[..., Tensor]] = {
     nn.Linear.forward: _linear,
-    nn.Conv1d.forward: partial(_convolution, F.conv1d),
-    nn.Conv2d.forward: partial(_convolution, F.conv2d),
-    nn.Conv3d.forward: partial(_convolution, F.conv3d),
+    nn.Conv1d.forward: _convolution,
+    nn.Conv2d.forward: _convolution,
+    nn.Conv3d.forward: _convolution,
 }
 
 
@@ -81,6 +80,8 @@ class _Copy(NamedTuple):
             not source.requires_grad
             and private_api.version_of(source) == self.version
             and source.data_ptr() == self.storage.data_ptr()
+            and source.shape == self.storage.shape  # `weight.data = weight.data[:n]` keeps the address
+            and source.stride() == self.storage.stride()
         )
 
     def sample(self) -> Tensor:
@@ -229,7 +230,12 @@ class FrozenWeightCache:
     def _copy_of(self, source: nn.Parameter, loop: str) -> _Copy:
         """The copy of a frozen parameter, shared by all modules that share the parameter."""
         known = self._copies.get(id(source))
-        if known is None or known.source is not source or known.parameter.device != source.device:
+        if (
+            known is None
+            or known.source is not source
+            or known.parameter.device != source.device
+            or known.parameter.shape != source.shape
+        ):
             parameter = nn.Parameter(source.to(self._dtype), requires_grad=False)
         elif known.loop != loop or not known.is_current:
             parameter = known.parameter
@@ -307,5 +313,7 @@ def _is_frozen(parameter: Any, device_type: str) -> bool:
         and not parameter.requires_grad
         and parameter.dtype == torch.float32
         and parameter.device.type == device_type
+        and parameter.layout == torch.strided
+        and parameter.numel() > 0
         and not parameter.is_inference()
     )

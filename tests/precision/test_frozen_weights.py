@@ -247,6 +247,34 @@ def average(module: Adapted, batch_idx: int) -> None:
         parameter.data.mul_(0.5).add_(batch_idx / 2)
 
 
+def cut(module: Adapted, batch_idx: int) -> None:
+    """Layers grow and shrink: a view of the first rows keeps the weight's address and torch's count."""
+    inner, outer = module.base
+    if batch_idx == 1:
+        inner.weight.data = torch.cat([inner.weight.data, inner.weight.data + 1.0])
+        inner.bias.data = torch.cat([inner.bias.data, inner.bias.data])
+        outer.weight.data = torch.cat([outer.weight.data, outer.weight.data], 1)
+    if batch_idx == 2:
+        inner.weight.data, inner.bias.data = inner.weight.data[:WIDTH], inner.bias.data[:WIDTH]
+        outer.weight.data = outer.weight.data[:, :WIDTH]
+    if batch_idx == 3:
+        inner.weight.data = inner.weight.data.t()
+
+
+class Resized(Adapted):
+    """Its layers change size."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.base[1](torch.tanh(self.base[0](x))) + self.adapters[0](x)  # type: ignore[index]
+
+
+def test_a_copy_has_the_shape_of_its_weight():
+    ours, stock = Resized(), Resized()
+    ours.hook = stock.hook = cut
+    for trained, expected in zip(weights(fit(ours)), stock_weights(stock), strict=True):
+        assert torch.equal(trained, expected)
+
+
 @pytest.mark.parametrize("hook", [unfreeze, freeze, load, write_in_place, replace, move, average])
 def test_a_copy_is_never_stale(hook: Callable[[Adapted, int], None]):
     ours, stock = Adapted(), Adapted()
@@ -378,6 +406,36 @@ def test_what_it_does_not_know_is_left_to_autocast():
     frozen = FrozenWeightCache(modules, LOW, "cpu")
     frozen.refresh("train")
     assert [module.forward for module in modules] == before
+
+
+class Wrapping(nn.Conv1d):
+    """Pads in a way of its own, where torch's classes leave room for it: its forward is theirs."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(nn.functional.pad(input, (1, 1), mode="circular"), weight, bias)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 6), nn.Conv1d(4, 6, 3), Wrapping(4, 6, 3)])
+def test_a_layer_is_called_and_computes_as_its_class_says(layer: Any):
+    layer.requires_grad_(False)
+    x = torch.randn(2, 4, 4)
+    with torch.autocast("cpu", LOW):
+        expected = layer(input=x)
+        FrozenWeightCache([layer], LOW, "cpu").refresh("train")
+        assert torch.equal(layer(input=x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_weights_without_elements_or_in_a_sparse_layout_are_left_to_torch():
+    sparse = nn.Linear(4, 2, bias=False)
+    sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse())
+    layers = nn.ModuleList([nn.Linear(0, 2), nn.Linear(4, 0), sparse]).requires_grad_(False)
+    frozen = FrozenWeightCache(layers, LOW, "cpu")
+    for _ in range(2):
+        frozen.refresh("train")
+    with torch.autocast("cpu", LOW):
+        assert torch.equal(layers[0](torch.ones(1, 0))[0], layers[0].bias.to(LOW))
+        assert layers[1](torch.ones(1, 4)).shape == (1, 0)
 
 
 def test_outside_of_autocast_the_fp32_weights_are_used():
