@@ -29,7 +29,7 @@ from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
-from lightning_mp.optimizer_step.manual_scale import update_scale
+from lightning_mp.optimizer_step.manual_scale import note_gradients, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
@@ -117,8 +117,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
         dispatcher, self._dispatcher = self._dispatcher, None
         self._trainer, self._plans, self._planned_for = None, {}, None
-        with ExitStack() as stack:
-            # The last one first.
+        with ExitStack() as stack:  # the last one first
             stack.callback(super().teardown)
             if dispatcher is not None:
                 stack.callback(lambda: setattr(self, "_skipped_steps", dispatcher.skipped_steps))
@@ -253,9 +252,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scales the loss, once, in float32; then calls ``on_before_backward``."""
         if self.scaler is not None:
+            if not module.automatic_optimization:
+                note_gradients(self.scaler, module.trainer.optimizers)
             tensor = self.scaler.scale(tensor)
-        # Not super(): both stock parents would scale again.
-        return Precision.pre_backward(self, tensor, module)
+        return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any

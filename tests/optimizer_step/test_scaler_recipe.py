@@ -314,3 +314,75 @@ def test_a_window_is_a_mean_whatever_the_other_optimizer_does_to_the_scale(
     for window, undisturbed in zip(found[1], found[0], strict=True):
         for ours, expected in zip(window, undisturbed, strict=True):
             torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4)
+
+
+class GradientsBehindTheStep(TwoRates):
+    """A batch ends with gradients for a later step of an optimizer that has stepped in it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        fast, slow = self.optimizers()
+        x, y = batch
+        if batch_idx > 0:
+            slow.step()  # with the last batch's
+        slow.zero_grad(set_to_none=batch_idx % 2 == 0)
+        self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y))
+        fast.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self.fast(x).float(), y))
+        fast.step()
+
+
+@pytest.mark.parametrize("optimizer", [sgd, fused_adamw], ids=["sgd", "fused"])
+@pytest.mark.parametrize("plugin", [AutocastPrecision, MasterWeightsPrecision])
+def test_gradients_that_come_after_their_optimizers_step_change_with_the_scale(plugin: Any, optimizer: Any) -> None:
+    precision = {AutocastPrecision: "16-mixed", MasterWeightsPrecision: "16-true"}[plugin]
+    found = []
+    for interval in (1000, 1):
+        module = GradientsBehindTheStep(optimizer)
+        scaler = LossScaler("cpu", init_scale=16.0, growth_interval=interval)
+        quiet_trainer(plugins=[plugin(precision, scaler=scaler)]).fit(module, loader(regression_batches(6)))
+        found.append(module.windows)
+    assert len(found[0]) == 5
+    for window, undisturbed in zip(found[1], found[0], strict=True):
+        for ours, expected in zip(window, undisturbed, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4)
+
+
+def test_what_a_step_has_used_is_not_touched_by_the_update() -> None:
+    """Reading gradients after the step, and no pass over those of a net that waits for nothing."""
+    used: list[Tensor] = []
+
+    class Reads(TwoRates):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if used:
+                assert torch.equal(self.fast.weight.grad, used[-1])  # type: ignore[arg-type]
+            super().training_step(batch, batch_idx)
+            used.append(self.fast.weight.grad.clone())  # type: ignore[union-attr]
+
+    scaler = LossScaler("cpu", init_scale=16.0, growth_interval=1)
+    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)]).fit(Reads(sgd), loader(regression_batches(6)))
+    assert len(used) == 6
+
+
+def test_a_weight_that_waits_for_two_optimizers_changes_with_the_scale_once() -> None:
+    class Shared(TwoRates):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            fast, slow, _ = self.optimizers()
+            x, y = batch
+            fast.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.fast(x).float(), y))
+            fast.step()
+            self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y))
+            if batch_idx == 3:
+                slow.step()
+
+        def configure_optimizers(self) -> Any:
+            return [sgd(self.fast.parameters()), sgd(self.slow.parameters()), sgd(self.slow.parameters())]
+
+    found = []
+    for interval in (1000, 1):
+        module = Shared(sgd)
+        scaler = LossScaler("cpu", init_scale=16.0, growth_interval=interval)
+        quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)]).fit(module, loader(regression_batches(4)))
+        found += module.windows
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-6)
