@@ -35,14 +35,16 @@ class _SchedulerSnapshot:
         # Groups as they are, not their numbers: until the outcome is known, groups may be added and removed.
         self._groups = [(group, _settings(group)) for group in optimizer.param_groups]
         self._written: list[dict[str, Any]] = []
+        self._lengths: dict[str, int] = {}
 
     def after_step(self) -> None:
         """The scheduler has stepped."""
         self._written = [_settings(group) for group, _ in self._groups]
+        self._lengths = {key: len(v) for key, v in self._scheduler.state_dict().items() if isinstance(v, list)}
 
     def restore(self) -> None:
         """Takes the step back; settings that others have changed since stay as they are."""
-        state = _with_later_entries(self._state, self._scheduler.state_dict())
+        state = _with_later_entries(self._state, self._scheduler.state_dict(), self._lengths)
         self._scheduler.load_state_dict(state)
         for (group, settings), written in zip(self._groups, self._written, strict=True):
             for key, value in settings.items():
@@ -60,17 +62,25 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_later_entries(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state as it was; of lists (one entry per group) that have grown since, the new entries stay.
+def _with_later_entries(before: dict[str, Any], now: dict[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
+    """A scheduler's state as it was; of lists (one entry per group) that have grown since its step, the new ones stay.
+
+    Args:
+        before: the state before the step.
+        now: the state that is to go back.
+        lengths: of the lists after the step, which may have added to them itself.
 
     Example:
-        >>> _with_later_entries({"last_epoch": 3, "base_lrs": [0.1]}, {"last_epoch": 4, "base_lrs": [0.1, 0.5]})
+        >>> before, now = {"last_epoch": 3, "base_lrs": [0.1]}, {"last_epoch": 4, "base_lrs": [0.1, 0.5]}
+        >>> _with_later_entries(before, now, {"base_lrs": 1})
         {'last_epoch': 3, 'base_lrs': [0.1, 0.5]}
+        >>> _with_later_entries(before, now, {"base_lrs": 2})
+        {'last_epoch': 3, 'base_lrs': [0.1]}
     """
     grown = {
-        key: [*value, *now[key][len(value) :]]
-        for key, value in before.items()
-        if isinstance(value, list) and isinstance(now.get(key), list)
+        key: [*before[key], *now[key][length:]]
+        for key, length in lengths.items()
+        if isinstance(before.get(key), list) and isinstance(now.get(key), list)
     }
     return before | grown
 

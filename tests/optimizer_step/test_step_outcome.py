@@ -39,7 +39,25 @@ def lambda_lr(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
-SCHEDULERS = {"step": step_lr, "one_cycle": one_cycle, "sequential": sequential, "lambda": lambda_lr}
+class Recording(lr_scheduler.LRScheduler):
+    """Its rate depends on a list of its own, to which each step adds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.history: list[int] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        self.history.append(self.last_epoch)
+        return [base / len(self.history) for base in self.base_lrs]
+
+
+SCHEDULERS: dict[str, Any] = {
+    "step": step_lr,
+    "one_cycle": one_cycle,
+    "sequential": sequential,
+    "lambda": lambda_lr,
+    "recording": Recording,
+}
 
 
 def ours(init_scale: float = 2.0**10) -> AutocastPrecision:
