@@ -38,6 +38,8 @@ class ResumableProgress(Callback):
         inside a later epoch, with    goes on in the order of the first epoch  sets the sampler's epoch before the
         a sampler like                                                         loader goes on
         DistributedSampler
+        in on_train_epoch_start       finds the loader at its end, and skips   begins the epoch
+                                      the epoch
         at the end of a run, after    takes the epoch for finished, and has    keeps the epoch open, or just over,
         it                            lost the loader's state                  and the loader's state
         inside an epoch               ReduceLROnPlateau does nothing at the    it sees its metric, if that is there
@@ -54,6 +56,8 @@ class ResumableProgress(Callback):
     def __init__(self) -> None:
         # Loader states before the fetch before the last, and before the last, where they are needed.
         self._before_fetches: deque[list[dict[str, Any]]] = deque(maxlen=2)
+        # The same, before the loaders that there are were first asked.
+        self._at_start: list[dict[str, Any]] = []
         # Of a run that has ended.
         self._at_end: list[dict[str, Any]] = []
         # Methods of the strategy and the loop that are replaced for this fit.
@@ -81,17 +85,26 @@ class ResumableProgress(Callback):
             private_loop_api.set_sampler_epoch(trainer, processed)
             return processed
 
+        def begin(states: list[dict[str, Any]]) -> None:
+            self._at_start = states
+            if self._before_fetches:
+                self._before_fetches = deque([states], maxlen=2)
+
         patch = InstancePatch(trainer.strategy, "process_dataloader", process)
-        self._methods = [patch]
+        self._methods = [patch, private_loop_api.before_first_fetch(trainer, begin)]
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
-        private_loop_api.end_resumed_epoch(trainer)
+        if private_loop_api.end_resumed_epoch(trainer):
+            self._at_start = []  # the next epoch begins anew
         reset = private_loop_api.end_resumed_batch(trainer)
         saves_on_exception = any(
             isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
             for callback in callbacks_of(trainer)
         )
+
+        if saves_on_exception or private_loop_api.fetches_ahead(trainer):
+            self._before_fetches.append(self._at_start)
 
         def keep() -> None:
             if saves_on_exception or private_loop_api.fetches_ahead(trainer):
@@ -113,6 +126,7 @@ class ResumableProgress(Callback):
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if progress is None:
             return
+        leave_out_begun_epoch(progress)
         reopen_epoch(progress, num_batches=trainer.num_training_batches)
         batches = progress["epoch_loop.batch_progress"]["current"]
         in_work = batches["ready"] > batches["processed"]
@@ -141,6 +155,21 @@ class ResumableProgress(Callback):
         methods, self._methods = self._methods, []
         for method in methods:
             method.restore()
+
+
+def leave_out_begun_epoch(progress: dict[str, Any]) -> None:
+    """An epoch that is in its ``on_train_epoch_start`` begins again, from where the one before it has ended.
+
+    Args:
+        progress: of the fit loop, as a checkpoint holds it; changed in place.
+    """
+    epochs = progress["epoch_progress"]
+    begun = epochs["current"]["started"]
+    if epochs["current"]["ready"] == begun:
+        return
+    for counts in (epochs["total"], epochs["current"]):
+        counts["ready"] -= 1
+        counts["completed"] -= begun > 0
 
 
 def reopen_epoch(progress: dict[str, Any], num_batches: float) -> None:

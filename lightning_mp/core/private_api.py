@@ -115,6 +115,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
     (fit_loop, "_FitLoop", "the loop of the next name"),
     (fit_loop._FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
+    (fit_loop._FitLoop, "_load_combined_loader_states", "the moment before loaders are asked for their first batch"),
     (training_epoch_loop, "_TrainingEpochLoop", "the loop of the next name"),
     (training_epoch_loop._TrainingEpochLoop, "_on_before_fetch", "the moment before a loader is asked for a batch"),
     (training_epoch_loop._TrainingEpochLoop, "_should_check_val_fx", "whether validation follows this batch"),

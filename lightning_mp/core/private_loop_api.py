@@ -14,6 +14,7 @@ from lightning_mp.core.instance_method import InstancePatch
 
 __all__ = [
     "before_each_fetch",
+    "before_first_fetch",
     "ddp_arguments",
     "end_restart",
     "end_resumed_batch",
@@ -80,10 +81,13 @@ def is_accumulating(trainer: "pl.Trainer") -> bool:
     return trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
 
 
-def end_resumed_epoch(trainer: "pl.Trainer") -> None:
+def end_resumed_epoch(trainer: "pl.Trainer") -> bool:
     """Where a resumed run stands behind ``on_train_epoch_end``: counts the epoch, and leaves it for the next one.
 
     ``fit_loop.reset`` has been called. It has counted the epoch where the run is limited in epochs.
+
+    Returns:
+        Whether it stands there.
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if fit_loop.restarted_on_epoch_end:
@@ -96,10 +100,11 @@ def end_resumed_epoch(trainer: "pl.Trainer") -> None:
         fit_loop._combined_loader_states_to_load = []
         iter(fit_loop._data_fetcher)
     else:
-        return
+        return False
     epoch_loop.val_loop.restarting = False
     epoch_loop.on_iteration_done()
     fit_loop.on_iteration_done()
+    return True
 
 
 def end_resumed_batch(trainer: "pl.Trainer") -> InstancePatch | None:
@@ -184,6 +189,21 @@ def before_each_fetch(trainer: "pl.Trainer", function: Callable[[], None]) -> In
         patch.original()
 
     patch = InstancePatch(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
+    return patch
+
+
+def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None]) -> InstancePatch:
+    """Calls ``function`` with the states that the training loaders are about to go on from, none for new ones.
+
+    That is whenever loaders are made, before the first of them is asked for a batch.
+    """
+    loop = trainer.fit_loop
+
+    def load() -> None:
+        function(list(loop._combined_loader_states_to_load) if loop.restarting else [])
+        patch.original()
+
+    patch = InstancePatch(loop, "_load_combined_loader_states", load)
     return patch
 
 

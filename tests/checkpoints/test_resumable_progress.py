@@ -9,10 +9,13 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from restarts import (
     BATCHES,
     SAVES,
+    InterruptedBefore,
+    Interruption,
     Save,
     SizedStream,
     Stream,
     Trace,
+    Traced,
     TurningStream,
     ValidatedByEpoch,
     interrupted,
@@ -21,7 +24,7 @@ from restarts import (
 from small_models import quiet_trainer
 
 from lightning_mp import AtomicCheckpoints, ChinchillaBudget, StopAtBoundary
-from lightning_mp.checkpoints.resumable_progress import reopen_epoch
+from lightning_mp.checkpoints.resumable_progress import leave_out_begun_epoch, reopen_epoch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
@@ -44,10 +47,85 @@ def test_a_restarted_run_sees_the_same_batches(
 ) -> None:
     """D59, D60, D62. In the same epochs, at the same learning rates and logged steps; epochs end, and are validated."""
     straight = interrupted(tmp_path / "straight", (), list, save, stream, **limit)
-    # Before the last batch of an epoch; after it, and then inside the next one, or at its end.
-    for before in ((4,), (5, 2), (5, 5), (7, 3)):
+    # Before the last batch of an epoch; after it, and then inside the next one, or at its end; before a first batch.
+    for before in ((4,), (5, 2), (5, 5), (7, 3), (3, 1)):
         restarted = interrupted(tmp_path / str(before), before, lambda: [AtomicCheckpoints()], save, stream, **limit)
         assert restarted == straight, before
+
+
+class FailsOnce(Callback):
+    """In its n-th epoch, before the first batch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.left = epoch
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise Interruption
+
+
+@a_stream
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=list(LIMITS))
+@pytest.mark.parametrize("reload", [0, 1], ids=["one loader", "a loader for each epoch"])
+def test_an_epoch_that_ended_in_its_first_hook_begins_again(
+    reload: int, limit: dict[str, int], stream: type[Stream], tmp_path: Path
+) -> None:
+    class WithLoader(Traced):
+        def train_dataloader(self) -> Stream:
+            return stream()
+
+    def run(name: str, *epochs: int) -> Trace:
+        saves = {"filename": "last", "enable_version_counter": False, "every_n_train_steps": 100}
+        trainers = [
+            quiet_trainer(
+                callbacks=[
+                    AtomicCheckpoints(),
+                    ModelCheckpoint(tmp_path / name, save_on_exception=True, **saves),  # type: ignore[arg-type]
+                    FailsOnce(epoch),
+                ],
+                enable_checkpointing=True,
+                reload_dataloaders_every_n_epochs=reload,
+                **limit,
+            )
+            for epoch in (*epochs, 0)
+        ]
+        return trace(trainers, type(None), tmp_path / name / "last.ckpt", module=WithLoader)
+
+    straight = run("straight")
+    for epochs in ((1,), (2,), (2, 1), (2, 2)):
+        assert run(str(epochs), *epochs) == straight, epochs
+
+
+class FailsInValidation(Callback):
+    def on_validation_start(self, *_: Any) -> None:
+        raise Interruption
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+@a_stream
+def test_a_validation_that_was_made_up_for_may_write_the_next_checkpoint(stream: type[Stream], tmp_path: Path) -> None:
+    """It comes before the first batch of the restart, which a loader without a length has fetched by then."""
+
+    def trainer(*callbacks: Callback, **saves: Any) -> pl.Trainer:
+        checkpoint = ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False, **saves)
+        return quiet_trainer(
+            callbacks=[AtomicCheckpoints(), checkpoint, *callbacks],
+            enable_checkpointing=True,
+            num_sanity_val_steps=0,
+            val_check_interval=2,
+            check_val_every_n_epoch=None,
+            max_epochs=3,
+        )
+
+    never = {"every_n_train_steps": 1000}
+    straight = trace([trainer(**never)], stream, tmp_path / "none.ckpt", module=ValidatedByEpoch)
+    trainers = [
+        trainer(FailsInValidation(), every_n_train_steps=2),
+        trainer(InterruptedBefore(1), monitor="score", save_on_train_epoch_end=False),
+        trainer(**never),
+    ]
+    assert trace(trainers, stream, tmp_path / "last.ckpt", module=ValidatedByEpoch) == straight
 
 
 @pytest.mark.parametrize("before", [(3,), (5,), (6, 3)])
@@ -161,3 +239,21 @@ def test_only_the_epoch_of_a_run_that_has_ended_is_opened_again(
     state = progress(epochs, batches, is_last)
     reopen_epoch(state, num_batches=4)
     assert state == progress(reopened, batches, is_last)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "left"),
+    [
+        pytest.param((0, 0, 0, 0), (0, 0, 0, 0), id="before the first epoch"),
+        pytest.param((1, 0, 0, 0), (0, 0, 0, 0), id="in on_train_epoch_start of the first epoch"),
+        pytest.param((2, 1, 1, 1), (1, 1, 1, 0), id="in that of the second one"),
+        pytest.param((2, 2, 1, 1), (2, 2, 1, 1), id="inside an epoch"),
+        pytest.param((2, 2, 2, 2), (2, 2, 2, 2), id="ended"),
+    ],
+)
+def test_only_an_epoch_in_its_first_hook_is_left_out(
+    epochs: tuple[int, int, int, int], left: tuple[int, int, int, int]
+) -> None:
+    state = progress(epochs, 4, True)
+    leave_out_begun_epoch(state)
+    assert state == progress(left, 4, True)
