@@ -35,12 +35,12 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     Works under any strategy and precision, and inside torch.compile. Weights, gradients and names in the state dict are
     those of a run without it, to the last bit, dropout included: checkpoints are non-reentrant
-    (``torch.utils.checkpoint``), the second run has the random state and the autocast of the first, and buffers that a
-    forward changes (running statistics, the vectors of ``spectral_norm``, a codebook) are changed once, and are for the
-    second run what the first one found. Of modules that change buffers, all buffers are kept until backward. Compiled
-    modules that change buffers are refused, but for norms of torch. Forwards without gradients, as in validation, are
-    left alone. Other side effects of a forward (counting calls in a plain attribute, writing to parameters, forward
-    hooks of inner modules) happen twice.
+    (``torch.utils.checkpoint``), the second run has the random state, the autocast and the default dtype of the first,
+    and buffers that a forward changes (running statistics, the vectors of ``spectral_norm``, a codebook) are changed
+    once, and are for the second run what the first one found. Of modules that change buffers, all buffers are kept
+    until backward. Compiled modules that change buffers are refused, but for norms of torch. Forwards without
+    gradients, as in validation, are left alone. Other side effects of a forward (counting calls in a plain attribute,
+    writing to parameters, forward hooks of inner modules) happen twice.
 
     Modules are searched once all of them exist, including those built in ``setup`` or ``configure_model`` or replaced
     by a plugin. Their own forwards are wrapped, so it does not matter whether a strategy has wrapped them. At the end

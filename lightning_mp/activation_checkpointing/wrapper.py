@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mp.activation_checkpointing.buffers import FoundBuffers, WatchedBuffers
 from lightning_mp.activation_checkpointing.cost import StepCost
 from lightning_mp.activation_checkpointing.whole_runs import WholeRuns
+from lightning_mp.core.default_dtype import default_dtype
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.forward_wrapper import unwrap_forward
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
@@ -72,8 +73,9 @@ def run_checkpointed(
 ) -> Any:
     """Runs a module's forward under a non-reentrant checkpoint; without gradients, as in evaluation, as it is.
 
-    The random state, the autocast and the kernels allowed for attention (``torch.nn.attention.sdpa_kernel``) of the
-    first run are those of the second, and so are the buffers; what a forward does to them is done once.
+    The random state, the autocast, the default dtype and the kernels allowed for attention
+    (``torch.nn.attention.sdpa_kernel``) of the first run are those of the second, and so are the buffers; what a
+    forward does to them is done once.
     """
     if not switch.on or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -85,15 +87,16 @@ def run_checkpointed(
             forward = partial(_with_attention, forward, _attention_backends())
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     forward = state.runs.of_call(forward)
-    cost, attention = switch.cost, _attention_backends()
-    if cost is None and not state.norms and not state.buffers and len(attention) == len(_ATTENTION_SWITCHES):
+    cost, attention, dtype = switch.cost, _attention_backends(), torch.get_default_dtype()
+    is_plain = len(attention) == len(_ATTENTION_SWITCHES) and dtype == torch.float32
+    if cost is None and not state.norms and not state.buffers and is_plain:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if cost is not None:
         cost.begin_call(kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         found = FoundBuffers(state.buffers)
-        return _first_run(found, cost), _SecondRun(state.norms, found, cost, attention)
+        return _first_run(found, cost), _SecondRun(state.norms, found, cost, attention, dtype)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -143,16 +146,20 @@ class _SecondRun:
         found: FoundBuffers,
         cost: StepCost | None,
         attention: list[SDPBackend],
+        dtype: torch.dtype,
     ) -> None:
         self._norms = tuple(norms)
         self._found = found
         self._cost = cost
         self._attention = attention
+        self._dtype = dtype
         self._stack = ExitStack()
         self._own: list[tuple[nn.Module, str, Tensor]] = []
 
     def __enter__(self) -> None:
         self._stack.enter_context(sdpa_kernel(self._attention))
+        # Precisions with 16-bit weights have one of their own in a forward, and Lightning runs backward outside of it.
+        self._stack.enter_context(default_dtype(self._dtype))
         if self._cost is not None:
             self._cost.begin_second_run()
         for norm in self._norms:

@@ -90,6 +90,34 @@ def test_the_second_run_has_the_dtypes_of_the_first(name: str) -> None:
         assert "forward" not in vars(block.norm)
 
 
+class MakesTensors(DropBlock):
+    """Makes a tensor in its forward, whose numbers depend on the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.linspace(0, 1, WIDTH).to(x.dtype) * torch.rand(WIDTH))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]}, lambda: {"precision": "bf16-true"}],
+    ids=["ours", "stock"],
+)
+def test_tensors_that_are_made_in_the_second_run_are_those_of_the_first(arguments: Callable[[], Any]) -> None:
+    """16-bit precisions change the default dtype around forwards, and not around backwards."""
+
+    class Makes(Stack):
+        def build(self) -> None:
+            super().build()
+            self.blocks = nn.ModuleList(MakesTensors() for _ in range(self.num_blocks))
+
+    reference = fit(Makes(), **arguments())
+    assert_same(fit(Makes(), taken(MakesTensors), **arguments()), reference)
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_accumulation_and_every() -> None:
     reference = fit(Stack(), accumulate_grad_batches=2)
     module = fit(Stack(), taken("blocks.*", every=3), accumulate_grad_batches=2)
