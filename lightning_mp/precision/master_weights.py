@@ -41,6 +41,7 @@ from lightning_mp.precision.masters.first_values import (
 )
 from lightning_mp.precision.masters.float32_load import Float32Load, Recast
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32GradientEpilogue, Fp32Gradients
+from lightning_mp.precision.masters.full_averages import FullAverages
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
 from lightning_mp.precision.masters.loaded_masters import (
     MASTERS_KEY,
@@ -158,7 +159,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self._told_of_rounding = False
         self._recast: Recast | None = None
         self._range: HalfRange | None = None
-        self._held: list[RemovableHandle | MastersIntoWeights | Float32Load] = []
+        self._held: list[RemovableHandle | MastersIntoWeights | Float32Load | FullAverages] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -219,8 +220,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             module, strategy = self._trainer.lightning_module, self._trainer.strategy
             if self.dtype == torch.float16:
                 self._range = HalfRange(
-                    lambda: {p: name for name, p in module.named_parameters()},
-                    copied=all_hold_the_same(strategy),
+                    lambda: {p: name for name, p in module.named_parameters()}, copied=all_hold_the_same(strategy)
                 )
             if not isinstance(strategy, FSDPStrategy):
                 self._make_masters(self._trainer, optimizers)
@@ -242,9 +242,10 @@ class MasterWeightsPrecision(GradientStepPrecision):
         remember_masters(trainer.lightning_module, masters)
         self._hooks = [MasterHooks(optimizer, masters) for optimizer in optimizers]
         module: nn.Module = trainer.lightning_module
+        self._held.append(FullAverages(trainer, masters))
         if trainer.strategy.restore_checkpoint_after_setup:
             assert self._recast is not None
-            self._held = [Float32Load(trainer.strategy, self._recast, masters, optimizers, self._hooks)]
+            self._held.append(Float32Load(trainer.strategy, self._recast, masters, optimizers, self._hooks))
         if self.fp32_checkpoints:
             self._full_state = module.register_state_dict_post_hook(FullWeightsInState(masters))
 
@@ -391,10 +392,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     def _add_late_masters(self, checkpoint: dict[str, Any]) -> None:
         """Of optimizers that were made inside of the fit and have not stepped yet."""
-        hooked = {hooks.optimizer for hooks in self._hooks}
-        late = [o for o in self._trainer.optimizers if o not in hooked] if self._trainer is not None else []
-        if late and self._trainer is not None and "optimizer_states" in checkpoint:
+        trainer, hooked = self._trainer, {hooks.optimizer for hooks in self._hooks}
+        late = [o for o in trainer.optimizers if o not in hooked] if trainer is not None else []
+        if late and trainer is not None and "optimizer_states" in checkpoint:
             for optimizer in late:
-                self._meet_late(optimizer, self._trainer)
-            strategy = self._trainer.strategy
-            checkpoint["optimizer_states"] = [strategy.optimizer_state(o) for o in self._trainer.optimizers]
+                self._meet_late(optimizer, trainer)
+            checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]

@@ -51,6 +51,8 @@ MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks", "_non_persistent_buff
 MADE_BY_THE_TRAINER = {"_layer_sync"}
 # The same; tests/preflight_checks/test_preflight_facts.py and test_preflight_report.py guard them.
 MADE_FROM_SETTINGS = {"_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"}
+# The same; tests/precision/test_master_weights_checkpoints.py guards it.
+MADE_BY_CALLBACKS = {"_average_model"}
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ def test_every_private_name_that_the_seams_touch_is_listed():
         MADE_BY_MODULES,
         MADE_BY_THE_TRAINER,
         MADE_FROM_SETTINGS,
+        MADE_BY_CALLBACKS,
     )
     assert private - guarded_elsewhere - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
 

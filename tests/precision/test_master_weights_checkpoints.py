@@ -9,11 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision
 from master_loops import KINDS, OPTIMIZERS, SCALE, master_weights, masters_of
 from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
 
@@ -190,6 +191,60 @@ def test_averaged_weights_are_not_replaced_by_masters(tmp_path: Path) -> None:
         assert torch.equal(value.bfloat16(), parameter), name
         differs += int((value != master).sum())
     assert differs > 10
+
+
+class Validated(Regression):
+    """Lightning lends the module its average for each validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+
+class AverageOfMasters(SaveFirstEpoch):
+    """By hand, of the masters after each step; and what a checkpoint after the first validation has."""
+
+    averages: list[Tensor] | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        masters = masters_of(trainer)
+        if self.averages is None:
+            self.averages = masters
+        for average, master in zip(self.averages, masters, strict=True):
+            average.lerp_(master, 0.001)
+
+
+@pytest.mark.parametrize("make", [lambda m: m, lambda m: m.bfloat16()], ids=["32 bit at first", "16 bit at first"])
+@pytest.mark.parametrize(
+    "averaging",
+    [lambda: EMAWeightAveraging(decay=0.999), lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.999))],
+    ids=["one by one", "all at once"],
+)
+@pytest.mark.parametrize(("precision", "storage"), KINDS)
+def test_an_average_is_one_of_masters_and_outlasts_validations(
+    precision: str, storage: str, averaging: Any, make: Any, tmp_path: Path
+) -> None:
+    """16 bit would round away a thousandth of the distance, and did so at every validation."""
+    by_hand = AverageOfMasters(tmp_path / "x.ckpt")
+    callbacks = [averaging(), by_hand]
+    trainer = quiet_trainer(
+        plugins=[master_weights(precision, storage)], max_epochs=1, val_check_interval=1, callbacks=callbacks
+    )
+    trainer.fit(make(Validated()), loader(BATCHES), loader(BATCHES))
+    saved = torch.load(tmp_path / "x.ckpt", weights_only=False)["state_dict"]
+    assert by_hand.averages is not None
+    for (name, value), expected in zip(saved.items(), by_hand.averages, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7, msg=name)
+    assert not {"on_validation_epoch_start", "on_validation_epoch_end"} & set(vars(callbacks[0]))
+
+
+def test_stochastic_weight_averaging_of_16_bit_weights_is_in_fp32() -> None:
+    class Dtypes(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.found = {p.dtype for p in averaging.state_dict()["average_model_state"].values()}
+
+    averaging, dtypes = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1), Dtypes()
+    fit([master_weights()], Regression().bfloat16(), 3, callbacks=[averaging, dtypes])
+    assert dtypes.found == {torch.float32}
 
 
 def test_a_run_with_averaged_weights_resumes(tmp_path: Path) -> None:

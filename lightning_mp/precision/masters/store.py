@@ -178,6 +178,10 @@ class MasterStore(ABC):
         """The master of the parameter as it is now, in fp32. Do not change it."""
         return self._read(parameter)
 
+    def value_of(self, parameter: Tensor) -> Tensor:
+        """The same numbers as :meth:`get`, without waiting for the device."""
+        return self._read(parameter)
+
     def swap_in(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The masters as fp32 parameters for an optimizer, the same objects every time.
 
@@ -243,6 +247,11 @@ class FullMasters(MasterStore):
         weight, master, unchanged = self._compared(parameter)
         if unchanged.all():
             return kept
+        return distribute_like(torch.where(unchanged, master, weight), parameter)
+
+    def value_of(self, parameter: Tensor) -> Tensor:
+        """Compared on the device."""
+        weight, master, unchanged = self._compared(parameter)
         return distribute_like(torch.where(unchanged, master, weight), parameter)
 
     @torch.no_grad()
