@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core import private_api
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.preflight_checks.report import PreflightReport, Severity
 
@@ -24,8 +25,9 @@ class Preflight(SettingsRepr, Callback):
         trainer = L.Trainer(callbacks=[Preflight()], plugins=[AutocastPrecision("16-mixed")])
 
     It runs :func:`~lightning_mp.preflight` once per fit; every rank ends with the same error, from the report of rank
-    0. The run computes the same numbers with it and without. By then a strategy may have changed the module, which
-    hides part of it (``report.not_checked``); called before the fit, ``preflight(trainer, module, data)`` sees more.
+    0. The run computes the same numbers with it and without, and those that watch the first micro-batch do not see its
+    trial: it puts itself first among the callbacks. By then a strategy may have changed the module, which hides part of
+    it (``report.not_checked``); called before the fit, ``preflight(trainer, module, data)`` sees more.
 
     Args:
         raise_on: end the run if a finding is at least this severe. Other errors and warnings are logged as warnings,
@@ -52,8 +54,11 @@ class Preflight(SettingsRepr, Callback):
         self._is_due = False
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Checks the Trainer."""
+        """Checks the Trainer, and moves to the front of its callbacks."""
         refuse_other_trainers(self, trainer)
+        # A new list: Lightning is walking through the old one.
+        others = [callback for callback in private_api.callbacks_of(trainer) if callback is not self]
+        private_api.set_callbacks(trainer, [self, *others])
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """The next batch is the first one."""

@@ -8,7 +8,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from preflight_projects import PROJECTS, DividesByTrainer, Net
 from small_models import loader, quiet_trainer, regression_batches
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, OverflowMonitor, Preflight
+from lightning_mp import (
+    AccumulationScheduler,
+    ActivationCheckpointing,
+    AutocastPrecision,
+    MFUMonitor,
+    OverflowMonitor,
+    PrecisionAudit,
+    Preflight,
+)
 
 
 def test_an_error_ends_the_run_before_a_weight_is_changed() -> None:
@@ -58,6 +66,22 @@ def test_a_run_is_the_same_with_it() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert callback.report is not None
     assert callback.report.not_checked == ()
+
+
+def test_those_that_watch_the_first_micro_batch_do_not_see_its_trial() -> None:
+    """Wherever it stands among them."""
+
+    def found(*callbacks: Preflight) -> tuple[object, object, object]:
+        audit, monitor = PrecisionAudit(), MFUMonitor(unit="sample")
+        recomputed = ActivationCheckpointing("net.0")
+        trainer = quiet_trainer(
+            plugins=[AutocastPrecision("bf16-mixed")], callbacks=[audit, monitor, recomputed, *callbacks]
+        )
+        trainer.fit(Net(), loader(regression_batches(2)))
+        assert audit.records is not None
+        return audit.records.operations, monitor.flop_count, recomputed.report
+
+    assert found(Preflight()) == found()
 
 
 def _fit_on_two_ranks(rank: int) -> str:
