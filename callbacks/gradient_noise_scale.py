@@ -104,6 +104,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._ours = False
         self._sharded = False
         self._shifted: bool | None = None
+        self._tokens_are_samples: bool | None = None
         self._samples: int | None = 0
         self._tokens: float | Tensor = 0.0
         self._told = False
@@ -144,7 +145,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._trainer = trainer
         self._ours = isinstance(trainer.precision_plugin, GradientStepPrecision)
         self._sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
-        self._shifted = None
+        self._shifted = self._tokens_are_samples = None
         self._told = False
         self._forget()
 
@@ -196,7 +197,10 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def _count_tokens(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> float | Tensor:
         controller = AccumulationController.of(trainer)
         if controller is not None and controller.measure is not None:
-            return controller.measure.tokens
+            if self._tokens_are_samples is None:
+                is_counted = controller.weighting is not None and controller.weighting.count is not None
+                self._tokens_are_samples = is_counted and controller.measure.input_tokens == self._samples
+            return 0.0 if self._tokens_are_samples else controller.measure.tokens
         labels = batch_tokens.find_labels(batch)
         if labels is None:
             return 0.0

@@ -173,10 +173,11 @@ class MFUMonitor(SettingsRepr, Callback):
         self._left_out = 1 if is_pipelined(trainer) else 0
         self.flop_count = None
         if self.flops_per_token == "exact" and _is_compiled(pl_module):
+            convention = "" if self.unit == "sample" else f", or name a convention: {', '.join(CONVENTIONS)}"
             raise MisconfigurationException(
                 "MFUMonitor(flops_per_token='exact') cannot see into code compiled by torch.compile. Count before"
-                " compiling, MFUMonitor(flops_per_token=count_flops(model, batch).model / tokens), or name a"
-                f" convention: {', '.join(CONVENTIONS)}."
+                " compiling,"
+                f" MFUMonitor(flops_per_token=count_flops(model, batch).model / {self._counted}s){convention}."
             )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

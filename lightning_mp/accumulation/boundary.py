@@ -38,9 +38,9 @@ def repeated_losses(optimizers: Sequence[Optimizer]) -> MisconfigurationExceptio
     """The refusal of optimizers that evaluate the loss several times in one step; of others, once they do."""
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     return MisconfigurationException(
-        f"AccumulationScheduler and ChinchillaBudget cannot be used with {names}, which evaluates the loss several"
-        " times in one step: tokens and windows would be counted more than once. Use another optimizer, or remove the"
-        " callbacks."
+        f"AccumulationScheduler, ChinchillaBudget, MFUMonitor and TokenLearningRate cannot be used with {names}, which"
+        " evaluates the loss several times in one step: tokens and windows would be counted more than once. Use another"
+        " optimizer, or remove those of them that are among the callbacks."
     )
 
 

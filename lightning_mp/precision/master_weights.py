@@ -305,8 +305,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         with self._run.forward(loop, self.dtype) if self._run is not None else default_dtype(self.dtype):
             try:
                 yield
-            except RuntimeError as error:
-                if "dtype" in str(error) or "scalar type" in str(error):
+            except (RuntimeError, ValueError) as error:
+                if any(words in str(error) for words in ("dtype", "scalar type", "should be the same")):
                     error.add_note(hint_at_dtypes(self.precision, with_policy=self.policy is not None))
                 raise
 

@@ -21,7 +21,7 @@ def samples_of(batch: Any) -> int:
         ValueError: if there is no tensor with a dimension in the batch.
     """
     return batch_tokens.count_samples(
-        batch, "Pass count= beside unit='sample', a function from a batch to its number of samples."
+        batch, "Pass MFUMonitor count= beside unit='sample', a function from a batch to its number of samples."
     )
 
 

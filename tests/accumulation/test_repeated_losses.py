@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
+from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MFUMonitor
 from lightning_mp.optimizer_step.closures import cannot_do_without_its_closure
 
 
@@ -49,6 +49,7 @@ PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "scheduler": lambda: AccumulationScheduler({0: 2}),
     "budget": lambda: ChinchillaBudget(tokens=20, count=lambda batch: 4, landing="ceil"),
+    "monitor": lambda: MFUMonitor(unit="sample"),
 }
 REFUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "LBFGS": torch.optim.LBFGS,
@@ -64,9 +65,9 @@ def test_one_refusal_whatever_the_precision(name: str, callback: str, precision:
     """At the start of the fit where it is known by then, else in the first step that evaluates again."""
     module = Counting(REFUSED[name])
     expected = (
-        f"AccumulationScheduler and ChinchillaBudget cannot be used with {name}, which evaluates the loss several times"
-        " in one step: tokens and windows would be counted more than once. Use another optimizer, or remove the"
-        " callbacks."
+        f"AccumulationScheduler, ChinchillaBudget, MFUMonitor and TokenLearningRate cannot be used with {name}, which"
+        " evaluates the loss several times in one step: tokens and windows would be counted more than once. Use another"
+        " optimizer, or remove those of them that are among the callbacks."
     )
     with pytest.raises(MisconfigurationException) as error:
         quiet_trainer(callbacks=[CALLBACKS[callback]()], **PRECISIONS[precision]()).fit(

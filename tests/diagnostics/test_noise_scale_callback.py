@@ -28,7 +28,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    LossScaler,
+    MasterWeightsPrecision,
+    MFUMonitor,
+    OverflowMonitor,
+)
 from lightning_mp.callbacks.gradient_noise_scale import GradientNoiseScale
 
 
@@ -152,6 +159,20 @@ def test_weights_of_micro_batches_leave_no_trace_in_the_small_gradient(weight_by
     assert torch.tensor(callback.given) == pytest.approx(
         torch.tensor(expected), rel=1e-5 if name == "stock fp32" else 0.01
     )
+
+
+@pytest.mark.parametrize(
+    "counting",
+    [
+        lambda: [MFUMonitor(unit="sample"), AccumulationScheduler({0: 2})],
+        lambda: [AccumulationScheduler({0: 2}, count=lambda batch: len(batch[0]))],
+    ],
+    ids=["monitor", "count"],
+)
+def test_samples_are_not_called_tokens(counting: Any) -> None:
+    callback = Recording()
+    quiet_trainer(callbacks=[*counting(), callback]).fit(Regression(still), loader(regression_batches(6)))
+    assert [tokens for *_, tokens in callback.given] == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", ["stock fp16", "fp16"])

@@ -408,6 +408,9 @@ def test_compiled_code_cannot_be_counted_and_is_refused() -> None:
 
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="cannot see into code compiled by"):
         quiet_trainer(callbacks=[MFUMonitor()]).fit(Compiled(), loader(batches([1])))
+    # Conventions count per token, and are refused for samples.
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=r"\.model / samples\)\.$"):
+        quiet_trainer(callbacks=[MFUMonitor(unit="sample")]).fit(Compiled(), loader(batches([1])))
 
 
 class Pictures(pl.LightningModule):

@@ -329,8 +329,8 @@ def test_with_a_scale_an_optimizer_that_evaluates_once_trains() -> None:
 def test_windows_that_count_what_they_evaluate_are_refused() -> None:
     with pytest.raises(
         MisconfigurationException,
-        match="AccumulationScheduler and ChinchillaBudget cannot be used with SAM, which evaluates the loss several"
-        " times in one step: tokens and windows would be counted more than once",
+        match="AccumulationScheduler, ChinchillaBudget, MFUMonitor and TokenLearningRate cannot be used with SAM, which"
+        " evaluates the loss several times in one step: tokens and windows would be counted more than once",
     ):
         fit(AutocastPrecision("bf16-mixed"), Evaluated(sam), callbacks=[AccumulationScheduler({0: 2})])
 

@@ -1,6 +1,6 @@
 """What MasterWeightsPrecision casts, what it leaves alone, and what it leaves behind."""
 
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -92,12 +92,26 @@ def test_buffers_and_norms_with_statistics_stay_fp32(precision: str) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_buffer_that_promotes_gets_a_hint() -> None:
+def recurrent(x: Tensor) -> Tensor:
+    return cast(Tensor, nn.GRU(x.shape[-1], 2)(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("layer", "error"),
+    [
+        (lambda x: nn.Linear(x.shape[-1], 2)(x), "must have the same dtype"),
+        (lambda x: nn.Conv1d(1, 2, 3)(x[:, None]), "should be the same"),
+        (lambda x: nn.LayerNorm(x.shape[-1])(x), "scalar type"),
+        (recurrent, "does not match weight dtype"),
+    ],
+    ids=["linear", "convolution", "norm", "recurrent"],
+)
+def test_a_buffer_that_promotes_gets_a_hint(layer: Any, error: str) -> None:
     class Promotes(WithStatistics):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net[-1]((batch[0] + self.table).repeat(1, 3)).sum()
+            return cast(Tensor, layer(batch[0] + self.table)).sum()
 
-    with pytest.raises(RuntimeError, match="dtype") as caught:
+    with pytest.raises((RuntimeError, ValueError), match=error) as caught:
         quiet_trainer(plugins=[master_weights()]).fit(Promotes(), loader(regression_batches(1)))
     assert "buffers are fp32" in caught.value.__notes__[0]
     assert "x + self.table.to(x.dtype)" in caught.value.__notes__[0]
