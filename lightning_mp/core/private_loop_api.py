@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "logger_step",
     "min_steps_of",
     "replace_end_of_epoch",
+    "rewinds_weights",
     "set_device_property",
     "set_max_steps",
     "set_min_steps",
@@ -220,3 +222,8 @@ def uses_distributed_sampler(trainer: "pl.Trainer") -> bool:
 def set_device_property(module: "pl.LightningModule", device: torch.device) -> None:
     """What ``module.device`` says from now on; its tensors stay where they are."""
     module._device = device
+
+
+def rewinds_weights(callback: ModelPruning) -> bool:
+    """Whether weights go back to their first values when they are pruned, or may."""
+    return bool(callback._use_lottery_ticket_hypothesis)

@@ -27,7 +27,7 @@ from lightning_mp.precision.masters.checks import (
     DTYPES,
     check_arguments,
     check_autocast,
-    check_shapes,
+    check_fit,
     check_sharding_units,
     check_strategy,
     hint_at_dtypes,
@@ -182,7 +182,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         device_type = strategy.root_device.type
         check_strategy(strategy, module, storage=self.storage, fp32_gradients=self.fp32_gradients)
         if self._trainer.state.fn == TrainerFn.FITTING:
-            check_shapes(module)
+            check_fit(self._trainer, module)
         FSDP1Model.look_before_wrapping(module, strategy)
         if self.policy is not None:
             check_autocast(self.precision, device_type)

@@ -51,8 +51,8 @@ MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks", "_non_persistent_buff
 MADE_BY_THE_TRAINER = {"_layer_sync"}
 # The same; tests/preflight_checks/test_preflight_facts.py and test_preflight_report.py guard them.
 MADE_FROM_SETTINGS = {"_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"}
-# The same; tests/precision/test_master_weights_checkpoints.py guards it.
-MADE_BY_CALLBACKS = {"_average_model"}
+# The same; tests/precision/test_master_weights_checkpoints.py and test_master_weights_setup.py guard them.
+MADE_BY_CALLBACKS = {"_average_model", "_use_lottery_ticket_hypothesis"}
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -79,6 +80,24 @@ def test_lbfgs_under_a_loss_scale_is_refused_at_set_up() -> None:
     with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS.*could not be unscaled"):
         quiet_trainer(plugins=[MasterWeightsPrecision("16-true")]).fit(module, loader(regression_batches(1)))
     assert module.seen_batches == 0
+
+
+def test_pruning_that_rewinds_weights_is_refused_and_other_pruning_trains() -> None:
+    module = Regression()
+    rewinding = ModelPruning("l1_unstructured", amount=0.5)
+    with pytest.raises(
+        MisconfigurationException, match="use_lottery_ticket_hypothesis=False, or use AutocastPrecision"
+    ):
+        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")], callbacks=[rewinding]).fit(
+            module, loader(regression_batches(1))
+        )
+    assert module.seen_batches == 0
+    pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
+    trainer = quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")], callbacks=[pruning], max_epochs=2)
+    trainer.fit(module, loader(regression_batches(2)))
+    zeros = sum(int((p == 0).sum()) for p in module.parameters())
+    # Half in the first epoch, half of the rest in the second.
+    assert zeros >= 0.7 * sum(p.numel() for p in module.parameters())
 
 
 def check(strategy: type[Any], module: nn.Module | None = None, **arguments: Any) -> None:

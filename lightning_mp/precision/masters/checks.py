@@ -2,13 +2,16 @@
 
 from collections.abc import Collection
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import listed
 from lightning_mp.precision.autocast_context import why_no_autocast
 from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
@@ -17,7 +20,7 @@ __all__ = [
     "DTYPES",
     "check_arguments",
     "check_autocast",
-    "check_shapes",
+    "check_fit",
     "check_sharding_units",
     "check_strategy",
     "hint_at_dtypes",
@@ -88,12 +91,20 @@ def check_strategy(strategy: Strategy, module: nn.Module, *, storage: str, fp32_
         )
 
 
-def check_shapes(module: nn.Module) -> None:
-    """Refuses parameters of lazy modules that have no shape yet: a master needs one.
+def check_fit(trainer: "pl.Trainer", module: nn.Module) -> None:
+    """Refuses parameters without a shape, as a master needs one, and callbacks that put fp32 values in their place.
 
     Raises:
         MisconfigurationException: names them.
     """
+    if any(
+        isinstance(c, ModelPruning) and private_loop_api.rewinds_weights(c) for c in private_api.callbacks_of(trainer)
+    ):
+        raise MisconfigurationException(
+            "ModelPruning puts weights back to what they were before the fit (use_lottery_ticket_hypothesis=True, its"
+            " default): to fp32 tensors, where MasterWeightsPrecision has 16-bit weights. Give it"
+            " use_lottery_ticket_hypothesis=False, or use AutocastPrecision."
+        )
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise MisconfigurationException(
