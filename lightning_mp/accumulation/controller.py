@@ -46,8 +46,8 @@ class AccumulationController(Callback):
         g       <- sum_i grad(loss_i), then the mean over W ranks
         g       <- g * (W * n_ref * N / sum_{r,i} n_{r,i}) with the clip and unscale factor, or once before the step
 
-    ``n_ref`` is the count of the run's first micro-batch on rank 0. Where all micro-batches are alike, every factor is
-    exactly 1, and a full window equals Lightning's to the last bit.
+    ``n_ref`` is the count of the run's first micro-batch on rank 0. Where all micro-batches are alike, or a step is one
+    micro-batch, every factor is exactly 1, and a full window equals Lightning's to the last bit.
 
     What is decided stands in the pure functions of ``lightning_mp.accumulation.transitions``. The controller calls them
     from Lightning's hooks and keeps what they return. Others read it, and call its methods; they never write to it.
@@ -256,6 +256,8 @@ class AccumulationController(Callback):
             # Once per run, so the wait does not matter.
             reference = float(trainer.strategy.broadcast(max(int(self.measure.items), 1)))
         self.state = transitions.add_micro_batch(self.state, reference)
+        if transitions.makes_the_step(self.state):
+            return
         factor = transitions.loss_factor(self.state)
         if isinstance(factor, Tensor):
             loss.mul_(factor.to(loss.device))
@@ -322,6 +324,8 @@ class AccumulationController(Callback):
         totals_once = totals / (num_ranks // self._num_data_ranks)
         is_repeated = micro_batch is not None and micro_batch.is_repeated
         self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
+        if transitions.makes_the_step(self.state):
+            return None
         expected_items = transitions.expected_items(self.state, num_ranks)
         if num_ranks == 1 and local.host_items == expected_items:
             return None

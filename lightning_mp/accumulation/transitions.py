@@ -34,6 +34,7 @@ __all__ = [
     "end_micro_batch",
     "expected_items",
     "loss_factor",
+    "makes_the_step",
     "open_window",
     "resume_window",
     "take_totals",
@@ -120,6 +121,16 @@ def current_budget(settings: AccumulationSettings, state: AccumulationState) -> 
 def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
     """The run ends on so many tokens, in place of its budget if it has one; whether they are reached is not known."""
     return state.changed(end_tokens=tokens, budget_reached=False)
+
+
+def makes_the_step(state: AccumulationState) -> bool:
+    """Whether the micro-batch at hand is the whole step: its loss is the mean already, and nothing is multiplied.
+
+    Multiplying and dividing again would move fp16 gradients by what its items are over those of the run's first one.
+    """
+    if state.window.planned != 1 or state.micro_batch is None:
+        return False
+    return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None
 
 
 def loss_factor(state: AccumulationState) -> float | Tensor:

@@ -32,6 +32,7 @@ from lightning_mp import (
     ChinchillaBudget,
     LossScaler,
     MasterWeightsPrecision,
+    MFUMonitor,
 )
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.partial_state import PartialAccumulation
@@ -60,6 +61,30 @@ def lengths_of(module: pl.LightningModule, data: Any, *callbacks: Callback, **ar
     seen = Lengths()
     quiet_trainer(callbacks=[*callbacks, seen], **arguments).fit(module, data)
     return seen.lengths
+
+
+@pytest.mark.parametrize("counting", [MFUMonitor, lambda: AccumulationScheduler({0: 1})], ids=["monitor", "scheduler"])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        list,
+        lambda: [AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**16, growth_interval=3))],
+        lambda: [MasterWeightsPrecision("bf16-true")],
+    ],
+    ids=["stock fp32", "fp16", "masters"],
+)
+def test_what_counts_does_not_change_a_run_whose_steps_are_one_micro_batch(plugin: Any, counting: Any) -> None:
+    """Also with micro-batches of very different sizes: loss and gradients stay where fp16 had them."""
+    found = []
+    for callbacks in ([], [counting()]):
+        module, plugins = TokenModel(adamw), plugin()
+        quiet_trainer(plugins=plugins, callbacks=callbacks).fit(
+            module, loader(token_batches([2, 50, 3, 7, 90, 5, 2, 11]))
+        )
+        scaler = plugins[0].scaler if plugins else None
+        found.append((weights(module), scaler and scaler.get_scale()))
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][0], found[1][0], strict=True))
 
 
 # -- clocks ------------------------------------------------------------------------------------------------------------
