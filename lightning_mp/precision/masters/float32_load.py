@@ -118,7 +118,9 @@ class Float32Load(MastersLoad):
             result = super()._load(source, *args, **kwargs)
         finally:
             loaded = self._recast.cast()
-            for parameter in (p for p in loaded if p in self._store):
+            # What is frozen now had a master if it was trained before: on which epoch it is unfrozen, callbacks know.
+            with_master = frozenset[Tensor]().union(*(into_weights.taken for into_weights in self._into_weights))
+            for parameter in (p for p in loaded if p in self._store or p in with_master):
                 self._store.set(parameter, loaded[parameter], given=True)
             for into_weights in self._into_weights:
                 into_weights.remove()

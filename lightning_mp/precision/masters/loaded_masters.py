@@ -121,7 +121,8 @@ class MastersIntoWeights:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._masters: dict[Tensor, Tensor] = {}
-        self.taken = False
+        #: Parameters that the last state to be loaded had masters of.
+        self.taken: frozenset[Tensor] = frozenset()
         #: Parameters whose masters are in the checkpoint that is being read; what is not asked for is not read.
         self.expected: frozenset[Tensor] = frozenset()
         self._handles = [
@@ -152,7 +153,7 @@ class MastersIntoWeights:
     @torch.no_grad()
     def _after_load(self, optimizer: Optimizer) -> None:
         masters, self._masters = self._masters, {}
-        self.taken = bool(masters)
+        self.taken = frozenset(masters)
         differing = 0
         for parameter, master in masters.items():
             weight = local_shard(parameter.detach())
