@@ -21,6 +21,7 @@ __all__ = [
     "MastersIntoWeights",
     "by_index",
     "expecting_masters",
+    "into_weight_",
     "leave_out_stale_masters",
     "tell_of_rounding",
     "warn_of_other_weights",
@@ -110,6 +111,22 @@ def tell_of_rounding(dtype: torch.dtype) -> None:
     )
 
 
+@torch.no_grad()
+def into_weight_(parameter: Tensor, master: Tensor) -> bool:
+    """Gives an fp32 weight the number that was rounded to it in a checkpoint; returns whether it fits everywhere."""
+    weight = local_shard(parameter.detach())
+    if isinstance(parameter, DTensor) and not isinstance(master, DTensor):
+        # torch splits from a full checkpoint only what the optimizer has itself.
+        master = distribute_tensor(master, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    value = local_shard(master.detach()).to(device=weight.device, dtype=torch.float32)
+    if weight.dtype != torch.float32:
+        # Such a weight holds what it can hold already.
+        return torch.equal(value.to(weight.dtype), weight)
+    refined = refine_full(weight, value)
+    weight.copy_(refined)
+    return torch.equal(refined, value)
+
+
 class MastersIntoWeights:
     """Lets an optimizer over fp32 weights load the state of one that had masters: its weights become the masters.
 
@@ -150,24 +167,10 @@ class MastersIntoWeights:
         self._masters = {parameters[index]: master for index, master in masters.items() if index in parameters}
         return {**state_dict, "state": state}
 
-    @torch.no_grad()
     def _after_load(self, optimizer: Optimizer) -> None:
         masters, self._masters = self._masters, {}
         self.taken = frozenset(masters)
-        differing = 0
-        for parameter, master in masters.items():
-            weight = local_shard(parameter.detach())
-            if isinstance(parameter, DTensor) and not isinstance(master, DTensor):
-                # torch splits from a full checkpoint only what the optimizer has itself.
-                master = distribute_tensor(master, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            value = local_shard(master.detach()).to(device=weight.device, dtype=torch.float32)
-            if weight.dtype != torch.float32:
-                # Such a weight holds what it can hold already.
-                differing += not torch.equal(value.to(weight.dtype), weight)
-                continue
-            refined = refine_full(weight, value)
-            differing += not torch.equal(refined, value)
-            weight.copy_(refined)
+        differing = sum(not into_weight_(parameter, master) for parameter, master in masters.items())
         if differing:
             warn_of_other_weights(differing, len(masters))
 

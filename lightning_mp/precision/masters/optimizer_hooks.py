@@ -29,7 +29,13 @@ from lightning_mp.core import private_api
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, as_float32
 from lightning_mp.precision.masters.fp32_state import widen_early_state, widened
-from lightning_mp.precision.masters.loaded_masters import MASTER_KEY, by_index, warn_of_other_weights, without_masters
+from lightning_mp.precision.masters.loaded_masters import (
+    MASTER_KEY,
+    by_index,
+    into_weight_,
+    warn_of_other_weights,
+    without_masters,
+)
 from lightning_mp.precision.masters.store import MasterStore
 from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 
@@ -238,19 +244,25 @@ class MasterHooks:
             parameter: {"state": state.get(index), "master": masters.get(index)}
             for index, parameter in parameters.items()
             # Also of frozen ones: on which epoch they are unfrozen is often known to a callback alone.
-            if (index in state or index in masters) and parameter.dtype in HALF_DTYPES
+            if index in masters or (index in state and parameter.dtype in HALF_DTYPES)
         }
         return {**state_dict, "state": state}
 
     def _after_load(self, optimizer: Optimizer) -> None:
         loading, self._loading = self._loading, {}
         with_master = {p: entry["master"] for p, entry in loading.items() if entry["master"] is not None}
-        differing = sum(not self._store.refine_from(p, master) for p, master in with_master.items())
+        differing = sum(not self._take(p, master) for p, master in with_master.items())
         for parameter, entry in loading.items():
             if parameter in optimizer.state:
                 optimizer.state[parameter] = widened(optimizer.state[parameter], entry["state"])
         if differing:
             warn_of_other_weights(differing, len(with_master))
+
+    def _take(self, parameter: Tensor, master: Tensor) -> bool:
+        """A weight that a policy holds in fp32 was 16 bit in a run without it, and had a master."""
+        if parameter.dtype in HALF_DTYPES:
+            return self._store.refine_from(parameter, master)
+        return into_weight_(parameter, master)
 
 
 def _mark(gradient: Tensor | None, master: Tensor) -> tuple[Tensor | None, int]:
