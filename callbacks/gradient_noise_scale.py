@@ -84,13 +84,9 @@ class GradientNoiseScale(SettingsRepr, Callback):
     """
 
     def __init__(self, average_steps: int = 500, *, count: Callable[[Any], int] | None = None) -> None:
+        unit, hint = "optimizer steps", "A steady value needs some hundreds."
         self.average_steps = whole_number(
-            average_steps,
-            "average_steps",
-            "GradientNoiseScale",
-            minimum=2,
-            unit="optimizer steps",
-            hint="A steady value needs some hundreds.",
+            average_steps, "average_steps", "GradientNoiseScale", minimum=2, unit=unit, hint=hint
         )
         if count is not None and not callable(count):
             raise ValueError(f"GradientNoiseScale(count={count!r}): it must be a function from a batch to its samples.")

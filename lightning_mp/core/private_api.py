@@ -41,7 +41,6 @@ __all__ = [
     "amp_unscale_",
     "amp_update_scale_",
     "autocast_knows",
-    "average_model_of",
     "backward_outside_autocast",
     "call_before_optimizer_step_hooks",
     "callbacks_of",
@@ -364,12 +363,6 @@ def callbacks_of(trainer: "pl.Trainer") -> list[Callback]:
 def set_callbacks(trainer: "pl.Trainer", callbacks: list[Callback]) -> None:
     """Gives the Trainer a new list of callbacks."""
     vars(trainer)["callbacks"] = callbacks
-
-
-def average_model_of(callback: Callback) -> torch.nn.Module | None:
-    """What ``WeightAveraging`` or ``StochasticWeightAveraging`` averages into; None outside of a fit."""
-    average: torch.nn.Module | None = vars(callback)["_average_model"]
-    return average
 
 
 def profiler_of(trainer: "pl.Trainer") -> Profiler:

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import Callback, ModelPruning
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_mp.core.instance_method import InstancePatch
 
 __all__ = [
+    "average_model_of",
     "before_each_fetch",
     "before_first_fetch",
     "ddp_arguments",
@@ -227,3 +228,9 @@ def set_device_property(module: "pl.LightningModule", device: torch.device) -> N
 def rewinds_weights(callback: ModelPruning) -> bool:
     """Whether weights go back to their first values when they are pruned, or may."""
     return bool(callback._use_lottery_ticket_hypothesis)
+
+
+def average_model_of(callback: Callback) -> torch.nn.Module | None:
+    """What ``WeightAveraging`` or ``StochasticWeightAveraging`` averages into; None outside of a fit."""
+    average: torch.nn.Module | None = vars(callback)["_average_model"]
+    return average

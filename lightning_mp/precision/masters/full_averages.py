@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.precision.masters.store import MasterStore
 
@@ -34,7 +34,7 @@ class FullAverages:
         self._methods: list[InstancePatch] = []
         for callback in private_api.callbacks_of(trainer):
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-                average = private_api.average_model_of(callback)
+                average = private_loop_api.average_model_of(callback)
                 if average is not None:
                     _widen_(average)
                 if isinstance(average, AveragedModel):
