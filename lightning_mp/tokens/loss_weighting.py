@@ -100,7 +100,7 @@ class Weighting:
         weight_by = self.weight_by
         if weight_by == "auto":
             weight_by = "token" if has_tokens and self.count is not samples_of else "sample"
-            rank_zero_info(f"Gradient accumulation: micro-batches are weighted by their number of {weight_by}s.")
+            rank_zero_info(f"Micro-batches that make a step together are weighted by their number of {weight_by}s.")
         return Weighting(
             weight_by,
             self.count,
