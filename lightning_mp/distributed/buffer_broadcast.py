@@ -142,7 +142,7 @@ class BufferBroadcast(Callback):
         buffers = [getattr(place.owner, place.name) for place in places]
         # Lightning evaluates in inference mode, whose tensors could not be written to in training.
         with torch.inference_mode(False), torch.no_grad():
-            bytes_of = [buffer.to(self._device).reshape(-1).view(torch.uint8) for buffer in buffers]
+            bytes_of = [_bytes_of(buffer.to(self._device)) for buffer in buffers]
             flat = torch.cat(bytes_of)
             for group in self._groups:
                 dist.broadcast(flat, group_src=0, group=group)
@@ -151,11 +151,21 @@ class BufferBroadcast(Callback):
                 for place, buffer, part in zip(places, buffers, parts, strict=True):
                     # The clone is aligned, as a view in another dtype has to be.
                     value = part.clone().view(buffer.dtype).view(buffer.shape)
-                    if buffer.is_inference():
+                    if buffer.is_inference() or _has_shared_elements(buffer):
                         setattr(place.owner, place.name, value.to(buffer.device))
                     else:
                         buffer.copy_(value)
         return parts
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    """Its numbers one behind the other, whatever view of other memory it is."""
+    return buffer.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _has_shared_elements(buffer: Tensor) -> bool:
+    """Whether it is expanded, so that torch refuses to write to it."""
+    return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _saved_buffers(module: nn.Module) -> Iterator[_Place]:

@@ -354,6 +354,9 @@ def test_any_dtype_and_shape_is_sent_and_what_is_not_saved_is_left() -> None:
             module.register_buffer("nan", torch.tensor([float("nan"), float(rank)]))
             module.register_buffer("empty", torch.zeros(0))
             module.register_buffer("turned", values.clone().t())
+            module.register_buffer("column", values.float()[:, 1])
+            module.register_buffer("expanded", torch.tensor(float(rank)).expand(3))
+            module.register_buffer("conjugate", torch.tensor([1.0, rank + 1j]).conj())
             module.register_buffer("own", torch.tensor(rank), persistent=False)
             mesh = init_device_mesh("cpu", (2,))
             module.register_buffer("sharded", distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
@@ -373,4 +376,5 @@ def test_any_dtype_and_shape_is_sent_and_what_is_not_saved_is_left() -> None:
         assert second[name].dtype == value.dtype
         torch.testing.assert_close(second[name], value, rtol=0, atol=0, equal_nan=True)
     assert first["scalar"] == 0
+    assert (second["column"].tolist(), second["expanded"].tolist()) == ([1, 4], [0, 0, 0])
     assert first["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
