@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
-from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import matmul_format, peak_flops, rate_column
-from lightning_mp.planning.memory.chip_memory import chips_by_memory
+from lightning_mp.planning.memory.chip_memory import check_memory_bytes, chips_by_memory
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import (
     DecoderMemory,
@@ -140,7 +140,7 @@ def _check(
     for name, count in (("gpus", gpus), ("context_tokens", context_tokens), ("tokens_per_step", tokens_per_step)):
         whole_number(count, name)
     if memory_bytes is not None:
-        positive_number(memory_bytes, "memory_bytes")
+        check_memory_bytes(memory_bytes)
     if machine is not None and not isinstance(machine, Machine):
         raise ValueError(f"`machine` must be a planning.Machine, from find_machine() or your own, got {machine!r}.")
     if dtype is not None:

@@ -234,6 +234,7 @@ def test_without_a_name_torch_is_asked(monkeypatch, name, capability, generation
         ({"device": "mps", "gpus": 2}, "`gpus` is for CUDA devices, got 2 of MPS. Leave it out"),
         ({"model": "7 Bn"}, "`model` cannot be read, got '7 Bn'"),
         ({"memory_bytes": -1}, "`memory_bytes` must be a positive finite number of bytes, got -1"),
+        ({"memory_bytes": 80}, "`memory_bytes` of 80 is less than a megabyte. Give 80e9 for 80 GB"),
         ({"goal": "gan", "tokens_per_step": "1M"}, "`tokens_per_step` cannot be used with goal 'gan': a GAN steps"),
         ({"goal": "inference", "tokens_per_step": 1}, "inference has no optimizer step. Leave it out"),
         ({"gpus": 8, "tokens_per_step": 4096}, "is less than one sequence on every GPU (8 x 4096 = 32768)"),

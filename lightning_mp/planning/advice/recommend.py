@@ -2,13 +2,14 @@
 
 from typing import SupportsFloat, get_args
 
-from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.quantities import format_quantity, parse_quantity
 from lightning_mp.planning.advice.device_traits import DeviceTraits, find_device, named_device
 from lightning_mp.planning.advice.layout_rules import LayoutAdvice, Question, advise_layout
 from lightning_mp.planning.advice.precision_rules import Goal, PrecisionAdvice, advise_precision
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
 from lightning_mp.planning.layout_choice import machine_with
+from lightning_mp.planning.memory.chip_memory import check_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
 __all__ = ["recommend"]
@@ -118,7 +119,7 @@ def _check(
     whole_number(gpus, "gpus")
     whole_number(context_tokens, "context_tokens")
     if memory_bytes is not None:
-        positive_number(memory_bytes, "memory_bytes", unit="bytes")
+        check_memory_bytes(memory_bytes)
     if gpus > 1 and traits.accelerator != "cuda":
         raise ValueError(f"`gpus` is for CUDA devices, got {gpus} of {traits.name}. Leave it out.")
     if tokens_per_step is not None and goal in ("inference", "gan"):

@@ -9,7 +9,11 @@ import csv
 from functools import lru_cache
 from importlib import resources
 
-__all__ = ["chip_memory_bytes", "chips_by_memory"]
+from lightning_mp.core.arguments import positive_number
+
+__all__ = ["check_memory_bytes", "chip_memory_bytes", "chips_by_memory"]
+
+_LEAST_BYTES = 1e6
 
 
 @lru_cache(maxsize=1)
@@ -39,3 +43,21 @@ def chip_memory_bytes(chip: str) -> int | None:
         (80000000000, None)
     """
     return _table().get(chip)
+
+
+def check_memory_bytes(memory_bytes: float) -> None:
+    """Refuses gigabytes that were given as bytes.
+
+    Raises:
+        ValueError: if it is not a positive finite number, or less than a megabyte.
+
+    Example:
+        >>> check_memory_bytes(80)
+        Traceback (most recent call last):
+        ...
+        ValueError: `memory_bytes` of 80 is less than a megabyte. Give 80e9 for 80 GB.
+    """
+    positive_number(memory_bytes, "memory_bytes", unit="bytes")
+    if memory_bytes < _LEAST_BYTES:
+        size = f"{memory_bytes:g}"
+        raise ValueError(f"`memory_bytes` of {size} is less than a megabyte. Give {size}e9 for {size} GB.")
