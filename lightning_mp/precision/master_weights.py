@@ -39,7 +39,7 @@ from lightning_mp.precision.masters.first_values import (
     refine_from_weights,
     remember_masters,
 )
-from lightning_mp.precision.masters.float32_load import Float32Load, Recast
+from lightning_mp.precision.masters.float32_load import EvaluatedLoad, Float32Load, MastersLoad, Recast
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.full_averages import FullAverages
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
@@ -159,7 +159,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self._told_of_rounding = False
         self._recast: Recast | None = None
         self._range: HalfRange | None = None
-        self._held: list[RemovableHandle | MastersIntoWeights | Float32Load | FullAverages] = []
+        self._held: list[RemovableHandle | MastersIntoWeights | MastersLoad | FullAverages] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,15 +198,15 @@ class MasterWeightsPrecision(GradientStepPrecision):
         former = self._masters = former_masters(module) or self._masters
         if former is not None:
             former.follow_devices()
-        self._widened = {
-            p: p.dtype for kept in in_float32 for p in kept.parameters(recurse=False) if p.dtype in HALF_DTYPES
-        }
+        self._widened = {p: p.dtype for m in in_float32 for p in m.parameters(recurse=False) if p.dtype in HALF_DTYPES}
         module_dtype = getattr(module, "dtype", None)
         before = cast_weights_(module, self.dtype, in_float32)
         self._recast = Recast(module, self.dtype, in_float32, list(before))
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._before = {p: full_value(p, data, former) for p, data in before.items() if p.requires_grad}
             self._were_16_bit = {p for p in self._before if before[p].dtype != torch.float32}
+        elif strategy.restore_checkpoint_after_setup:
+            self._held = [EvaluatedLoad(strategy, self._recast, before)]
         self._restore = partial(restore_weights_, module, before, module_dtype)
         return module
 
@@ -225,7 +225,6 @@ class MasterWeightsPrecision(GradientStepPrecision):
             if not isinstance(strategy, FSDPStrategy):
                 self._make_masters(self._trainer, optimizers)
                 return result
-            self._held = []
             for optimizer in optimizers:
                 self._hold(optimizer)
         return result

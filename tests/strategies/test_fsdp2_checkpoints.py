@@ -258,6 +258,23 @@ def test_weights_are_validated_without_an_optimizer_from_what_an_ended_run_left(
     assert run_ranks(run, 2) == [True, True]
 
 
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.full)])
+def test_validated_weights_are_those_of_the_checkpoint_afterwards(kind: str, tmp_path: Path) -> None:
+    """The plugin holds them in 16 bit meanwhile; neither the rounding nor earlier weights may stay."""
+    strategy = partial(fsdp2, save_distributed_checkpoint=kind == "shards")
+
+    def run(rank: int) -> Any:
+        saved = train(rank, 2, strategy(), steps=2, save_to=tmp_path / "a.ckpt")["weights"]
+        module = model()
+        plugins, callbacks = [MasterWeightsPrecision("bf16-true")], [OverflowMonitor()]
+        trainer = quiet_trainer(devices=2, strategy=strategy(), plugins=plugins, callbacks=callbacks)
+        for _ in range(2):
+            trainer.validate(module, loader(batches(1)), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+        return all(torch.equal(value, saved[name]) for name, value in full_weights(module).items())
+
+    assert run_ranks(run, 2) == [True, True]
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
 @pytest.mark.parametrize("callbacks", [list, lambda: [AtomicCheckpoints()]], ids=["alone", "with AtomicCheckpoints"])
 @pytest.mark.full

@@ -19,7 +19,7 @@ from lightning_mp.precision.masters.loaded_masters import MastersIntoWeights, ex
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.store import MasterStore
 
-__all__ = ["Float32Load", "MastersLoad", "Recast"]
+__all__ = ["EvaluatedLoad", "Float32Load", "MastersLoad", "Recast"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,30 @@ class MastersLoad:
         path = standing_checkpoint(Path(self._strategy.broadcast(source)))
         with expecting_masters(self._module, self._into_weights, path):
             return self._patch.original(source, *args, **kwargs)
+
+
+class EvaluatedLoad(MastersLoad):
+    """While a checkpoint is read that is only evaluated, the model holds fp32 weights, as it does after the run.
+
+    Args:
+        strategy: restores checkpoints after its set-up.
+        recast: how the weights become 16 bit again.
+        before: what they were before they were cast; the checkpoint's weights take the place of those in fp32.
+    """
+
+    def __init__(self, strategy: Strategy, recast: Recast, before: dict[nn.Parameter, Tensor]) -> None:
+        super().__init__(strategy, recast.module, [])
+        self._recast = recast
+        self._before = before
+
+    def _load(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+        wide = {p: value for p, value in self._before.items() if value.dtype == torch.float32}
+        uncast_weights_(self._module, wide)
+        try:
+            return super()._load(source, *args, **kwargs)
+        finally:
+            loaded = self._recast.cast()
+            self._before.update({p: loaded[p] for p in wide})
 
 
 class Float32Load(MastersLoad):
