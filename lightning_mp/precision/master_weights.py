@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.default_dtype import default_dtype
+from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
@@ -56,7 +57,6 @@ from lightning_mp.precision.masters.store import MasterStore, Storage, make_stor
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
     from torch.utils.hooks import RemovableHandle
-from lightning_mp.distributed.fsdp1_models import FSDP1Model
 
 __all__ = ["MasterWeightsPrecision"]
 
