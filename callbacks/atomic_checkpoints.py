@@ -8,7 +8,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
@@ -18,6 +24,7 @@ from lightning_mp.checkpoints.atomic import (
     begin_checkpoint,
     commit_checkpoint,
     is_local,
+    refuse_shards,
     remove_checkpoint,
     settle_checkpoint,
     temporary_path,
@@ -60,7 +67,8 @@ class AtomicCheckpoints(SettingsRepr, Callback):
 
     Raises:
         MisconfigurationException: at set-up, if checkpoints are written in the background by ``AsyncCheckpointIO``; on
-            loading, if FSDPStrategy is to resume from a folder without optimizer state.
+            loading, if FSDPStrategy is to resume from a folder without optimizer state, or one device or DDP from any
+            folder.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -116,6 +124,8 @@ class AtomicCheckpoints(SettingsRepr, Callback):
             self._methods += _state_as_it_is(strategy)
         elif isinstance(strategy, FSDPStrategy) and trainer.state.fn == TrainerFn.FITTING:
             self._methods.append(_refuse_without_state(strategy))
+        elif type(strategy) in (SingleDeviceStrategy, DDPStrategy):  # others may read folders of their own
+            self._methods.append(_refuse_folders(strategy))
         # Behind the others, so that a checkpoint that another writes on an exception is atomic too. A new list:
         # Lightning is walking through the old one.
         others = [callback for callback in callbacks_of(trainer) if callback is not self]
@@ -179,6 +189,19 @@ def _refuse_without_state(strategy: FSDPStrategy) -> InstancePatch:
                 " Otherwise use state_dict_type='full', or FSDP2Strategy."
             )
         checkpoint: dict[str, Any] = loading.original(path, weights_only)
+        return checkpoint
+
+    loading = InstancePatch(strategy, "load_checkpoint", load)
+    return loading
+
+
+def _refuse_folders(strategy: Strategy) -> InstancePatch:
+    """Python's message would be that it is a directory."""
+
+    def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        if is_local(checkpoint_path):
+            refuse_shards(Path(checkpoint_path), type(strategy).__name__)
+        checkpoint: dict[str, Any] = loading.original(checkpoint_path, weights_only)
         return checkpoint
 
     loading = InstancePatch(strategy, "load_checkpoint", load)

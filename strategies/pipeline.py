@@ -13,12 +13,11 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.atomic import AtomicCheckpointIO
+from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, refuse_shards
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.checkpoints.single_file import refuse_other_number
 from lightning_mp.core.arguments import whole_number
@@ -368,11 +367,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a single file, written by any strategy on any number of ranks; tensors are read when they are taken."""
         path = Path(self.broadcast(checkpoint_path))
-        if path.is_dir():
-            raise MisconfigurationException(
-                f"PipelineParallelStrategy cannot load {path}: it is a folder with shards. Make a single file of it:"
-                f" lightning_mp.checkpoints.consolidate_checkpoint({str(path)!r}, 'whole.ckpt')"
-            )
+        refuse_shards(path, "PipelineParallelStrategy")
         if type(self.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO):
             return super().load_checkpoint(path, weights_only=weights_only)  # who wrote it knows how to read it
         checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.core.namespace_hint import NamespaceHint
 
@@ -25,6 +26,7 @@ __all__ = [
     "is_local",
     "marker_path",
     "previous_path",
+    "refuse_shards",
     "remove_checkpoint",
     "settle_checkpoint",
     "standing_checkpoint",
@@ -92,6 +94,19 @@ def is_complete(path: Path) -> bool:
         return all((path / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False
+
+
+def refuse_shards(path: Path, reader: str) -> None:
+    """Says what to do with a folder of shards where a single file is needed.
+
+    Raises:
+        MisconfigurationException: if the path is a directory.
+    """
+    if path.is_dir():
+        raise MisconfigurationException(
+            f"{reader} cannot load {path}: it is a folder with shards. Make a single file of it:"
+            f" lightning_mp.checkpoints.consolidate_checkpoint({str(path)!r}, 'whole.ckpt')"
+        )
 
 
 def begin_checkpoint(path: Path) -> Path:
@@ -207,6 +222,16 @@ class AtomicCheckpointIO(NamespaceHint, TorchCheckpointIO):
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+    def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a single file; strategies that write directories read them themselves.
+
+        Raises:
+            MisconfigurationException: if the path is a directory.
+        """
+        if is_local(path):
+            refuse_shards(Path(path), "This strategy")
+        return super().load_checkpoint(os.fspath(path), *args, **kwargs)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint so that no half of it looks like one."""

@@ -280,6 +280,14 @@ def test_a_trainer_writes_the_same_file_as_without(plugin: bool, tmp_path: Path)
     assert step_of(tmp_path / "new" / "after.ckpt") == 4
 
 
+@pytest.mark.parametrize("plugin", [False, True], ids=["callback", "plugin"])
+def test_a_folder_of_shards_is_refused_where_a_single_file_is_needed(plugin: bool, tmp_path: Path) -> None:
+    (tmp_path / "step.ckpt").mkdir()
+    parts: Any = {"plugins": [AtomicCheckpointIO()]} if plugin else {"callbacks": [AtomicCheckpoints()]}
+    with pytest.raises(MisconfigurationException, match=r"step.ckpt: it is a folder with shards.*consolidate"):
+        quiet_trainer(**parts).fit(Regression(), loader(BATCHES), ckpt_path=tmp_path / "step.ckpt", weights_only=True)
+
+
 def test_an_exception_gives_the_strategy_its_methods_back_after_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
