@@ -325,9 +325,9 @@ class GradientsBehindTheStep(TwoRates):
         if batch_idx > 0:
             slow.step()  # with the last batch's
         slow.zero_grad(set_to_none=batch_idx % 2 == 0)
-        self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y))
+        self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y.float()))
         fast.zero_grad()
-        self.manual_backward(nn.functional.mse_loss(self.fast(x).float(), y))
+        self.manual_backward(nn.functional.mse_loss(self.fast(x).float(), y.float()))
         fast.step()
 
 
@@ -369,9 +369,9 @@ def test_a_weight_that_waits_for_two_optimizers_changes_with_the_scale_once() ->
             fast, slow, _ = self.optimizers()
             x, y = batch
             fast.zero_grad()
-            self.manual_backward(nn.functional.mse_loss(self.fast(x).float(), y))
+            self.manual_backward(nn.functional.mse_loss(self.fast(x).float(), y.float()))
             fast.step()
-            self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y))
+            self.manual_backward(nn.functional.mse_loss(self.slow(x).float(), y.float()))
             if batch_idx == 3:
                 slow.step()
 
