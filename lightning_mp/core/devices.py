@@ -3,8 +3,9 @@
 import sys
 
 import torch
+from torch import Tensor
 
-__all__ = ["available_device_type", "device_name", "peak_memory_bytes"]
+__all__ = ["available_device_type", "device_name", "peak_memory_bytes", "sent_to"]
 
 
 def available_device_type(accelerator: str) -> str:
@@ -43,3 +44,16 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # getrusage(2): KiB on Linux, bytes on macOS
+
+
+def sent_to(values: Tensor, device: torch.device, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
+    """A tensor on another device; nothing waits for a GPU, unless the host is to have the numbers.
+
+    ``.to("cpu", non_blocking=True)`` returns before a GPU has written them: what is read from it is whatever its memory
+    held before.
+
+    Example:
+        >>> sent_to(torch.ones(2), torch.device("cpu"), torch.float64)
+        tensor([1., 1.], dtype=torch.float64)
+    """
+    return values.to(device=device, dtype=dtype, non_blocking=device.type != "cpu", copy=copy)

@@ -95,12 +95,13 @@ def _mean_over_ranks(state: object, gradients: Tensor, dtype: torch.dtype) -> to
     def widen(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         return gradients.copy_(future.value()[0])
 
-    reduced: torch.futures.Future[Tensor] = torch.futures.Future()
-    if wire.is_cuda and dist.get_backend(group) == dist.Backend.NCCL:
+    reduced: torch.futures.Future[Tensor]
+    if wire.is_cuda and "cuda:nccl" in str(dist.get_backend_config(group)).split(","):
         reduced = work.get_future().then(widen)  # called here and now: NCCL's future is done, its stream is not
     else:
         # gloo would call `widen` in a thread of its own, which needs Python's lock once more after the future is
         # done; if the run ends just then, the process aborts ("terminate called without an active exception").
         work.wait()
+        reduced = torch.futures.Future(devices=[wire.device] if wire.is_cuda else None)
         reduced.set_result(gradients.copy_(wire))
     return reduced

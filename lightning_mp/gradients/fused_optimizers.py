@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop
 
 from lightning_mp.core import private_api
+from lightning_mp.core.devices import sent_to
 
 __all__ = [
     "applies_grad_scale",
@@ -72,9 +73,13 @@ def fused_step(optimizer: Optimizer, found_inf: Tensor, factor: Tensor | None) -
         found_inf: scalar tensor; the step is skipped if it is not 0.
         factor: scalar tensor by which gradients are multiplied; None for 1.
     """
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # torch's protocol
+    # torch would bring them to weights on the CPU without waiting for the GPU that they are on.
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    device = next((p.device for p in trained), found_inf.device)
+    optimizer.found_inf = sent_to(found_inf, device)  # type: ignore[attr-defined]  # torch's protocol
     if factor is not None:
-        optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]  # the kernel divides
+        divisor = factor.reciprocal().float()  # the kernel divides
+        optimizer.grad_scale = sent_to(divisor, device)  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
+from lightning_mp.core.devices import sent_to
 
 __all__ = [
     "LocalGradients",
@@ -166,7 +167,7 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
     for indices in groups.values():
         group = _norms_of_one_kind([shards[i] for i in indices])
         for index, norm in zip(indices, group.unbind(), strict=True):
-            norms[index] = norm.to(device=shards[0].device, dtype=widest, non_blocking=True)
+            norms[index] = sent_to(norm, shards[0].device, widest)
     return torch.stack(norms)
 
 
@@ -231,7 +232,7 @@ def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
     squares = norms.to(accumulation_dtype(norms.device)).square()
     if copies.count(copies[0]) == len(copies):
         return squares.sum() / copies[0]
-    weights = torch.tensor(copies, dtype=squares.dtype).to(squares.device, non_blocking=True)
+    weights = sent_to(torch.tensor(copies, dtype=squares.dtype), squares.device)
     return (squares / weights).sum()
 
 
@@ -260,12 +261,21 @@ def multiply_(shards: Sequence[Tensor], factor: Tensor) -> None:
         groups[shard.device, shard.dtype].append(shard)
     for (device, dtype), members in groups.items():
         # On CUDA, lists of several dtypes and factors of another dtype are multiplied tensor by tensor.
-        here = factor.to(device=device, dtype=torch.promote_types(dtype, torch.float32), non_blocking=True)
-        if dtype in (torch.float16, torch.bfloat16):
+        here = sent_to(factor, device, torch.promote_types(dtype, torch.float32))
+        if dtype == torch.float16 or (dtype == torch.bfloat16 and device.type == "cpu"):
             # The one kernel that takes a float32 factor for 16-bit tensors: 16 bits would round the factor.
             private_api.amp_unscale_(members, torch.zeros((), dtype=torch.float32, device=device), here)
+        elif dtype == torch.bfloat16:
+            _multiply_wide_(members, here)  # CUDA's has no bf16: github.com/pytorch/pytorch/issues/127176
         else:
             private_api.foreach_mul_(members, here)
+
+
+def _multiply_wide_(shards: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies in the dtype of the factor and rounds once, tensor by tensor."""
+    for shard in shards:
+        # A factor without dimensions would be rounded to the dtype of the shard.
+        shard.mul_(factor.reshape([1] * shard.dim()))
 
 
 def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None:
@@ -289,5 +299,5 @@ def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None
 def clamp_(shards: Sequence[Tensor], bound: Tensor) -> None:
     """Limits every element of the local shards to ``[-bound, bound]`` in place (two passes)."""
     for shard in shards:
-        limit = bound.to(device=shard.device, dtype=shard.dtype, non_blocking=True)
+        limit = sent_to(bound, shard.device, shard.dtype)
         shard.clamp_(min=-limit, max=limit)

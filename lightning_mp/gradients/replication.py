@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.gradients.gradient_ops import (
     LocalGradients,
     accumulation_dtype,
@@ -100,11 +101,11 @@ class GradientReplication:
 
         Args:
             here: the gradients of this rank.
-            device: where the sum lives if there are none.
+            device: where the sum lives.
         """
         if here.norms is None:
             return torch.zeros((), dtype=accumulation_dtype(device), device=device)
-        return square_sum(here.norms, self.copies(here.gradients, here.parameters))
+        return sent_to(square_sum(here.norms, self.copies(here.gradients, here.parameters)), device)
 
     def sum_(self, values: Tensor) -> Tensor:
         """Adds a small tensor over the ranks that step together, in place."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_mp.core.devices import sent_to
+
 __all__ = ["OverflowRate", "overflow_rate"]
 
 
@@ -65,7 +67,7 @@ class OverflowRate(Metric):
             skipped: one entry per step, see :func:`overflow_rate`; ``outcome.skipped`` of a ``StepOutcome``.
         """
         skipped_steps, attempted_steps = _count(skipped)
-        self.skipped_steps += skipped_steps.to(self.skipped_steps.device, non_blocking=True)
+        self.skipped_steps += sent_to(skipped_steps, self.skipped_steps.device)
         self.attempted_steps += attempted_steps
 
     def compute(self) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.core.number_formats import NumberFormat, number_format
 from lightning_mp.gradients.gradient_ops import accumulation_dtype, local_shard
 
@@ -94,7 +95,7 @@ def _count(values: Tensor, row: NumberFormat, scale: float | Tensor) -> tuple[Te
     values = local_shard(values.detach())
     wide = accumulation_dtype(values.device)
     if isinstance(scale, Tensor):
-        scale = scale.detach().to(device=values.device, dtype=wide, non_blocking=True)
+        scale = sent_to(scale.detach(), values.device, wide)
     nonzero = values != 0
     # In float64 neither the product nor the comparison rounds.
     lost = nonzero & (values.to(wide).abs() * scale <= row.largest_rounded_to_zero)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
@@ -34,7 +35,7 @@ class GradientEpilogue:
         optimizer: its gradients are worked on.
         scale: the loss scale, a scalar tensor; None without a scaler.
         ranks: who steps together, and who holds the same gradients.
-        device: where scalars live if the optimizer has no gradient at all.
+        device: of the run, where scalars live; gradients may be on the CPU (offloaded), where NCCL adds nothing up.
         in_kernel: the optimizer's own kernel multiplies, and skips.
         unscaled_found: what ``scaler.unscale_`` has found, if gradients are true already because of it.
 
@@ -99,13 +100,13 @@ class GradientEpilogue:
         square_sum = self._read()
         # A copy: the scaler updates its own in place before the outcome is read.
         scale = self._given_scale
-        self.scale = scale.to(self._device, copy=True, non_blocking=True) if scale is not None else None
+        self.scale = sent_to(scale, self._device, copy=True) if scale is not None else None
         for found in self._unscaled_found or ():
             # What was not finite may have been clipped since; the step is skipped nevertheless, as by the scaler.
-            square_sum = torch.where(found.to(square_sum.device) > 0, torch.nan, square_sum)
+            square_sum = torch.where(sent_to(found, self._device) > 0, torch.nan, square_sum)
         vector = torch.stack([square_sum, torch.full_like(square_sum, float(bool(self.parameters)))])
         if totals is not None:
-            vector = torch.cat([vector, totals.to(device=vector.device, dtype=vector.dtype)])
+            vector = torch.cat([vector, sent_to(totals, self._device, vector.dtype)])
         gradient_ops.sum_over_ranks_(vector, self._ranks.group)
         self.grad_norm = vector[0].sqrt()
         self._anyone = vector[1]
@@ -115,9 +116,7 @@ class GradientEpilogue:
     def _read(self) -> Tensor:
         here = gradient_ops.read_gradients(self.optimizer)
         self.parameters, self.norms = here.parameters, here.norms
-        square_sum = self._ranks.square_sum(here, self._device)
-        self._device = square_sum.device
-        return square_sum
+        return self._ranks.square_sum(here, self._device)
 
     def plan(self, normalisation: Tensor | None, max_norm: float | None = None) -> None:
         """Plans by what gradients are multiplied: normalisation over loss scale, and the clip coefficient.

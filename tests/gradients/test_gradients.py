@@ -7,8 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.gradients import gradient_ops
+from lightning_mp.gradients.fused_optimizers import fused_step
+from lightning_mp.gradients.replication import GradientReplication
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -358,3 +363,84 @@ def test_one_kernel_for_all_gradients_of_a_type(dtype):
     in_16_bit = dtype in (torch.float16, torch.bfloat16)
     kernel = "aten::_amp_foreach_non_finite_check_and_unscale_" if in_16_bit else "aten::_foreach_mul_"
     assert multiplying[kernel] == 1
+
+
+# -- on a GPU, with tensors that have a device and no memory -----------------------------------------------------------
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+class Operations(TorchDispatchMode):
+    """Keeps what ran on which tensors, and what was copied from where to where, and whether without a wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+        self.copied = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = args[0] if args and not isinstance(args[0], torch.Tensor) and isinstance(args[0], list) else args[:1]
+        self.ran.append((func.overloadpacket, {(t.device.type, t.dtype) for t in given if isinstance(t, torch.Tensor)}))
+        if func.overloadpacket is torch.ops.aten._to_copy:
+            self.copied.append((args[0].device.type, result.device.type, bool(kwargs.get("non_blocking"))))
+        return result
+
+
+def test_the_host_waits_for_what_a_gpu_sends_and_for_nothing_that_it_sends_itself():
+    with FakeTensorMode(), Operations() as operations:
+        assert sent_to(torch.ones(2, device=CUDA), CPU, torch.float64).device == CPU
+        assert sent_to(torch.ones(2), CUDA).device == CUDA
+    assert operations.copied == [("cuda", "cpu", False), ("cpu", "cuda", True)]
+
+
+def test_nothing_of_a_gpu_is_read_on_the_host_before_it_is_there():
+    """Offloaded gradients: the factor is on the GPU."""
+    with FakeTensorMode(), Operations() as operations:
+        shards = [torch.ones(3, dtype=dtype) for dtype in DTYPES] + [torch.ones(3, device=CUDA)]
+        gradient_ops.multiply_(shards, torch.ones((), device=CUDA))
+        gradient_ops.clamp_(shards, torch.ones((), device=CUDA))
+        assert gradient_ops.shard_norms(shards).device == CPU
+    assert ("cuda", "cpu", False) in operations.copied
+    assert ("cuda", "cpu", True) not in operations.copied
+
+
+def test_on_cuda_no_kernel_is_given_bf16_that_has_none():
+    """NotImplementedError: "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'."""
+    with FakeTensorMode(), Operations() as operations:
+        gradient_ops.multiply_([torch.ones(3, device=CUDA, dtype=dtype) for dtype in DTYPES], torch.tensor(2.0))
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
+    assert [kinds for operation, kinds in operations.ran if operation is unscale] == [{("cuda", torch.float16)}]
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_bf16_on_cuda_is_multiplied_as_on_the_cpu(shapes):
+    """To the bit, by a factor that 16 bits do not hold."""
+    factor = torch.tensor(0.3711e-4)
+    expected = a_list(shapes, torch.bfloat16)
+    shards = [t.clone() for t in expected]
+    gradient_ops.multiply_(expected, factor)
+    gradient_ops._multiply_wide_(shards, factor)
+    assert all(torch.equal(a, b) for a, b in zip(shards, expected, strict=True))
+    assert all(t.dtype == torch.bfloat16 for t in shards)
+
+
+def test_numbers_for_all_ranks_are_on_the_gpu_when_gradients_are_offloaded():
+    """NCCL adds nothing up on the host: "No backend type associated with device type cpu"."""
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        here = gradient_ops.read_gradients(torch.optim.SGD([weight]))
+        assert GradientReplication.every_rank().square_sum(here, CUDA).device == CUDA
+
+
+def test_a_fused_optimizer_of_weights_on_the_host_is_told_there():
+    with FakeTensorMode(), Operations() as operations:
+        weight = nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        with fused_step(optimizer, torch.zeros((), device=CUDA), None):
+            assert optimizer.found_inf.device == CPU
+            optimizer.step()
+    assert operations.copied == [("cuda", "cpu", False)]

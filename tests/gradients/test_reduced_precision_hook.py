@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,7 @@ from lightning_mp.gradients.comm_hook import reduced_precision_hook
 from lightning_mp.strategies import ReducedPrecisionDDPStrategy
 
 DTYPES = [torch.bfloat16, torch.float16]
+T = TypeVar("T")
 BATCHES = {rank: regression_batches(14)[7 * rank : 7 * rank + 7] for rank in (0, 1)}
 
 
@@ -151,6 +153,53 @@ def test_gloo_is_left_no_callback_of_python() -> None:
         return done == [True]
 
     assert run_ranks(reduced_on_return, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("backends", "waits"),
+    [
+        ("cuda:nccl", False),
+        ("cpu:gloo,cuda:nccl", False),
+        pytest.param(
+            "cpu:gloo,cuda:gloo",
+            True,
+            marks=pytest.mark.skipif(torch.version.cuda is None, reason="needs torch built for CUDA, and no device"),
+        ),
+    ],
+)
+def test_on_cuda_only_nccl_goes_on_by_itself(backends: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for torch's parts, as for the tensor: a future that is not told of the device refuses it."""
+    told: list[Any] = []
+
+    class Work:
+        def wait(self) -> None:
+            told.append("waited")
+
+        def get_future(self) -> Any:
+            return self
+
+        def then(self, callback: Any) -> str:
+            return "by itself"
+
+    class Future(Generic[T]):
+        def __init__(self, *, devices: Any = None) -> None:
+            told.append(devices)
+
+        def set_result(self, result: Tensor) -> None:
+            self.result = result
+
+    class Bucket:
+        def buffer(self) -> Tensor:
+            return torch.ones(4, device="cuda:0")
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Work())
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    with FakeTensorMode():
+        reduced = reduced_precision_hook("bf16")(None, Bucket())
+    assert told == (["waited", [torch.device("cuda", 0)]] if waits else [])
+    assert (reduced == "by itself") is not waits
 
 
 def fit(rank: int, strategy: Any, plugin: Any, optimizer: Any = fused_adamw, overflows: Any = (), **more: Any) -> Any:

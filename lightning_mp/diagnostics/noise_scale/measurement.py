@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
@@ -150,7 +151,7 @@ class ClosedNoiseWindow:
 def on_device_of(like: Tensor, number: float | Tensor) -> Tensor:
     """A scalar tensor on the device and in the dtype of another, without waiting for it."""
     if isinstance(number, Tensor):
-        return number.detach().to(device=like.device, dtype=like.dtype, non_blocking=True).reshape(())
+        return sent_to(number.detach(), like.device, like.dtype).reshape(())
     return torch.full((), number, dtype=like.dtype, device=like.device)
 
 

@@ -9,6 +9,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.unreadable import why_unreadable
 from lightning_mp.gradients import gradient_ops
@@ -118,7 +119,7 @@ class BackwardWatch:
         values = gradient_ops.local_shard(gradient)
         if not values.numel():
             return
-        largest = torch.linalg.vector_norm(values, float("inf")).to(self._device, torch.float32, non_blocking=True)
+        largest = sent_to(torch.linalg.vector_norm(values, float("inf")), self._device, torch.float32)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def _passes(self, leaf: Node) -> bool:

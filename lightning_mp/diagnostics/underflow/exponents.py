@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.core.number_formats import FORMATS, FP32, FormatLike, FractionLost, NumberFormat, number_format
 from lightning_mp.gradients import gradient_ops
 
@@ -66,7 +67,7 @@ def count_exponents(values: Tensor, factor: Tensor | float | None = None) -> tup
     flat = gradient_ops.local_shard(values.detach()).reshape(-1)
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     if isinstance(factor, Tensor):
-        factor = factor.detach().to(device=flat.device, dtype=wide, non_blocking=True)
+        factor = sent_to(factor.detach(), flat.device, wide)
     counts = torch.zeros(NUM_SLOTS, dtype=torch.int64, device=flat.device)
     largest = torch.zeros((), dtype=wide, device=flat.device)
     for chunk in flat.split(_CHUNK_VALUES):

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.core.messages import listed
 from lightning_mp.core.number_formats import FORMATS
 from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, listed_of, named, or_none
@@ -181,7 +182,7 @@ def pack_observation(scale: Tensor, largest: Tensor | None, tables: Iterable[Exp
     """
     vectors = [table.vector() for table in tables]
     numbers = scale, torch.full_like(scale, -1.0) if largest is None else largest
-    return torch.cat([*(number.to(vectors[0], non_blocking=True) for number in numbers), *vectors])
+    return torch.cat([*(sent_to(number, vectors[0].device, vectors[0].dtype) for number in numbers), *vectors])
 
 
 _COUNTS = Kind(

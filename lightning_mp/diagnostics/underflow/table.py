@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mp.core.devices import sent_to
 from lightning_mp.diagnostics.underflow.exponents import NUM_SLOTS, ExponentHistogram, count_exponents
 from lightning_mp.gradients import gradient_ops
 
@@ -39,8 +40,8 @@ class ExponentTable:
         """Counts into a row, as :func:`lightning_mp.diagnostics.underflow.exponents.count_exponents` does."""
         counts, largest = count_exponents(values, factor)
         row = self._row_of[name]
-        self._counts[row] += counts.to(self._counts.device, non_blocking=True)
-        here = largest.to(device=self._largest.device, dtype=self._largest.dtype, non_blocking=True)
+        self._counts[row] += sent_to(counts, self._counts.device)
+        here = sent_to(largest, self._largest.device, self._largest.dtype)
         self._largest[row] = torch.maximum(self._largest[row], here)
         self.seen.add(name)
 
@@ -55,7 +56,7 @@ class ExponentTable:
         gradient_ops.sum_over_ranks_(self._counts, group)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=group)
-        divisor = torch.tensor(copies, dtype=torch.int64).to(self._counts.device, non_blocking=True)
+        divisor = sent_to(torch.tensor(copies, dtype=torch.int64), self._counts.device)
         self._counts //= divisor[:, None]
 
     def vector(self) -> Tensor:
