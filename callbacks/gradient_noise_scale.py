@@ -320,7 +320,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         weight_by = controller.weight_by if controller is not None else None
         sampler: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
         self._closed[window.step_index] = ClosedNoiseWindow(
-            HostCopy(gradient_ops.sum_over_ranks_(window.numbers())),
+            HostCopy(gradient_ops.sum_over_ranks_(window.numbers(trainer.strategy.root_device))),
             # Lightning divides by the planned length also where a window is shorter; the controller puts that right.
             big_factor=1.0 if weight_by else (int(trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
             alike=weight_by in (None, "batch"),
@@ -353,7 +353,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if controller is None or window is None or window.small_square is None:
             return
         if controller.is_open and controller.settings.saves_partial_gradients:
-            checkpoint[_OPEN_WINDOW] = gradient_ops.sum_over_ranks_(window.numbers()).tolist()
+            checkpoint[_OPEN_WINDOW] = gradient_ops.sum_over_ranks_(window.numbers(pl_module.device)).tolist()
 
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]

@@ -46,14 +46,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else 1024 * peak  # getrusage(2): KiB on Linux, bytes on macOS
 
 
-def sent_to(values: Tensor, device: torch.device, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
-    """A tensor on another device; nothing waits for a GPU, unless the host is to have the numbers.
+def sent_to(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on another device. The host waits only for what comes to it from there.
 
-    ``.to("cpu", non_blocking=True)`` returns before a GPU has written them: what is read from it is whatever its memory
+    ``.to("cpu", non_blocking=True)`` returns before a GPU has written the numbers: what is read is what their memory
     held before.
 
     Example:
         >>> sent_to(torch.ones(2), torch.device("cpu"), torch.float64)
         tensor([1., 1.], dtype=torch.float64)
     """
-    return values.to(device=device, dtype=dtype, non_blocking=device.type != "cpu", copy=copy)
+    return values.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")

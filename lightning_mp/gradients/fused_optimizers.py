@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop
 
 from lightning_mp.core import private_api
-from lightning_mp.core.devices import sent_to
 
 __all__ = [
     "applies_grad_scale",
@@ -76,10 +75,9 @@ def fused_step(optimizer: Optimizer, found_inf: Tensor, factor: Tensor | None) -
     # torch would bring them to weights on the CPU without waiting for the GPU that they are on.
     trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     device = next((p.device for p in trained), found_inf.device)
-    optimizer.found_inf = sent_to(found_inf, device)  # type: ignore[attr-defined]  # torch's protocol
+    optimizer.found_inf = found_inf.to(device)  # type: ignore[attr-defined]  # torch's protocol
     if factor is not None:
-        divisor = factor.reciprocal().float()  # the kernel divides
-        optimizer.grad_scale = sent_to(divisor, device)  # type: ignore[attr-defined]
+        optimizer.grad_scale = factor.reciprocal().float().to(device)  # type: ignore[attr-defined]  # the kernel divides
     try:
         yield
     finally:

@@ -167,7 +167,7 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
     for indices in groups.values():
         group = _norms_of_one_kind([shards[i] for i in indices])
         for index, norm in zip(indices, group.unbind(), strict=True):
-            norms[index] = sent_to(norm, shards[0].device, widest)
+            norms[index] = norm.to(device=shards[0].device, dtype=widest)
     return torch.stack(norms)
 
 
@@ -261,7 +261,8 @@ def multiply_(shards: Sequence[Tensor], factor: Tensor) -> None:
         groups[shard.device, shard.dtype].append(shard)
     for (device, dtype), members in groups.items():
         # On CUDA, lists of several dtypes and factors of another dtype are multiplied tensor by tensor.
-        here = sent_to(factor, device, torch.promote_types(dtype, torch.float32))
+        # From a GPU to offloaded gradients the host waits: without, it would read what the factor's memory held before.
+        here = factor.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
         if dtype == torch.float16 or (dtype == torch.bfloat16 and device.type == "cpu"):
             # The one kernel that takes a float32 factor for 16-bit tensors: 16 bits would round the factor.
             private_api.amp_unscale_(members, torch.zeros((), dtype=torch.float32, device=device), here)
@@ -299,5 +300,5 @@ def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None
 def clamp_(shards: Sequence[Tensor], bound: Tensor) -> None:
     """Limits every element of the local shards to ``[-bound, bound]`` in place (two passes)."""
     for shard in shards:
-        limit = sent_to(bound, shard.device, shard.dtype)
+        limit = bound.to(device=shard.device, dtype=shard.dtype)
         shard.clamp_(min=-limit, max=limit)

@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_mp.core.devices import sent_to
 from lightning_mp.gradients.gradient_ops import (
     LocalGradients,
     accumulation_dtype,
@@ -105,7 +104,7 @@ class GradientReplication:
         """
         if here.norms is None:
             return torch.zeros((), dtype=accumulation_dtype(device), device=device)
-        return sent_to(square_sum(here.norms, self.copies(here.gradients, here.parameters)), device)
+        return square_sum(here.norms, self.copies(here.gradients, here.parameters)).to(device)
 
     def sum_(self, values: Tensor) -> Tensor:
         """Adds a small tensor over the ranks that step together, in place."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core.devices import sent_to
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
@@ -100,13 +99,13 @@ class GradientEpilogue:
         square_sum = self._read()
         # A copy: the scaler updates its own in place before the outcome is read.
         scale = self._given_scale
-        self.scale = sent_to(scale, self._device, copy=True) if scale is not None else None
+        self.scale = scale.to(self._device, copy=True) if scale is not None else None
         for found in self._unscaled_found or ():
             # What was not finite may have been clipped since; the step is skipped nevertheless, as by the scaler.
-            square_sum = torch.where(sent_to(found, self._device) > 0, torch.nan, square_sum)
+            square_sum = torch.where(found.to(self._device) > 0, torch.nan, square_sum)
         vector = torch.stack([square_sum, torch.full_like(square_sum, float(bool(self.parameters)))])
         if totals is not None:
-            vector = torch.cat([vector, sent_to(totals, self._device, vector.dtype)])
+            vector = torch.cat([vector, totals.to(device=self._device, dtype=vector.dtype)])
         gradient_ops.sum_over_ranks_(vector, self._ranks.group)
         self.grad_norm = vector[0].sqrt()
         self._anyone = vector[1]

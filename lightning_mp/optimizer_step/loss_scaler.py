@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core.arguments import true_or_false
-from lightning_mp.core.devices import sent_to
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
@@ -258,7 +257,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         if shards:
             norms = gradient_ops.shard_norms(shards)
             found = gradient_ops.any_overflow(norms * scale.reciprocal().to(norms))
-            found_inf.copy_(torch.maximum(found_inf, sent_to(found, found_inf.device)))
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
             if not allow_fp16:  # torch passes it for fused optimizers, which multiply the scale in themselves
                 gradient_ops.multiply_(shards, inv_scale)
         gradient_ops.sum_over_ranks_(found_inf, self._process_group)
@@ -287,7 +286,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         assert self._hysteresis_tracker is not None
         assert self._floor_tracker is not None
         flags = [
-            sent_to(flag, scale.device)
+            flag.to(scale.device)
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core import private_api
-from lightning_mp.core.devices import sent_to
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
@@ -107,7 +106,7 @@ class StepReport:
 
         def on_device(scalar: Tensor | bool | None) -> Tensor:
             if isinstance(scalar, Tensor):
-                return sent_to(scalar.detach(), device, dtype).reshape(())
+                return scalar.detach().to(device=device, dtype=dtype).reshape(())
             return torch.full((), torch.nan if scalar is None else float(scalar), dtype=dtype, device=device)
 
         return HostCopy(

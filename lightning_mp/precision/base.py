@@ -340,9 +340,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             return
         if self._trainer is None:
             # After a run nobody has scaled them.
-            epilogue = GradientEpilogue(
-                optimizer, None, ranks=GradientReplication.every_rank(), device=torch.device("cpu")
-            )
+            device = optimizer.param_groups[0]["params"][0].device
+            epilogue = GradientEpilogue(optimizer, None, ranks=GradientReplication.every_rank(), device=device)
         else:
             # `self.clip_gradients` in manual optimization: the gradients stay scaled until the step.
             plan = self._plan_of(optimizer, self._trainer.lightning_module)

@@ -85,8 +85,8 @@ class NoiseWindow:
         dtype = gradient_ops.accumulation_dtype(norms[0].device)
         return torch.stack([norm.to(dtype) for norm in norms]).square().sum()
 
-    def numbers(self) -> Tensor:
-        """All numbers that are added over ranks, shape ``[10]``."""
+    def numbers(self, device: torch.device) -> Tensor:
+        """All numbers that are added over ranks, shape ``[10]``, on the run's device: gradients may be offloaded."""
         assert self.small_square is not None
         is_first = float(self.carried is None)
         entries = (
@@ -101,7 +101,7 @@ class NoiseWindow:
             self.samples,
             self.micro_batches,
         )
-        made = torch.stack([on_device_of(self.small_square, entry) for entry in entries])
+        made = sent_to(torch.stack([on_device_of(self.small_square, entry) for entry in entries]), device)
         return made if self.carried is None else made + self.carried
 
 
