@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.modules.names import named_modules, near_misses
+from lightning_mp.modules.names import near_misses, unwrapped_name
 
 __all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers", "run_layers"]
 
@@ -93,33 +93,49 @@ def read_layers(module: nn.Module) -> list[Layer]:
         raise MisconfigurationException(
             f"{type(module).__name__} does not say what its layers are: pipeline_layers is {declared!r}.{_HOW}"
         )
-    names = {id(part): name for name, part in named_modules(module)}
+    parts = _named_parts(module)
     layers: list[Layer] = []
     for position, entry in enumerate(cast(Iterable[Any], declared)):
-        layers.extend(_read(entry, position, module, names))
+        layers.extend(_read(entry, position, module, parts))
     if not layers:
         raise MisconfigurationException(f"{type(module).__name__}.pipeline_layers is empty.{_HOW}")
     _refuse_nested(layers)
     return layers
 
 
-def _read(entry: Any, position: int, module: nn.Module, names: Mapping[int, str]) -> list[Layer]:
+class _Parts(NamedTuple):
+    """Modules of the model, those in wrappers (torch.compile, FSDP1) as they are called: in the outermost one."""
+
+    by_name: dict[str, nn.Module]
+    name_of: dict[int, str]
+
+
+def _named_parts(module: nn.Module) -> _Parts:
+    parts = _Parts({}, {})
+    for wrapped_name, part in module.named_modules(remove_duplicate=False):
+        name = unwrapped_name(wrapped_name)
+        parts.by_name.setdefault(name, part)
+        parts.name_of[id(part)] = name
+    return parts
+
+
+def _read(entry: Any, position: int, module: nn.Module, parts: _Parts) -> list[Layer]:
     if isinstance(entry, str):
-        return [Layer(name, (name,), _call_of(part)) for name, part in _fitting(module, entry)]
-    parts = entry.modules if isinstance(entry, PipelineLayer) else (entry,)
-    if not all(isinstance(part, nn.Module) for part in parts):
+        return [Layer(name, (name,), _call_of(part)) for name, part in _fitting(module, entry, parts.by_name)]
+    used = entry.modules if isinstance(entry, PipelineLayer) else (entry,)
+    if not all(isinstance(part, nn.Module) for part in used):
         raise MisconfigurationException(
             f"{type(module).__name__}.pipeline_layers: entry {position} is {entry!r}, which is neither a module, nor"
             f" the name of one, nor a PipelineLayer.{_HOW}"
         )
-    strangers = [type(part).__name__ for part in parts if id(part) not in names]
+    strangers = [type(part).__name__ for part in used if id(part) not in parts.name_of]
     if strangers:
         raise MisconfigurationException(
             f"{type(module).__name__}.pipeline_layers: entry {position} uses {listed(strangers)},"
             " which is not part of the module, so nothing would train or save it. Make it an attribute in __init__ and"
             " return that one, not a new one at each call."
         )
-    own = tuple(names[id(part)] for part in parts)
+    own = tuple(parts.name_of[id(part)] for part in used)
     if isinstance(entry, PipelineLayer):
         return [Layer(own[0] if own else str(position), own, entry.function)]
     return [Layer(own[0], own, _call_of(entry))]
@@ -132,8 +148,7 @@ def _call_of(part: nn.Module) -> Callable[[Any, Any], Any]:
     return call
 
 
-def _fitting(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    parts = dict(named_modules(module))
+def _fitting(module: nn.Module, pattern: str, parts: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     found = [(name, part) for name, part in parts.items() if name and fnmatchcase(name, pattern)]
     # By names only: after the split other classes stand in some of the places.
     # A glob also matches what is inside the modules that it matches.

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_ranks
+from cpu_fsdp import CpuFsdp
+from gloo import COMPILER, run_ranks
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, losses_of, token_batches
@@ -241,3 +242,35 @@ def test_a_loss_that_is_divided_by_a_number_of_the_batch_adds_up_over_microbatch
     [wanted] = run_ranks(lambda _: rank("ddp", 1), 1)
     for losses in run_ranks(lambda _: rank(PipelineParallelStrategy(microbatches=4), 2), 2):
         assert losses == pytest.approx(wanted, rel=2e-6)
+
+
+class InSequence(PipelinedMLP):
+    """Its layers are modules, not names of modules."""
+
+    def pipeline_layers(self):
+        return list(self.layers)
+
+
+@pytest.mark.parametrize("model", [InSequence, PipelinedMLP])
+def test_layers_run_in_their_wrappers(model):
+    """Those of FSDP1 gather weights, those of torch.compile run compiled code."""
+
+    def rank(strategy: Any, devices: int, compiles: bool = False) -> Any:
+        module, runs = model(), []
+
+        def backend(graph: Any, examples: Any) -> Any:
+            return lambda *inputs: runs.append(1) or graph(*inputs)
+
+        if compiles:
+            for index, layer in enumerate(module.layers):
+                module.layers[index] = torch.compile(layer, backend=backend)
+        return losses_of(module, strategy, devices, max_epochs=1, use_distributed_sampler=False), bool(runs)
+
+    [(wanted, _)] = run_ranks(lambda _: rank("ddp", 1), 1)
+    for losses, _ in run_ranks(lambda _: rank(CpuFsdp(auto_wrap_policy={nn.Sequential}), 2), 2):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+    for losses, is_compiled in run_ranks(
+        lambda _: rank(PipelineParallelStrategy(microbatches=4), 2, compiles=True), 2, imports=COMPILER
+    ):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert is_compiled
