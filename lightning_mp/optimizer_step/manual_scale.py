@@ -1,7 +1,6 @@
 """The loss scale of manual optimization, where optimizers may step at different rates."""
 
-from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,36 +9,47 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.gradients import gradient_ops
 
-__all__ = ["note_gradients", "note_step", "update_scale"]
+__all__ = ["LeftGradients", "left_gradients", "update_scale"]
 
-# Of each optimizer that has stepped in this batch, as they were before the next backward: what its step left behind.
-_left_by_step: WeakKeyDictionary[Optimizer, dict[Tensor, tuple[Tensor, int]]] = WeakKeyDictionary()
+LeftGradients = Mapping[Optimizer, Mapping[Tensor, tuple[Tensor, int]]]
+"""What the step of an optimizer left behind: gradients and their versions, as they were before the next backward."""
 
 
-def note_gradients(scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer]) -> None:
-    """Before a backward: takes note of the gradients that steps of this batch have left, to tell new ones from them."""
+def left_gradients(
+    scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], known: LeftGradients
+) -> LeftGradients:
+    """Before a backward: what steps of this batch have left, to tell new gradients from them; nothing if none stepped.
+
+    Args:
+        scaler: knows who has stepped since the last update.
+        optimizers: of the run.
+        known: from earlier backwards since the optimizer's last step.
+    """
     if not private_api.has_stepped(scaler):
-        return
-    for optimizer in optimizers:
-        if optimizer not in _left_by_step and private_api.has_stepped(scaler, optimizer):
-            with_gradient = gradient_ops.parameters_with_gradient(optimizer)
-            _left_by_step[optimizer] = {p: (p.grad, _version(p.grad)) for p in with_gradient if p.grad is not None}
+        return known
+    new = (o for o in optimizers if o not in known and private_api.has_stepped(scaler, o))
+    return {**known, **{optimizer: _gradients_of(optimizer) for optimizer in new}}
 
 
-def note_step(optimizer: Optimizer) -> None:
-    """After a step: what was waiting for it has been used."""
-    _left_by_step.pop(optimizer, None)
+def _gradients_of(optimizer: Optimizer) -> Mapping[Tensor, tuple[Tensor, int]]:
+    with_gradient = gradient_ops.parameters_with_gradient(optimizer)
+    return {p: (p.grad, _version(p.grad)) for p in with_gradient if p.grad is not None}
 
 
-def update_scale(scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer]) -> None:
+def update_scale(scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], left: LeftGradients) -> None:
     """Updates the scale after a batch, if one of the optimizers has stepped in it.
 
     Gradients that wait for a step of their optimizer change with the scale, so that its window has one scale. That may
     be an optimizer that has stepped in this batch, and then seen another backward.
+
+    Args:
+        scaler: of all of them.
+        optimizers: of the run.
+        left: of those that have seen a backward since they stepped.
     """
     if not private_api.has_stepped(scaler):
         return
-    waiting = list(dict.fromkeys(p for optimizer in optimizers for p in _waiting(scaler, optimizer)))
+    waiting = list(dict.fromkeys(p for optimizer in optimizers for p in _waiting(scaler, optimizer, left)))
     before = private_api.grad_scaler_scale(scaler)
     before = before.clone() if before is not None else None
     scaler.update()
@@ -48,18 +58,17 @@ def update_scale(scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer]
         gradient_ops.multiply_(gradient_ops.local_shards(waiting), now / before)
 
 
-def _waiting(scaler: "torch.amp.GradScaler", optimizer: Optimizer) -> list[Tensor]:
+def _waiting(scaler: "torch.amp.GradScaler", optimizer: Optimizer, left: LeftGradients) -> list[Tensor]:
     """The parameters whose gradients no step has used yet."""
-    left = _left_by_step.pop(optimizer, None)
     with_gradient = gradient_ops.parameters_with_gradient(optimizer)
     if not private_api.has_stepped(scaler, optimizer):
         return with_gradient
-    if left is None:
+    if optimizer not in left:
         return []  # no backward has come since the step
-    return [p for p in with_gradient if not _is_left(p, left)]
+    return [p for p in with_gradient if not _is_left(p, left[optimizer])]
 
 
-def _is_left(parameter: Tensor, left: dict[Tensor, tuple[Tensor, int]]) -> bool:
+def _is_left(parameter: Tensor, left: Mapping[Tensor, tuple[Tensor, int]]) -> bool:
     gradient, version = left.get(parameter, (None, 0))
     return gradient is not None and gradient is parameter.grad and _version(gradient) == version
 

@@ -29,7 +29,7 @@ from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
-from lightning_mp.optimizer_step.manual_scale import note_gradients, update_scale
+from lightning_mp.optimizer_step.manual_scale import LeftGradients, left_gradients, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
@@ -69,6 +69,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _met: frozenset[Optimizer] = frozenset()
     _plans: Mapping[Optimizer, StepPlan] = MappingProxyType({})
     _planned_for: Sequence[Callback] | None = None
+    _left: LeftGradients = MappingProxyType({})
 
     def __str__(self) -> str:
         name = f"{type(self).__name__}({self.precision!r})"
@@ -253,7 +254,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Scales the loss, once, in float32; then calls ``on_before_backward``."""
         if self.scaler is not None:
             if not module.automatic_optimization:
-                note_gradients(self.scaler, module.trainer.optimizers)
+                self._left = left_gradients(self.scaler, module.trainer.optimizers, self._left)
             tensor = self.scaler.scale(tensor)
         return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
 
@@ -275,16 +276,15 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         step = GradientStep(plan)
         if plan.may_evaluate:
             # In automatic optimization the closure enters the forward's context itself.
-            step.hand_out(
-                closure, closure_result, nullcontext if model.automatic_optimization else self.forward_context
-            )
+            context = nullcontext if model.automatic_optimization else self.forward_context
+            step.hand_out(closure, closure_result, context)
         with outside:
-            # An optimizer's closure may step another one.
-            outer, self._step = self._step, step
+            outer, self._step = self._step, step  # an optimizer's closure may step another one
             try:
                 output = step_or_skip(step, **kwargs)
             finally:
                 self._step = outer
+        self._left = {o: left for o, left in self._left.items() if o is not optimizer} if self._left else {}
         return closure_result if output is None else output
 
     def _plan_of(self, optimizer: Optimizer, model: "pl.LightningModule") -> StepPlan:
@@ -319,8 +319,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             yield
 
     def _update_scale_of_last_batch(self) -> None:
+        left, self._left = self._left, {}
         if self.scaler is not None:
-            update_scale(self.scaler, self._trainer.optimizers if self._trainer is not None else [])
+            update_scale(self.scaler, self._trainer.optimizers if self._trainer is not None else [], left)
 
     # -- clipping ------------------------------------------------------------------------------------------------------
 

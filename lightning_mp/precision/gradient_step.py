@@ -27,7 +27,6 @@ from lightning_mp.optimizer_step.closures import OptimizerMemory, StepClosure, e
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, who_is_shown_gradients
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
-from lightning_mp.optimizer_step.manual_scale import note_step
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
 
 __all__ = ["GradientStep", "StepPlan", "step_or_skip"]
@@ -237,13 +236,11 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
         private_api.forget_optimizers(plan.scaler, [optimizer])
         return output
     private_api.record_found_inf(plan.scaler, optimizer, epilogue.found_inf)
-    if not plan.model.automatic_optimization:
-        note_step(optimizer)
-        return output
-    try:
-        plan.scaler.update()
-    except LossScaleFloorError as error:
-        raise _with_names(error, step) from None
+    if plan.model.automatic_optimization:
+        try:
+            plan.scaler.update()
+        except LossScaleFloorError as error:
+            raise _with_names(error, step) from None
     return output
 
 
