@@ -39,6 +39,7 @@ from lightning_mp.callbacks import (
 from lightning_mp.gradients.comm_hook import reduced_precision_hook
 from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
+from lightning_mp.optimizers import JointOptimizer, matrices_and_rest
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
@@ -59,6 +60,7 @@ __all__ = [
     "FSDP2Strategy",
     "Float8Precision",
     "GradientNoiseScale",
+    "JointOptimizer",
     "LossScaler",
     "MasterWeightsPrecision",
     "MFUMonitor",
@@ -82,6 +84,7 @@ __all__ = [
     "compare_precisions",
     "diagnostics",
     "estimate_memory",
+    "matrices_and_rest",
     "metrics",
     "pipelining",
     "planning",

@@ -1,0 +1,135 @@
+"""Muon over sharded weights: equal to torch's over whole ones, and each matrix is orthogonalised once."""
+
+import weakref
+from unittest.mock import patch
+
+import pytest
+import torch
+from gloo import run_group
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.optim import SGD, Muon
+
+from lightning_mp import JointOptimizer
+from lightning_mp.core import private_api
+
+#: Rows that do not divide by the ranks, fewer rows than ranks, tall and wide ones; more matrices than ranks.
+SHAPES = [(16, 8), (7, 5), (1, 6), (5, 9), (8, 8)]
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
+    "rows over 2": ((2,), [Shard(0)]),
+    "rows over 3": ((3,), [Shard(0)]),
+    "columns over 2": ((2,), [Shard(1)]),
+    "copies": ((2,), [Replicate()]),
+    "copies of rows": ((2, 2), [Replicate(), Shard(0)]),
+    "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
+}
+
+
+def values(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def steps(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, lay_out) -> None:
+    for step in range(4):
+        for index, (parameter, gradient) in enumerate(zip(parameters, values(step + 1), strict=True)):
+            # one matrix has no gradient in one of the steps
+            parameter.grad = None if (step, index) == (2, 1) else lay_out(gradient)
+        optimizer.step()
+
+
+def whole_run(**settings: object) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(value) for value in values(0)]
+    steps(parameters, Muon(parameters, lr=0.1, **settings), lambda gradient: gradient)
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}], ids=["", "settings"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_torchs_muon_on_whole_matrices(name: str, settings: dict[str, object]) -> None:
+    """To the bit; and every rank orthogonalises its share: each matrix once per group of ranks that hold it whole."""
+    mesh_shape, placements = LAYOUTS[name]
+
+    def run(rank: int) -> tuple[list[torch.Tensor], int]:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        parameters = [nn.Parameter(distribute_tensor(value, mesh, placements)) for value in values(0)]
+        plain = nn.Parameter(torch.ones(3, 3))
+        optimizer = JointOptimizer([Muon([*parameters, plain], lr=0.1, **settings), SGD([nn.Parameter(torch.ones(1))])])
+        seen, original = [], private_api.orthogonalized
+        with patch.object(private_api, "orthogonalized", lambda *a: [seen.append(1), original(*a)][1]):
+            steps(parameters, optimizer, lambda gradient: distribute_tensor(gradient, mesh, placements))
+        for parameter in parameters:
+            state = optimizer.state[parameter]["momentum_buffer"]
+            assert isinstance(state, DTensor)
+            assert state.placements == tuple(placements)
+        return [parameter.full_tensor().detach() for parameter in parameters], len(seen)
+
+    ranks = torch.tensor(mesh_shape).prod().item()
+    results = run_group(run, ranks)
+    for weights, _ in results:
+        assert all(map(torch.equal, weights, whole_run(**settings)))
+    times = 4 * len(SHAPES) - 1
+    holders = {"copies": 2, "copies of rows": 2, "rows and columns": 2}.get(name, 1)
+    assert sum(count for _, count in results) == times * holders
+    assert max(count for _, count in results) - min(count for _, count in results) <= 4 * len(SHAPES) / ranks
+
+
+def test_no_rank_holds_more_than_one_whole_matrix() -> None:
+    def run(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (2,))
+        parameters = [nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)])) for _ in range(6)]
+        for parameter in parameters:
+            parameter.grad = distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)])
+        optimizer = JointOptimizer([Muon(parameters)])
+        alive, most = [], [0]
+        original = private_api.orthogonalized
+
+        def watched(whole: torch.Tensor, group: dict[str, object]) -> torch.Tensor:
+            alive[:] = [reference for reference in alive if reference() is not None]
+            alive.append(weakref.ref(whole))
+            most[0] = max(most[0], len(alive))
+            return original(whole, group)
+
+        with patch.object(private_api, "orthogonalized", watched):
+            optimizer.step()
+        return most[0]
+
+    assert run_group(run, 2) == [1, 1]
+
+
+def test_under_fully_shard_equals_one_process() -> None:
+    """Twenty steps under FSDP2, each rank with its own batch, against the mean gradient in one process."""
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 10, bias=False), nn.Tanh(), nn.Linear(10, 7, bias=False))
+
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+
+    def run(rank: int) -> list[torch.Tensor]:
+        model = net()
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = JointOptimizer([Muon(model.parameters(), lr=0.05)], module=model)
+        for step in range(20):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+        return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+    model = net()
+    optimizer = Muon(model.parameters(), lr=0.05)
+    for step in range(20):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(batch(step, rank)).square().mean() / 2).backward()
+        optimizer.step()
+    for weights in run_group(run, 2):
+        for sharded, whole in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(sharded, whole.detach(), rtol=0, atol=1e-6)
