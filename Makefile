@@ -23,13 +23,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # a later step reads what an earlier one wrote, and two of them would fight for the cores
 .NOTPARALLEL:
-.PHONY: help install demo test test-full soak lint format notebooks docs drawings bench bench-gpu evidence clean
+.PHONY: help install demo test test-full soak mutants lint format notebooks docs drawings bench bench-gpu evidence clean
 
 help:
 	@echo "make demo        train the demo; options in ARGS, for instance ARGS='--precision 16-mixed'"
 	@echo "make test        lint, types, tests, doctests (at most 6 minutes on 2 cores)"
 	@echo "make test-full   the same, and the slow tests and the notebooks"
 	@echo "make soak        20,000 steps of interrupted runs, 200 fits in one process (hours)"
+	@echo "make mutants     three random one-line changes per package: which of them do its tests not see? (an hour)"
 	@echo "make lint        ruff and mypy only;  make format rewrites the files"
 	@echo "make notebooks   run the notebooks, keeping nothing"
 	@echo "make docs        the documentation, into build/docs; make drawings draws its figures anew"
@@ -68,6 +69,10 @@ test-full: lint
 
 soak: $(INSTALLED)
 	$(RUN) -m pytest tests/soak --soak-steps 20000 --soak-fits 200
+
+# not in CI: which random one-line changes of the product no test of their package sees
+mutants: $(INSTALLED)
+	$(RUN) scripts/mutants.py $(ARGS)
 
 notebooks: $(INSTALLED)
 	$(RUN) -m pytest $(WORKERS) --nbmake --nbmake-timeout=90 notebooks

@@ -185,6 +185,35 @@ def test_what_others_set_before_a_skip_is_known_stays(plugin: str) -> None:
     assert len({decay for _, decay in made[adamw]}) == 3
 
 
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_rate_that_is_set_between_a_fused_skip_and_its_outcome_stays(plugin: str, as_tensor: bool) -> None:
+    """D07. The scheduler's step is undone one step later; what was set meanwhile is not the scheduler's."""
+
+    class SetsRate(Callback):
+        def __init__(self) -> None:
+            self.rates: list[float] = []
+
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.optimizers[0].register_step_pre_hook(
+                lambda stepped, *_: self.rates.append(float(stepped.param_groups[0]["lr"]))
+            )
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                group = trainer.optimizers[0].param_groups[0]
+                group["lr"] = group["lr"].fill_(0.75) if as_tensor else 0.75
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, torch.tensor(0.5) if as_tensor else 0.5, fused=True)
+
+    make_plugin, make_callbacks = PLUGINS[plugin]
+    sets_rate = SetsRate()
+    module = Regression(make_optimizer, scheduler=step_lr, overflows=[1])
+    fit(make_plugin(), [*make_callbacks(), sets_rate], module)
+    assert sets_rate.rates[2] == 0.75
+
+
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_averaged_weights_hold(plugin: str, optimizer: Any) -> None:
