@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, skip_inherited_hooks, wake
 from lightning_mp.core import private_api, private_loop_api
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 
 __all__ = ["CallbackMetrics", "Metrics"]
 
@@ -36,7 +36,6 @@ class CallbackMetrics(Callback):
         self._published: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}
         self._on_bar: dict[str, Any] = {}
-        self._bar: InstancePatch | None = None
         self._is_monitored = False
         self._has_run = False
         self._last_row: tuple[int, dict[str, float]] | None = None
@@ -76,7 +75,7 @@ class CallbackMetrics(Callback):
         self._is_monitored = any(str(getattr(each, "monitor", None)).startswith("mp/") for each in watching)
         bar = trainer.progress_bar_callback
         if bar is not None:
-            self._bar = InstancePatch(bar, "get_metrics", self._get_metrics)
+            self._bar = Patches.of(trainer).replace(bar, "get_metrics", self._get_metrics)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -115,9 +114,6 @@ class CallbackMetrics(Callback):
         self._detach(trainer)
 
     def _detach(self, trainer: "pl.Trainer") -> None:
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.restore()
         self._sources.clear()
         self._published, self._logged, self._on_bar = {}, {}, {}
         self._has_run = False

@@ -36,7 +36,7 @@ from lightning_mp.checkpoints.sharded import (
     load_checkpoint,
     without_a_made_up_step,
 )
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
 from lightning_mp.core.settings_repr import SettingsRepr
 
@@ -80,9 +80,6 @@ class AtomicCheckpoints(SettingsRepr, Callback):
         >>> path = latest_checkpoint("checkpoints")  # for trainer.fit(module, loader, ckpt_path=path)
     """
 
-    def __init__(self) -> None:
-        self._methods: list[InstancePatch] = []
-
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Wraps the strategy's two methods."""
         refuse_other_trainers(self, trainer)
@@ -93,7 +90,6 @@ class AtomicCheckpoints(SettingsRepr, Callback):
                 " the background. Remove the callback and use plugins=[AsyncCheckpointIO(AtomicCheckpointIO())], which"
                 " writes single files atomically, or remove AsyncCheckpointIO."
             )
-        self._restore()
         ResumableProgress.attach(trainer)
         if getattr(strategy, "writes_atomically", False):
             return
@@ -117,15 +113,15 @@ class AtomicCheckpoints(SettingsRepr, Callback):
             else:
                 removing.original(filepath)
 
-        saving = InstancePatch(strategy, "save_checkpoint", save)
-        removing = InstancePatch(strategy, "remove_checkpoint", remove)
-        self._methods = [saving, removing]
+        patches = Patches.of(trainer)
+        saving = patches.replace(strategy, "save_checkpoint", save)
+        removing = patches.replace(strategy, "remove_checkpoint", remove)
         if isinstance(strategy, ModelParallelStrategy):
-            self._methods += _state_as_it_is(strategy)
+            _keep_state_as_it_is(patches, strategy)
         elif isinstance(strategy, FSDPStrategy) and trainer.state.fn == TrainerFn.FITTING:
-            self._methods.append(_refuse_without_state(strategy))
+            _refuse_without_state(patches, strategy)
         elif type(strategy) in (SingleDeviceStrategy, DDPStrategy):  # others may read folders of their own
-            self._methods.append(_refuse_folders(strategy))
+            _refuse_folders(patches, strategy)
         # Behind the others, so that a checkpoint that another writes on an exception is atomic too. A new list:
         # Lightning is walking through the old one.
         others = [callback for callback in callbacks_of(trainer) if callback is not self]
@@ -136,21 +132,8 @@ class AtomicCheckpoints(SettingsRepr, Callback):
         if trainer.is_global_zero and trainer.ckpt_path is not None and is_local(trainer.ckpt_path):
             settle_checkpoint(Path(trainer.ckpt_path))
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Gives the strategy its own methods back."""
-        self._restore()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Gives the strategy its own methods back."""
-        self._restore()
-
-    def _restore(self) -> None:
-        methods, self._methods = self._methods, []
-        for method in methods:
-            method.restore()
-
-
-def _state_as_it_is(strategy: ModelParallelStrategy) -> list[InstancePatch]:
+def _keep_state_as_it_is(patches: Patches, strategy: ModelParallelStrategy) -> None:
     """Lightning's own strategy writes and reads optimizers whose state is not there as a whole; others are left."""
 
     def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
@@ -171,12 +154,12 @@ def _state_as_it_is(strategy: ModelParallelStrategy) -> list[InstancePatch]:
             return whole
 
     if type(strategy).load_checkpoint is not ModelParallelStrategy.load_checkpoint:
-        return []
-    asking = InstancePatch(strategy, "optimizer_state", state)
-    return [InstancePatch(strategy, "load_checkpoint", load), asking]
+        return
+    asking = patches.replace(strategy, "optimizer_state", state)
+    patches.replace(strategy, "load_checkpoint", load)
 
 
-def _refuse_without_state(strategy: FSDPStrategy) -> InstancePatch:
+def _refuse_without_state(patches: Patches, strategy: FSDPStrategy) -> None:
     """torch's message would be that a dictionary must have the key "state"."""
 
     def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
@@ -191,11 +174,10 @@ def _refuse_without_state(strategy: FSDPStrategy) -> InstancePatch:
         checkpoint: dict[str, Any] = loading.original(path, weights_only)
         return checkpoint
 
-    loading = InstancePatch(strategy, "load_checkpoint", load)
-    return loading
+    loading = patches.replace(strategy, "load_checkpoint", load)
 
 
-def _refuse_folders(strategy: Strategy) -> InstancePatch:
+def _refuse_folders(patches: Patches, strategy: Strategy) -> None:
     """Python's message would be that it is a directory."""
 
     def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
@@ -204,5 +186,4 @@ def _refuse_folders(strategy: Strategy) -> InstancePatch:
         checkpoint: dict[str, Any] = loading.original(checkpoint_path, weights_only)
         return checkpoint
 
-    loading = InstancePatch(strategy, "load_checkpoint", load)
-    return loading
+    loading = patches.replace(strategy, "load_checkpoint", load)

@@ -22,8 +22,8 @@ from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import function_or_none, whole_number
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.messages import listed
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.saved_state import POSITIVE_COUNT, checked_state, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -91,7 +91,6 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         self.size: int | None = None
         self._step: MicrobatchedStep | None = None
         self._logs: MicrobatchLogs | None = None
-        self._methods: list[InstancePatch | MicrobatchLogs] = []
         self._weighting: Weighting | None = None
         self._pending_size: HostCopy | None = None
         self._is_running = False
@@ -120,11 +119,13 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             return self._run(pl_module, *args, **kwargs)
 
         self._logs = MicrobatchLogs(pl_module)
-        self._methods = [self._logs, InstancePatch(pl_module, "training_step", training_step)]
+        patches = Patches.of(trainer)
+        patches.replace(pl_module, "training_step", training_step)
+        patches.at_end(self._release)
         if trainer.world_size > 1:
-            self._methods.append(self._guarded_all_gather(pl_module))
+            self._guard_all_gather(patches, pl_module)
 
-    def _guarded_all_gather(self, pl_module: "pl.LightningModule") -> InstancePatch:
+    def _guard_all_gather(self, patches: Patches, pl_module: "pl.LightningModule") -> None:
         def all_gather(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
                 raise MisconfigurationException(
@@ -134,21 +135,9 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
                 )
             return method.original(*args, **kwargs)
 
-        method = InstancePatch(pl_module, "all_gather", all_gather)
-        return method
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Gives the training step back."""
-        self._release()
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Gives the training step back."""
-        self._release()
+        method = patches.replace(pl_module, "all_gather", all_gather)
 
     def _release(self) -> None:
-        methods, self._methods = self._methods, []
-        for method in methods:
-            method.restore()
         self._step = self._logs = self._weighting = self._pending_size = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, refuse_shards
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.checkpoints.single_file import refuse_other_number
 from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
@@ -158,7 +158,6 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self._split: StageSplit | None = None
         self._parts: dict[Optimizer, OptimizerParts] = {}
         self._gradients: StageGradients | None = None
-        self._clipping: InstancePatch | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -266,7 +265,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         # Ours clip by the norm of the whole model; Lightning's by that of what a rank holds.
-        self._clipping = InstancePatch(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
+        Patches.of(trainer).replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_whole_norm_(optimizer, float(clip_val), self.gradient_replication(), self.root_device)
@@ -283,18 +282,11 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def teardown(self) -> None:
         """Releases the schedules; the model stays split."""
         self.pipeline_runner = None
-        clipping, self._clipping = self._clipping, None
-        if clipping is not None:
-            clipping.restore()
         module = self.lightning_module
         # After a set-up that failed: Lightning moves the module to the CPU, which would end in an error of its own.
         without_memory = module is not None and any(p.is_meta for p in module.parameters())
-        stays = InstancePatch(module, "cpu", lambda: module) if without_memory else None
-        try:
+        with Patch(module, "cpu", lambda: module) if without_memory else nullcontext():
             super().teardown()
-        finally:
-            if stays is not None:
-                stays.restore()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stages agree on optimizers and parameter groups that a callback has added at the start of the epoch."""

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.core import private_loop_api
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 
 __all__ = ["CarryOverEpochs", "another_epoch_follows"]
 
@@ -46,7 +46,9 @@ class CarryOverEpochs:
         self._trainer = trainer
         self._is_open = is_open
         self._hidden: tuple[float, bool] | None = None
-        self._zero_grad = InstancePatch(pl_module, "on_validation_model_zero_grad", self._zero_grad_unless_open)
+        self._zero_grad = Patches.of(trainer).replace(
+            pl_module, "on_validation_model_zero_grad", self._zero_grad_unless_open
+        )
 
     def hide(self) -> None:
         """The micro-batch that begins is the last of its epoch, and its window stays open."""
@@ -63,7 +65,6 @@ class CarryOverEpochs:
     def detach(self) -> None:
         """Leaves everything as it was."""
         self._show()
-        self._zero_grad.restore()
 
     def _show(self) -> None:
         if self._hidden is not None:

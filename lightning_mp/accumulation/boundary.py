@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lightning_mp.accumulation.across_epochs import CarryOverEpochs, another_epoch_follows
 from lightning_mp.accumulation.declined_batch import DeclinedBatches
 from lightning_mp.core import private_loop_api
-from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.messages import lightning_logger
+from lightning_mp.core.patches import Patches
 from lightning_mp.gradients.sync import Sync, gradient_sync
 from lightning_mp.optimizer_step.closures import cannot_do_without_its_closure
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
@@ -93,10 +93,11 @@ class AccumulationBoundary:
         self._trainer = trainer
         self._min_steps = private_loop_api.min_steps_of(trainer)
         self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, sync)
-        self._checkpoints = DeferredCheckpoints(trainer, is_open).attach() if checkpoints_wait else None
+        if checkpoints_wait:
+            DeferredCheckpoints(trainer, is_open).attach()
         self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if carries_over else None
         self._frequency: LearningRateFrequency | None = None
-        self._declined = DeclinedBatches(trainer, pl_module, is_open, self._goes_on, close)
+        DeclinedBatches(trainer, pl_module, is_open, self._goes_on, close)
         self._wording = _StopAtTheEnd(trainer)
         self._logger = lightning_logger()
         self._logger.addFilter(self._wording)
@@ -140,13 +141,10 @@ class AccumulationBoundary:
     def detach(self) -> None:
         """Leaves everything as it was."""
         self._logger.removeFilter(self._wording)
-        self._declined.detach()
         private_loop_api.set_min_steps(self._trainer, self._min_steps)
         self._reductions.detach()
         if self._carry_over is not None:
             self._carry_over.detach()
-        if self._checkpoints is not None:
-            self._checkpoints.detach()
         if self._frequency is not None:
             self._frequency.detach()
 
@@ -168,15 +166,13 @@ class DeferredCheckpoints:
     def __init__(self, trainer: "pl.Trainer", is_open: Callable[[], bool]) -> None:
         self._trainer = trainer
         self._is_open = is_open
-        self._methods: list[InstancePatch] = []
         self._has_told = False
 
-    def attach(self) -> Self:
+    def attach(self) -> None:
         """Starts holding."""
         for callback in self._trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
                 self._hold(callback)
-        return self
 
     def _hold(self, checkpoint: ModelCheckpoint) -> None:
         postponed = epoch_postponed = False
@@ -208,10 +204,10 @@ class DeferredCheckpoints:
             else:
                 epoch_end.original(trainer, pl_module)
 
-        batch_end = InstancePatch(checkpoint, "on_train_batch_end", on_train_batch_end)
-        validation_end = InstancePatch(checkpoint, "on_validation_end", on_validation_end)
-        epoch_end = InstancePatch(checkpoint, "on_train_epoch_end", on_train_epoch_end)
-        self._methods += [batch_end, validation_end, epoch_end]
+        patches = Patches.of(self._trainer)
+        batch_end = patches.replace(checkpoint, "on_train_batch_end", on_train_batch_end)
+        validation_end = patches.replace(checkpoint, "on_validation_end", on_validation_end)
+        epoch_end = patches.replace(checkpoint, "on_train_epoch_end", on_train_epoch_end)
 
     def _tell(self, checkpoint: ModelCheckpoint) -> None:
         if checkpoint.monitor is None or self._trainer.sanity_checking or self._has_told:
@@ -223,9 +219,3 @@ class DeferredCheckpoints:
             " were validated. Validate at the ends of windows (val_check_interval a multiple of the micro-batches per"
             " step), save_weights_only=True, or use AccumulationScheduler(save_partial_gradients=True)."
         )
-
-    def detach(self) -> None:
-        """Gives the callbacks their own hooks back."""
-        for method in self._methods:
-            method.restore()
-        self._methods = []

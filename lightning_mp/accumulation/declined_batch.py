@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.partial_state import mean_over_ranks, why_gradients_are_elsewhere
 from lightning_mp.core import private_loop_api
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 
 __all__ = ["DeclinedBatches"]
 
@@ -46,12 +46,7 @@ class DeclinedBatches:
         self._close = close
         name = "on_train_batch_start"
         has_own = getattr(type(pl_module), name) is not getattr(pl.LightningModule, name) or name in vars(pl_module)
-        self._method = InstancePatch(pl_module, name, self._ask) if has_own else None
-
-    def detach(self) -> None:
-        """Gives the module its own hook back."""
-        if self._method is not None:
-            self._method.restore()
+        self._method = Patches.of(trainer).replace(pl_module, name, self._ask) if has_own else None
 
     def _ask(self, *args: Any, **kwargs: Any) -> Any:
         assert self._method is not None

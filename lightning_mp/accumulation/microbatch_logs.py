@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 
 __all__ = ["MicrobatchLogs", "merge_logged"]
 
@@ -54,11 +54,7 @@ class MicrobatchLogs:
         self._calls: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
         self._repeats: dict[str, int] = defaultdict(int)
         self._microbatch = 0
-        self._method = InstancePatch(pl_module, "log", self._note)
-
-    def restore(self) -> None:
-        """Puts the module's own ``log`` back."""
-        self._method.restore()
+        self._method = Patches.of(pl_module.trainer).replace(pl_module, "log", self._note)
 
     def begin_microbatch(self, microbatch: int) -> None:
         """What is logged from here on belongs to this microbatch."""

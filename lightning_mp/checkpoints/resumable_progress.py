@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mp.core import private_loop_api
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
 
 __all__ = ["ResumableProgress"]
@@ -60,8 +60,6 @@ class ResumableProgress(Callback):
         self._at_start: list[dict[str, Any]] = []
         # Of a run that has ended.
         self._at_end: list[dict[str, Any]] = []
-        # Methods of the strategy and the loop that are replaced for this fit.
-        self._methods: list[InstancePatch] = []
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> None:
@@ -74,7 +72,6 @@ class ResumableProgress(Callback):
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Lets samplers know the epoch before their loader goes on inside it."""
-        self._restore()
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._before_fetches.clear()
@@ -90,14 +87,14 @@ class ResumableProgress(Callback):
             if self._before_fetches:
                 self._before_fetches = deque([states], maxlen=2)
 
-        patch = InstancePatch(trainer.strategy, "process_dataloader", process)
-        self._methods = [patch, private_loop_api.before_first_fetch(trainer, begin)]
+        patch = Patches.of(trainer).replace(trainer.strategy, "process_dataloader", process)
+        private_loop_api.before_first_fetch(trainer, begin)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
         if private_loop_api.end_resumed_epoch(trainer):
             self._at_start = []  # the next epoch begins anew
-        reset = private_loop_api.end_resumed_batch(trainer)
+        private_loop_api.end_resumed_batch(trainer)
         saves_on_exception = any(
             isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
             for callback in callbacks_of(trainer)
@@ -111,9 +108,7 @@ class ResumableProgress(Callback):
                 # A copy: a loader may hand out what its next fetch changes.
                 self._before_fetches.append(deepcopy(private_loop_api.loader_states(trainer)))
 
-        self._methods.append(private_loop_api.before_each_fetch(trainer, keep))
-        if reset is not None:
-            self._methods.append(reset)
+        private_loop_api.before_each_fetch(trainer, keep)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Lets ``ReduceLROnPlateau`` see the metric of a resumed epoch."""
@@ -142,19 +137,6 @@ class ResumableProgress(Callback):
         """Keeps the loaders' states, which Lightning resets after this."""
         fetches_ahead = private_loop_api.fetches_ahead(trainer) and self._before_fetches
         self._at_end = self._before_fetches[-1] if fetches_ahead else deepcopy(private_loop_api.loader_states(trainer))
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Gives the strategy and the loop their own methods back."""
-        self._restore()
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Gives the strategy and the loop their own methods back."""
-        self._restore()
-
-    def _restore(self) -> None:
-        methods, self._methods = self._methods, []
-        for method in methods:
-            method.restore()
 
 
 def leave_out_begun_epoch(progress: dict[str, Any]) -> None:

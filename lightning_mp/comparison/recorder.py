@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.comparison.training_data import items_in
-from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.patches import Patches
 
 __all__ = ["Recorder", "set_seed", "weights_digest"]
 
@@ -75,7 +75,6 @@ class Recorder(Callback):
         self._in_epoch = 0
         self._has_loss = False
         self._began = math.nan
-        self._patches: list[InstancePatch] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Random numbers of the set-up."""
@@ -89,9 +88,9 @@ class Recorder(Callback):
         def step_and_record(*args: Any, **kwargs: Any) -> Any:
             return self._record(training_step(*args, **kwargs))
 
-        step = InstancePatch(pl_module, "training_step", step_and_record)
-        convert = InstancePatch(plugin, "convert_input", lambda batch: convert.original(self._count(trainer, batch)))
-        self._patches = [step, convert]
+        patches = Patches.of(trainer)
+        patches.replace(pl_module, "training_step", step_and_record)
+        convert = patches.replace(plugin, "convert_input", lambda batch: convert.original(self._count(trainer, batch)))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Random numbers of the order of the data."""
@@ -136,11 +135,6 @@ class Recorder(Callback):
                 "`module` made no optimizer step in a whole epoch. In manual optimization step what self.optimizers()"
                 " returns: Lightning counts only these steps."
             )
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Removes what records."""
-        while self._patches:
-            self._patches.pop().restore()
 
     def _record(self, output: Any) -> Any:
         loss = output.get("loss") if isinstance(output, Mapping) else output

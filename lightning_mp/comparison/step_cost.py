@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from lightning_mp.comparison.training_data import TrainingData
 from lightning_mp.comparison.trial import Experiment, Trial, run_trial
 from lightning_mp.core import private_api
-from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.planning.memory.live_storages import LiveStorages
 
 __all__ = ["StepCost", "TimedRound", "first_batch", "gradient_of", "measure_round", "peak_bytes", "relative_error"]
@@ -127,9 +127,11 @@ class _BatchTaker(Callback):
         self.batch: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        convert = InstancePatch(trainer.precision_plugin, "convert_input", lambda batch: self._take(convert, batch))
+        convert = Patches.of(trainer).replace(
+            trainer.precision_plugin, "convert_input", lambda batch: self._take(convert, batch)
+        )
 
-    def _take(self, convert: InstancePatch, batch: Any) -> Any:
+    def _take(self, convert: Patch, batch: Any) -> Any:
         if self.batch is None:
             self.batch = batch
         return convert.original(batch)

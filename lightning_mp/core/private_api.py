@@ -5,7 +5,7 @@ upgrade takes one away.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,11 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
+from torch.optim import Optimizer, _muon
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
@@ -45,26 +45,28 @@ __all__ = [
     "call_before_optimizer_step_hooks",
     "callbacks_of",
     "clip_through_module",
-    "convolve",
-    "has_gradient_hooks",
-    "is_compiled",
-    "has_stepped",
-    "has_unscaled",
-    "forget_optimizers",
-    "forward_position",
     "foreach_clamp_",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "forget_optimizers",
+    "forward_position",
     "grad_scaler_scale",
+    "has_gradient_hooks",
+    "has_stepped",
+    "has_unscaled",
     "holds_compiled_code",
+    "is_compiled",
+    "is_orthogonal_parametrization",
+    "muon_learning_rate",
     "observe_dispatch",
+    "orthogonalized",
     "profiler_of",
     "record_found_inf",
     "replace_clipping",
     "running_backward",
-    "scheduler_parts",
     "scaled_clamp_",
+    "scheduler_parts",
     "set_callbacks",
     "set_unscaled",
     "supports_amp_scaling",
@@ -88,6 +90,9 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
     (torch.Tensor, "_version", "tells that a weight was changed in place by other code"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
+    (torch.optim, "_muon", "the module of the next two names"),
+    (torch.optim._muon, "_zeropower_via_newtonschulz", "Muon's orthogonalisation, of a matrix that was put together"),
+    (torch.optim._muon, "_adjust_lr", "Muon's learning rate for the shape of a whole matrix"),
     (torch.amp.GradScaler, "_unscale_grads_", "both GradScaler paths, fused and not, check gradients here"),
     (torch.amp.GradScaler, "_check_scale_growth_tracker", "the scale tensor with torch's error if there is none"),
     (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "where the scale tensor is made"),
@@ -107,7 +112,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
-    (torch.nn.Conv1d, "_conv_forward", "a convolution with another weight; subclasses have their own padding in it"),
+    (torch.nn.utils.parametrizations, "_Orthogonal", "a weight that needs matrix decompositions, which are fp32 only"),
     (torch.nn.Module, "_compiled_call_impl", "tells that a module was compiled in place"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
@@ -167,12 +172,6 @@ def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:
     """Limits all elements to ``[-limit, limit]`` in place, in two kernels where torch can; nan stays."""
     torch._foreach_clamp_min_(list(tensors), -limit)
     torch._foreach_clamp_max_(list(tensors), limit)
-
-
-def convolve(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a convolutional module's forward makes of a weight and a bias; subclasses may have their own way."""
-    convolved: Tensor = module._conv_forward(x, weight, bias)
-    return convolved
 
 
 def version_of(tensor: Tensor) -> int:
@@ -290,6 +289,16 @@ def supports_amp_scaling(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def orthogonalized(update: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Muon's Newton-Schulz iteration on a whole matrix, with the settings of a parameter group; bf16."""
+    return _muon._zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def muon_learning_rate(lr: float, adjust_lr_fn: str | None, shape: torch.Size) -> float:
+    """The learning rate that Muon takes for a matrix of this shape."""
+    return _muon._adjust_lr(lr, adjust_lr_fn, shape)
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether Python hooks run on the gradient of a parameter, or after it was accumulated."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
@@ -379,9 +388,9 @@ def clip_through_module(plugin: Precision, model: "pl.LightningModule", optimize
     )
 
 
-def replace_clipping(plugin: Precision, replacement: Callable[..., None]) -> InstancePatch:
+def replace_clipping(plugin: Precision, replacement: Callable[..., None]) -> Patch:
     """Puts ``replacement`` where a plugin, after the hooks that look at gradients, has the module clip them."""
-    return InstancePatch(plugin, "_clip_gradients", replacement)
+    return Patch(plugin, "_clip_gradients", replacement)
 
 
 def is_compiled(module: "pl.LightningModule") -> bool:
@@ -390,6 +399,11 @@ def is_compiled(module: "pl.LightningModule") -> bool:
         inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
         for name, inner in module.named_modules()
     )
+
+
+def is_orthogonal_parametrization(module: torch.nn.Module) -> bool:
+    """Whether this is what ``parametrizations.orthogonal`` makes a weight with."""
+    return isinstance(module, torch.nn.utils.parametrizations._Orthogonal)
 
 
 def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequence[int]]:

@@ -11,7 +11,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 
 __all__ = [
     "average_model_of",
@@ -110,7 +110,7 @@ def end_resumed_epoch(trainer: "pl.Trainer") -> bool:
     return True
 
 
-def end_resumed_batch(trainer: "pl.Trainer") -> InstancePatch | None:
+def end_resumed_batch(trainer: "pl.Trainer") -> None:
     """Where a resumed run stands behind ``on_train_batch_end``: does what follows a batch before the next one begins.
 
     That is validation where it is due, and the end of the epoch after its last batch, for which Lightning begins the
@@ -119,7 +119,7 @@ def end_resumed_batch(trainer: "pl.Trainer") -> InstancePatch | None:
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     epochs, batches = fit_loop.epoch_progress, epoch_loop.batch_progress
     if not (epoch_loop.restarted_on_train_batch_end and fit_loop.restarted_mid_epoch):
-        return None
+        return
     follows_batches = any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
     is_last = batches.is_last_batch
     if is_last:
@@ -154,8 +154,7 @@ def end_resumed_batch(trainer: "pl.Trainer") -> InstancePatch | None:
             epoch_loop.on_advance_end(fit_loop._data_fetcher)
         epoch_loop._batches_that_stepped = after
 
-    patch = InstancePatch(epoch_loop, "reset", reset)
-    return patch
+    patch = Patches.of(trainer).replace(epoch_loop, "reset", reset)
 
 
 def end_restart(trainer: "pl.Trainer") -> None:
@@ -184,18 +183,17 @@ def fetches_ahead(trainer: "pl.Trainer") -> bool:
     return fetcher is not None and fetcher.length is None
 
 
-def before_each_fetch(trainer: "pl.Trainer", function: Callable[[], None]) -> InstancePatch:
+def before_each_fetch(trainer: "pl.Trainer", function: Callable[[], None]) -> None:
     """Calls ``function`` before a training loader is asked for a batch, except for the first one of a fit."""
 
     def before() -> None:
         function()
         patch.original()
 
-    patch = InstancePatch(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
-    return patch
+    patch = Patches.of(trainer).replace(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
 
 
-def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None]) -> InstancePatch:
+def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None]) -> None:
     """Calls ``function`` with the states that the training loaders are about to go on from, none for new ones.
 
     That is whenever loaders are made, before the first of them is asked for a batch.
@@ -206,8 +204,7 @@ def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str,
         function(list(loop._combined_loader_states_to_load) if loop.restarting else [])
         patch.original()
 
-    patch = InstancePatch(loop, "_load_combined_loader_states", load)
-    return patch
+    patch = Patches.of(trainer).replace(loop, "_load_combined_loader_states", load)
 
 
 def ddp_arguments(strategy: DDPStrategy) -> Mapping[str, Any]:

@@ -39,13 +39,18 @@ class Replacement(partial[Any]):
         replacement = super().__new__(cls, function)
         own = vars(owner)
         # A method of the class is asked of the copy; nothing else is there yet when a copy is made.
-        replacement._original = (_itself, (own[name],)) if name in own else (getattr, (owner, name))
+        is_of_class = name not in own and hasattr(owner, name)
+        replacement._original = (getattr, (owner, name)) if is_of_class else (_itself, (own.get(name),))
         if hasattr(function, "__wrapped__"):  # Lightning reads signatures of hooks through it
             vars(replacement)["__wrapped__"] = function.__wrapped__
         return replacement
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._original
+
+    def call(self, function: Callable[..., Any]) -> None:
+        """Calls another function from now on, wherever it is kept."""
+        self.__setstate__((function, (), {}, vars(self)))  # type: ignore[attr-defined]  # how a pickled one is filled
 
 
 class RunHook(partial[Any]):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
 from lightning_mp.core.private_sharding_api import unsaved_buffers
 
@@ -70,7 +70,7 @@ class BufferBroadcast(Callback):
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer", groups: Sequence[ProcessGroup]) -> None:
-        """Puts one in front of the Trainer's callbacks until the strategy's teardown, if there is anything to send."""
+        """Puts one in front of the Trainer's callbacks for the time of a run, if there is anything to send."""
         module = trainer.lightning_module
         several = [group for group in groups if group.size() > 1]
         if several and next(_saved_buffers(module), None) is not None:
@@ -84,15 +84,13 @@ class BufferBroadcast(Callback):
             self.settle()
             return of_state_dict.original()
 
-        def teardown() -> None:
-            for method in (of_state_dict, of_teardown):
-                method.restore()
+        def leave() -> None:
             set_callbacks(trainer, [callback for callback in callbacks_of(trainer) if callback is not self])
-            trainer.strategy.teardown()
 
-        # Callbacks are told of a checkpoint after the state dict is made, and of a teardown only without an exception.
-        of_state_dict = InstancePatch(trainer.strategy, "lightning_module_state_dict", state_dict)
-        of_teardown = InstancePatch(trainer.strategy, "teardown", teardown)
+        patches = Patches.of(trainer)
+        # Callbacks are called for a checkpoint after the state dict is made.
+        of_state_dict = patches.replace(trainer.strategy, "lightning_module_state_dict", state_dict)
+        patches.at_end(leave)
 
     def settle(self) -> None:
         """Makes all buffers alike if a batch may have changed them; to be called on all ranks."""

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.gradients.agreed_units import AgreedUnits
 from lightning_mp.gradients.unreduced_parameters import UnreducedParameters
 
@@ -31,7 +31,7 @@ class RanksAlike:
         self._trainer = trainer
         self._units: AgreedUnits | None = None
         self._unreduced: UnreducedParameters | None = None
-        self._method: InstancePatch | None = None
+        self._method: Patch | None = None
         model = trainer.strategy.model
         if trainer in self._by_trainer or model is None:
             return
@@ -39,7 +39,7 @@ class RanksAlike:
         self._units = AgreedUnits.of(model, optimizers, trainer.strategy.root_device)
         self._unreduced = UnreducedParameters.of(model)
         if self._units is not None or self._unreduced is not None:
-            self._method = InstancePatch(trainer.strategy, "optimizer_step", self._optimizer_step)
+            self._method = Patches.of(trainer).replace(trainer.strategy, "optimizer_step", self._optimizer_step)
 
     def settle(self) -> None:
         """Makes sure that ranks were alike until now.
@@ -55,7 +55,7 @@ class RanksAlike:
         if self._units is not None:
             self._units.detach()
         if self._method is not None:
-            self._method.restore()
+            self._method.undo()
             self._method = None
         if self._by_trainer.get(self._trainer) is self:
             del self._by_trainer[self._trainer]

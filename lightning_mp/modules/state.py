@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch
 
 __all__ = ["gradients_set_aside", "keep_module", "logging_muted", "module_kept"]
 
@@ -51,7 +51,7 @@ def logging_muted(module: nn.Module) -> Iterator[None]:
         for owner in module.modules():
             if isinstance(owner, pl.LightningModule):
                 for name in ("log", "log_dict"):
-                    stack.callback(InstancePatch(owner, name, lambda *_, **__: None).restore)
+                    stack.enter_context(Patch(owner, name, lambda *_, **__: None))
         yield
 
 

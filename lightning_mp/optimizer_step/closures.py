@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.core import private_api
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch
 
 __all__ = [
     "OptimizerMemory",
@@ -29,13 +29,15 @@ _evaluates_itself: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     """Whether an optimizer's ``step`` is known to call its closure once, before anything else, or takes none.
 
-    So do all of torch's but LBFGS, which then need none: it has run already. Whoever writes a ``step`` may do anything.
+    So do all of torch's but LBFGS, and :class:`~lightning_mp.JointOptimizer`, which then need none: it has run already.
+    Whoever writes a ``step`` may do anything.
 
     Example:
         >>> evaluates_its_closure_once(torch.optim.AdamW), evaluates_its_closure_once(torch.optim.LBFGS)
         (True, False)
     """
-    if not issubclass(kind, LBFGS) and kind.step.__module__.split(".")[:2] == ["torch", "optim"]:
+    package = kind.step.__module__.split(".")
+    if not issubclass(kind, LBFGS) and (package[:2] == ["torch", "optim"] or package[0] == "lightning_mp"):
         return True
     parameters = inspect.signature(kind.step).parameters
     return "closure" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -118,18 +120,16 @@ class StepClosure:
         """
         # A hook that is registered last is the last to change what the optimizer gets.
         handle = self._optimizer.register_step_pre_hook(self._hand_out)
-        method = InstancePatch(
-            self._optimizer, "zero_grad", lambda *args, **kwargs: self._zero_grad(method, *args, **kwargs)
-        )
+        method = Patch(self._optimizer, "zero_grad", lambda *args, **kwargs: self._zero_grad(method, *args, **kwargs))
         try:
             return self._optimizer.step(closure=self, **kwargs)
         finally:
             handle.remove()
-            method.restore()
+            method.undo()
             before = _evaluates_itself.get(self._optimizer, False)
             _evaluates_itself[self._optimizer] = before or self._has_evaluated
 
-    def _zero_grad(self, method: InstancePatch, *args: Any, **kwargs: Any) -> None:
+    def _zero_grad(self, method: Patch, *args: Any, **kwargs: Any) -> None:
         self._is_zeroed = True
         method.original(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.core.private_api import callbacks_of
 
 __all__ = ["SkippedStepAveragingGuard", "SkippedStepSchedulerGuard"]
@@ -112,17 +112,17 @@ class SkippedStepSchedulerGuard:
         self._pl_module = pl_module
         self._last_skipped = last_skipped
         self._find_out = find_out
-        self._method: InstancePatch | None = None
+        self._method: Patch | None = None
         self._snapshots: list[_SchedulerSnapshot] = []
 
     def attach(self) -> None:
         """Starts holding."""
-        self._method = InstancePatch(self._pl_module, "lr_scheduler_step", self._step)
+        self._method = Patches.of(self._trainer).replace(self._pl_module, "lr_scheduler_step", self._step)
 
     def detach(self) -> None:
         """Puts the module's own method back."""
         if self._method is not None:
-            self._method.restore()
+            self._method.undo()
             self._method = None
 
     def settle(self, *, skipped: bool) -> None:
@@ -170,7 +170,7 @@ class SkippedStepAveragingGuard:
         self._trainer = trainer
         self._before_asking = before_asking
         self._skipped_steps = skipped_steps
-        self._methods: list[InstancePatch] = []
+        self._methods: list[Patch] = []
         self._skipped = False
 
     def attach(self) -> None:
@@ -188,7 +188,7 @@ class SkippedStepAveragingGuard:
                 step_idx -= self._skipped_steps()
             return bool(method.original(step_idx=step_idx, epoch_idx=epoch_idx))
 
-        method = InstancePatch(callback, "should_update", should_update)
+        method = Patches.of(self._trainer).replace(callback, "should_update", should_update)
         self._methods.append(method)
 
     def detach(self) -> None:
@@ -196,7 +196,7 @@ class SkippedStepAveragingGuard:
         methods, self._methods = self._methods, []
         with ExitStack() as stack:
             for method in methods:
-                stack.callback(method.restore)
+                stack.callback(method.undo)
 
     def settle(self, *, skipped: bool) -> None:
         """The outcome of the last step is known."""

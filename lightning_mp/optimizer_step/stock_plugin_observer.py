@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.optimizer_step.nonfinite_guard import NonFiniteGuard, refuse_unguardable, several_evaluations
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
@@ -39,12 +39,14 @@ class StockPluginObserver:
         self._trainer = trainer
         self._guards = guard
         self._dispatcher = StepOutcomeDispatcher(trainer, pl_module)
-        self._method: InstancePatch | None = None
+        self._method: Patch | None = None
 
     def attach(self) -> Self:
         """Starts watching."""
         self._dispatcher.attach(self._trainer.optimizers)
-        self._method = InstancePatch(self._trainer.precision_plugin, "optimizer_step", self._optimizer_step)
+        self._method = Patches.of(self._trainer).replace(
+            self._trainer.precision_plugin, "optimizer_step", self._optimizer_step
+        )
         return self
 
     def skipped_before(self, skipped_steps: int) -> None:
@@ -56,7 +58,7 @@ class StockPluginObserver:
         method, self._method = self._method, None
         try:
             if method is not None:
-                method.restore()
+                method.undo()
         finally:
             self._dispatcher.detach()
 
@@ -93,7 +95,7 @@ class StockPluginObserver:
             result = self._method.original(optimizer, model=model, closure=closure_then_settle, **kwargs)
         finally:
             handle.remove()
-            clipping.restore()
+            clipping.undo()
             if guard is not None:
                 guard.release()
         if guard is not None:

@@ -16,8 +16,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from lightning_mp.accumulation.batch_split import Microbatch
 from lightning_mp.accumulation.microbatched_step import microbatch_shares, weighting_of
 from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
-from lightning_mp.core.instance_method import InstancePatch
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.patches import Patch
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.pipelining.broadcast import LastStageBroadcast
@@ -248,7 +248,7 @@ class PipelineRunner:
             for owner in self._module.modules():
                 if isinstance(owner, pl.LightningModule):
                     for name in ("log", "log_dict"):
-                        stack.callback(InstancePatch(owner, name, refuse).restore)
+                        stack.enter_context(Patch(owner, name, refuse))
             yield
 
 

@@ -38,7 +38,7 @@ from lightning_mp import (
     UnderflowMonitor,
     WarmupCosine,
 )
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch
 from lightning_mp.pipelining import pipelined_loss
 
 WIDTH, VOCABULARY = 16, 32
@@ -187,7 +187,7 @@ def test_a_module_can_be_copied_in_a_step_that_is_replayed():
         ran.append(batch_idx)
         return loss
 
-    InstancePatch(module, "training_step", training_step)
+    Patch(module, "training_step", training_step)
     post_mortem = OverflowPostMortem(replay=True)
     quiet_trainer(plugins=[plugin], callbacks=[post_mortem], max_steps=-1, limit_train_batches=2).fit(module)
     assert post_mortem.reports
@@ -200,12 +200,12 @@ def test_a_copy_has_the_method_that_was_replaced(own_attribute):
     owner = Copied()
     if own_attribute:
         owner.collate = len
-    first = InstancePatch(owner, "collate", lambda *_: "first")
-    second = InstancePatch(owner, "collate", lambda *_: "second")
+    first = Patch(owner, "collate", lambda *_: "first")
+    second = Patch(owner, "collate", lambda *_: "second")
     for copied in copies(owner):
         assert copied.collate == (len if own_attribute else Copied.collate.__get__(copied))
-    second.restore()
-    first.restore()
+    second.undo()
+    first.undo()
     assert vars(owner).get("collate") == (len if own_attribute else None)
 
 

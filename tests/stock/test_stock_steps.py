@@ -221,7 +221,7 @@ def test_model_parallel_strategy_refuses_16_mixed() -> None:
 
 
 def test_autocast_casts_a_weight_at_every_use() -> None:
-    """D22: the last layer's weight and bias in both forwards, the others' too."""
+    """D22: the last layer's weight and bias in both forwards, the others' too; ours as well, for exactness."""
 
     class Twice(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -234,7 +234,7 @@ def test_autocast_casts_a_weight_at_every_use() -> None:
         quiet_trainer(plugins=[plugin], callbacks=[counter]).fit(module, loader(regression_batches(3)))
         return counter.rows[-2].weight_casts
 
-    assert both(casts) == (2 * 4, 4)
+    assert both(casts) == (2 * 4, 2 * 4)
 
 
 def test_another_plugins_scale_is_lost_on_resume(tmp_path: Any) -> None:
