@@ -26,7 +26,6 @@ class AppliedPolicy:
         model: their model.
         device_type: of the run.
         opaque: modules that are one operation each; rules about operations do not reach into them.
-        cache_weights: whether torch keeps the casts of weights in a forward.
 
     Raises:
         ValueError: if a rule matches nothing in the model.
@@ -38,11 +37,9 @@ class AppliedPolicy:
         model: nn.Module,
         device_type: str,
         opaque: Iterable[nn.Module] = (),
-        *,
-        cache_weights: bool = True,
     ) -> None:
         self.resolved = policy.resolve(model)
-        self._scope = PolicyScope(device_type, cache_weights=cache_weights)
+        self._scope = PolicyScope(device_type)
         rules = operation_rules(self.resolved, device_type)
         self._operations = OperationRules(rules, self._scope) if rules else None
         self._forwards = ForwardRules(model, self.resolved, self._scope, opaque)

@@ -41,12 +41,10 @@ class PolicyScope:
 
     Args:
         device_type: of the run.
-        cache_weights: whether torch keeps the casts of weights in a forward.
     """
 
-    def __init__(self, device_type: str, *, cache_weights: bool = True) -> None:
+    def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self.cache_weights = cache_weights
         self.low: torch.dtype | None = None
 
     @contextmanager
@@ -103,8 +101,8 @@ def run_covered(forward: Callable[..., Any], scope: PolicyScope, dtype: Dtype, *
         with torch.autocast(scope.device_type, enabled=False):
             return forward(*cast_tensors(args, torch.float32), **cast_tensors(kwargs, torch.float32))
     wanted = scope.low if isinstance(dtype, str) else dtype
-    # torch's cache of cast weights does not ask for the dtype: a second 16-bit dtype has to do without it.
-    cached = scope.cache_weights and wanted == scope.low
+    # torch's cache of cast weights, if it is on, does not distinguish dtypes: a second one works without it.
+    cached = None if wanted == scope.low else False
     with torch.autocast(scope.device_type, dtype=wanted, cache_enabled=cached):
         return forward(*args, **kwargs)
 

@@ -109,6 +109,10 @@ class OperationRules(TorchFunctionMode):
                 return self._backward(*args, **kwargs)
             if func is checkpoint:
                 return self._checkpoint(*args, **kwargs)
+            if func is torch.Tensor.unflatten:
+                # torch.compile cannot trace its `super().unflatten` inside of a mode, but can trace the method
+                # (pytorch#179897; can go when torch 2.13 is no longer supported).
+                return args[0].unflatten(*args[1:], **kwargs)
             return func(*args, **kwargs)
         device_type = self.scope.device_type
         if self.scope.low is None or not torch.is_autocast_enabled(device_type):

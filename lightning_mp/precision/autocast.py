@@ -4,15 +4,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_mp.core.arguments import true_or_false
+from lightning_mp.core.messages import listed
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
+from lightning_mp.policy.sharding_units import gathered_in_another_low
 from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16, why_no_autocast
 from lightning_mp.precision.full_weights import FullWeightsPrecision
 
@@ -41,14 +44,15 @@ class AutocastPrecision(FullWeightsPrecision):
             none.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
             another dtype than autocast's own lists say. What it resolved to is printed at set-up.
-        eval_precision: for validation, test and predict steps; None for that of training.
-        cache_weights: True casts a weight once per training step, however often it is used. The gradients of its uses
-            then meet in the one 16-bit cast, where they are summed in 16 bit, as in torch's own autocast (8 uses:
-            error 5e-3, not 3e-3). False casts at every use and sums in fp32, bit for bit as Lightning's
-            ``MixedPrecision``: for a net that runs several times in one step (siamese, a critic, unrolled loops).
+        eval_precision: for validation, test and predict steps; None for that of training. "32-true" turns autocast off;
+            weights that are stored in 16 bit then still compute in 16 bit, with a warning.
+        cache_weights: False casts a weight at every use, as Lightning's ``MixedPrecision`` does, to the bit. True turns
+            on torch's cache: a trainable weight is cast once per step of a loop, however often it is used. That saves
+            casts, and is wrong in two cases. A weight that is changed inside of a step is ignored until the step ends
+            (SAM by hand, MAML's inner loop, averaged weights swapped in for validation), and the gradients of several
+            uses of a weight are summed in 16 bit (8 uses: error 5e-3 instead of 3e-3).
 
-    Frozen weights of linear and convolutional layers are cast once, not at every use; the 16-bit copies take 2 more
-    bytes per frozen parameter.
+    Frozen weights are cast at every use as well; load them in 16 bit where that counts.
 
     Raises:
         ValueError: if ``precision`` or ``eval_precision`` is unknown; at set-up, if a rule of the policy matches
@@ -70,7 +74,7 @@ class AutocastPrecision(FullWeightsPrecision):
         *,
         policy: PolicyLike | None = None,
         eval_precision: Literal["32-true", "16-mixed", "bf16-mixed"] | None = None,
-        cache_weights: bool = True,
+        cache_weights: bool = False,
     ) -> None:
         if precision not in tuple(_DTYPES):
             true = precision in ("bf16-true", "16-true")
@@ -118,18 +122,8 @@ class AutocastPrecision(FullWeightsPrecision):
             )
         self._check_device(root)
         if self.eval_precision != self.precision:
-            self._check_eval_precision(root)
-        gathers = isinstance(self._trainer.strategy, FSDPStrategy | ModelParallelStrategy)
-        self._start_run(
-            AutocastRun(
-                module,
-                root,
-                self.dtype,
-                policy=self.policy,
-                cache_frozen=not gathers,
-                cache_weights=self.cache_weights,
-            )
-        )
+            self._check_eval_precision(root, module)
+        self._start_run(AutocastRun(module, root, self.dtype, policy=self.policy, cache_weights=self.cache_weights))
         return module
 
     def teardown(self) -> None:
@@ -147,7 +141,7 @@ class AutocastPrecision(FullWeightsPrecision):
         if precision == "bf16-mixed":
             warn_of_emulated_bf16(device_type, "AutocastPrecision('16-mixed')")
 
-    def _check_eval_precision(self, device_type: str) -> None:
+    def _check_eval_precision(self, device_type: str, module: nn.Module) -> None:
         assert self._trainer is not None
         if isinstance(self._trainer.strategy, FSDPStrategy):
             raise MisconfigurationException(
@@ -157,11 +151,21 @@ class AutocastPrecision(FullWeightsPrecision):
             )
         if self.eval_precision in _DTYPES:
             self._check_device(device_type, self.eval_precision)
+            return
+        held = [name for name, p in module.named_parameters() if p.dtype in _DTYPES.values()]
+        gathered = [name or "the model" for name, _ in gathered_in_another_low(module, torch.float32)]
+        if held or gathered:
+            rank_zero_warn(
+                f"AutocastPrecision(eval_precision='32-true'): {listed(held or gathered)} are"
+                f" {'stored' if held else 'gathered by fully_shard'} in 16 bit, and evaluation computes with them in 16"
+                f" bit. For fp32 {'load them in fp32' if held else 'give fully_shard no param_dtype'}, or leave"
+                " eval_precision out."
+            )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Autocast; with its weight cache on a weight is cast once per forward, however often it is used."""
+        """Autocast, with torch's weight cache if ``cache_weights`` is on."""
         device_type = torch.device(self.device or self._ran_on or "cpu").type
         return torch.autocast(device_type, self.dtype, cache_enabled=self.cache_weights)
 
@@ -169,9 +173,11 @@ class AutocastPrecision(FullWeightsPrecision):
         """Autocast, with the policy in force; outside of training in ``eval_precision``."""
         dtype = _DTYPES.get(self.precision if loop == "train" else self.eval_precision)
         if self._run is not None:
-            return self._run.forward(loop, dtype)
+            return self._run.forward(dtype)
         # After a run, where nothing but autocast is left.
-        return nullcontext() if dtype is None else torch.autocast(self._ran_on or "cpu", dtype, cache_enabled=True)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self._ran_on or "cpu", dtype, cache_enabled=self.cache_weights)
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":

@@ -1,7 +1,7 @@
 """One run of one model under autocast: forwards inside of it, backwards and steps outside, a policy in force."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -10,12 +10,10 @@ from torch import nn
 
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import listed
-from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import ResolvedPolicy
 from lightning_mp.policy.sharding_units import gathered_in_another_low, gathered_otherwise
-from lightning_mp.precision.frozen_weight_cache import FrozenWeightCache
 
 __all__ = ["FP16_DEVICE_TYPES", "AutocastRun", "warn_of_emulated_bf16", "why_no_autocast"]
 
@@ -38,8 +36,7 @@ class AutocastRun:
         dtype: the 16-bit dtype.
         policy: rules to apply to the model.
         opaque: see :class:`~lightning_mp.policy.applied.AppliedPolicy`.
-        cache_frozen: whether frozen weights are cast once and kept. Not where a strategy gathers weights again.
-        cache_weights: whether trainable weights are cast once per forward, or at every use.
+        cache_weights: whether torch casts a trainable weight once per forward, or at every use.
 
     Raises:
         ValueError: if a rule of the policy matches nothing in the model.
@@ -55,8 +52,7 @@ class AutocastRun:
         *,
         policy: PrecisionPolicy | None = None,
         opaque: Iterable[nn.Module] = (),
-        cache_frozen: bool = False,
-        cache_weights: bool = True,
+        cache_weights: bool = False,
     ) -> None:
         self._device_type = device_type
         self._cache_weights = cache_weights
@@ -65,14 +61,9 @@ class AutocastRun:
         self._compiled: AbstractContextManager[None] | None = None
         if policy is not None:
             _check_what_is_gathered(policy.resolve(model), model, dtype)
-            self._applied = AppliedPolicy(policy, model, device_type, opaque, cache_weights=cache_weights)
+            self._applied = AppliedPolicy(policy, model, device_type, opaque)
         else:
             _check_low_dtype(model, dtype)
-        self._frozen: FrozenWeightCache | None = None
-        if cache_frozen:
-            others = self._applied.resolved.modules_not_used_in(dtype) if self._applied is not None else ()
-            low = [module for name, module in named_modules(model) if name not in others]
-            self._frozen = FrozenWeightCache(low, dtype, device_type)
 
     @property
     def resolved(self) -> ResolvedPolicy | None:
@@ -80,11 +71,10 @@ class AutocastRun:
         return self._applied.resolved if self._applied is not None else None
 
     @contextmanager
-    def forward(self, loop: str, dtype: torch.dtype | None) -> Iterator[None]:
+    def forward(self, dtype: torch.dtype | None) -> Iterator[None]:
         """Autocast, and the policy in force.
 
         Args:
-            loop: name of the loop that runs it.
             dtype: the 16-bit dtype; None for fp32, where the policy sleeps.
         """
         policy = self._applied.in_force(dtype) if self._applied is not None else _NOTHING
@@ -92,8 +82,6 @@ class AutocastRun:
             with policy:
                 yield
             return
-        if self._frozen is not None and dtype == self._dtype:
-            self._frozen.refresh(loop)
         # torch makes a class for every patch, so one is kept; a context inside of another one has its own.
         compiled, self._compiled = self._compiled or private_api.backward_outside_autocast(), None
         try:
@@ -117,11 +105,8 @@ class AutocastRun:
 
     def detach(self) -> None:
         """Gives every module its own forward back."""
-        with ExitStack() as stack:
-            if self._applied is not None:
-                stack.callback(self._applied.detach)
-            if self._frozen is not None:
-                self._frozen.detach()
+        if self._applied is not None:
+            self._applied.detach()
 
 
 def _check_low_dtype(model: nn.Module, low: torch.dtype) -> None:

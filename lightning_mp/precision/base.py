@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import is_asked_by
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
@@ -31,6 +32,7 @@ from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.manual_scale import LeftGradients, left_gradients, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
 from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or_skip
@@ -94,6 +96,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             raise no_trainer(self, "got a module without one")
         self._trainer = trainer
         self._ran_on = trainer.strategy.root_device.type
+        Patches.of(trainer).at_end(self._end)
         return module
 
     def connect(
@@ -128,11 +131,18 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             # Manual optimization updates the scale when the next batch begins, and there is none.
             self._update_scale_of_last_batch()
 
+    def _end(self) -> None:
+        """Where a strategy's teardown raised before it came to the plugin."""
+        if self._trainer is not None:
+            self.teardown()
+
     def _meet(self, optimizer: Optimizer) -> None:
         """Once for each optimizer of a fit."""
         if self.scaler is not None:
             refuse_closures_under_a_scale(optimizer, self)
         refuse_without_dtensors(optimizer)
+        if isinstance(optimizer, JointOptimizer) and self._trainer is not None and len(self._trainer.optimizers) < 2:
+            optimizer.refuse_untaken_parameters(self._trainer.lightning_module)
         self._met |= {optimizer}
 
     def _meet_late(self, optimizer: Optimizer, trainer: "pl.Trainer") -> None:
@@ -361,6 +371,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             ValueError: if the checkpoint was written with another optimizer.
         """
         if self._trainer is not None and "optimizer_states" in checkpoint and self._trainer.optimizers:
+            join_saved_states(checkpoint, self._trainer.optimizers)
             # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
             whole = not self._trainer.strategy.restore_checkpoint_after_setup
             refuse_other_optimizers(checkpoint["optimizer_states"], self._trainer.optimizers, counts_parameters=whole)

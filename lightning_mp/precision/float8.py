@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -47,8 +46,7 @@ class Float8Precision(FullWeightsPrecision):
 
     To be fast it needs large layers and ``torch.compile``, which fuses the rounding with the operations before it.
 
-    A layer in fp8 multiplies in fp8 even where the module switches autocast off around it: name it in ``skip``. Frozen
-    weights of layers that are left in bf16 are cast once and kept (2 bytes per parameter), not at every use.
+    A layer in fp8 multiplies in fp8 even where the module switches autocast off around it: name it in ``skip``.
 
     Args:
         recipe: How values are scaled before they are rounded. "tensorwise", one factor per tensor (fastest), "rowwise",
@@ -125,7 +123,6 @@ class Float8Precision(FullWeightsPrecision):
         if is_new:
             self._convert(module, strategy.root_device)
         if is_new or self._run is None:
-            gathers = isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
             assert self._conversion is not None
             self._start_run(
                 AutocastRun(
@@ -134,7 +131,6 @@ class Float8Precision(FullWeightsPrecision):
                     torch.bfloat16,
                     policy=self.policy,
                     opaque=self._conversion.linears,
-                    cache_frozen=not gathers,
                 )
             )
         return module
@@ -186,8 +182,8 @@ class Float8Precision(FullWeightsPrecision):
             self._end_run()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """bf16 autocast for everything except the fp8 products, with its weight cache on."""
-        return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=True)
+        """bf16 autocast for everything except the fp8 products; weights are cast at every use."""
+        return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=False)
 
     def _why_not_after_a_run(self) -> str | None:
         if self._conversion is None:
@@ -196,7 +192,7 @@ class Float8Precision(FullWeightsPrecision):
 
     def _steps_in(self, loop: str) -> AbstractContextManager[None]:
         """Autocast, with the policy in force."""
-        return self._run.forward(loop, torch.bfloat16) if self._run is not None else self.autocast_context_manager()
+        return self._run.forward(torch.bfloat16) if self._run is not None else self.autocast_context_manager()
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":

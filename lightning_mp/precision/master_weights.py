@@ -29,9 +29,11 @@ from lightning_mp.precision.masters.checks import (
     check_arguments,
     check_autocast,
     check_fit,
+    check_parametrizations,
     check_sharding_units,
     check_strategy,
     hint_at_dtypes,
+    warn_of_lost_inputs,
 )
 from lightning_mp.precision.masters.first_values import (
     fill,
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["MasterWeightsPrecision"]
+
+_ABOUT_DTYPES = ("dtype", "scalar type", "should be the same", "not implemented for")
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
@@ -89,8 +93,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     As in Lightning's "bf16-true", floating-point tensors in a batch are cast to 16 bit, and tensors made in ``forward``
     are 16 bit by default. Unlike there, modules are made in fp32, so that masters start from the true initial weights,
-    and buffers stay fp32, with the weights of norms that have running statistics. A buffer that is added to activations
-    therefore promotes them to fp32; cast it where it is used: ``x + self.table.to(x.dtype)``.
+    and buffers stay fp32, with the weights of norms that have running statistics and the states of torchmetrics. A
+    buffer that is added to activations therefore promotes them to fp32; cast it where it is used:
+    ``x + self.table.to(x.dtype)``.
 
     With a ``policy``, steps run under autocast instead, as in ``AutocastPrecision``: batches are not cast, tensors made
     in ``forward`` are fp32 by default, and whatever no rule matches is left to autocast. A 16-bit weight then needs no
@@ -159,6 +164,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self._told_of_rounding = False
         self._recast: Recast | None = None
         self._range: HalfRange | None = None
+        self._looked_at: set[int | None] = set()
         self._held: list[RemovableHandle | MastersIntoWeights | MastersLoad | FullAverages] = []
 
     @property
@@ -180,6 +186,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         assert self._trainer is not None
         strategy = self._trainer.strategy
         device_type = strategy.root_device.type
+        self._looked_at = set()
         check_strategy(strategy, module, storage=self.storage, fp32_gradients=self.fp32_gradients)
         if self._trainer.state.fn == TrainerFn.FITTING:
             check_fit(self._trainer, module)
@@ -190,6 +197,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             warn_of_emulated_bf16(device_type, "MasterWeightsPrecision('16-true')")
         in_float32 = kept_by_policy(module, self.policy, self.dtype)
         check_sharding_units(module, in_float32)
+        check_parametrizations(module, self.precision, in_float32)
         if self.policy is not None:
             self._start_run(AutocastRun(module, device_type, self.dtype, policy=self.policy))
         check_half_range(module, self.dtype, in_float32)
@@ -293,20 +301,27 @@ class MasterWeightsPrecision(GradientStepPrecision):
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def convert_input(self, data: Any) -> Any:
-        """Casts the floating-point tensors of a batch to 16 bit; under a policy autocast casts where it has to."""
+        """Casts the floating-point tensors of a batch to 16 bit; under a policy autocast casts where it has to.
+
+        Warns if the first batch of a loop has whole numbers that become others, or finite ones that become infinite.
+        """
         if self.policy is not None:
             return data
+        stage = None if self._trainer is None else id(self._trainer.state.stage)
+        if stage not in self._looked_at:
+            self._looked_at.add(stage)
+            warn_of_lost_inputs(data, self.precision)
         return apply_to_collection(data, Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
     @contextmanager
     def _steps_in(self, loop: str) -> Iterator[None]:
         """Tensors made in steps are 16 bit by default; under a policy they are as autocast has them."""
-        with self._run.forward(loop, self.dtype) if self._run is not None else default_dtype(self.dtype):
+        with self._run.forward(self.dtype) if self._run is not None else default_dtype(self.dtype):
             try:
                 yield
             except (RuntimeError, ValueError) as error:
-                if any(words in str(error) for words in ("dtype", "scalar type", "should be the same")):
-                    error.add_note(hint_at_dtypes(self.precision, with_policy=self.policy is not None))
+                if any(words in str(error) for words in _ABOUT_DTYPES):
+                    error.add_note(hint_at_dtypes(self.precision, str(error), with_policy=self.policy is not None))
                 raise
 
     def _outside_forward(self) -> AbstractContextManager[Any]:

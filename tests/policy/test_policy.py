@@ -264,6 +264,7 @@ def test_another_precision_for_evaluation_is_refused_under_fsdp1(monkeypatch: py
     trainer = quiet_trainer(plugins=[plugin])
     module = Classifier()
     module.trainer = trainer
+    trainer.strategy.connect(module)
     monkeypatch.setattr(trainer.strategy, "__class__", FSDPStrategy)
     monkeypatch.setattr(FSDPStrategy, "root_device", torch.device("cpu"))
     with pytest.raises(MisconfigurationException, match=r"eval_precision='32-true'\) with FSDPStrategy: it gathers"):

@@ -271,43 +271,6 @@ def test_tied_and_frozen_weights_stay_so() -> None:
     assert not module.down.weight.requires_grad
 
 
-def test_a_weight_that_fp8_leaves_out_is_cast_once() -> None:
-    """D22: a trainable one once per forward, however often it is used. D50: a frozen one once in all."""
-
-    class Twice(Net):
-        def mix(self, x: Tensor) -> Tensor:
-            return super().mix(self.gate(self.gate(x)) + self.frozen(self.frozen(x)))
-
-    class Watch(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.mode = CountOfCasts(pl_module)
-            self.mode.__enter__()
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.mode.__exit__(None, None, None)
-
-    module, watch = Twice(), Watch()
-    module.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    train(module, plugin(None, skip=["gate", "frozen"]), batches(3), callbacks=[watch])
-    assert watch.mode.casts == {"gate.weight": 3, "frozen.weight": 1, "stem.weight": 3, "head.weight": 3}
-    assert "forward" not in vars(module.frozen)
-
-
-class CountOfCasts(torch.utils._python_dispatch.TorchDispatchMode):
-    """How often each matrix that is not in fp8 is cast."""
-
-    def __init__(self, module: Net) -> None:
-        super().__init__()
-        parts = {"gate": module.gate, "frozen": module.frozen, "stem": module.stem, "head": module.head}
-        self.names = {part.weight.data_ptr(): f"{name}.weight" for name, part in parts.items()}
-        self.casts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == "aten::_to_copy" and (name := self.names.get(args[0].data_ptr())) is not None:
-            self.casts[name] = self.casts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 # -- ends and refusals -------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from small_models import weights
 from torch import Tensor, nn
 
 from lightning_mp import PrecisionPolicy
+from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.policy.applied import AppliedPolicy
+
+RULES_OF_GPT = {"blocks.0.*": "fp32", "final_norm": "fp32", "blocks.*": "low", "softmaxes": "fp32"}
 
 
 @pytest.mark.quick_cases(1)
@@ -31,6 +35,45 @@ def test_compiled_in_one_graph_it_computes_the_same(backend: str, reentrant: boo
         assert torch.equal(out, expected)
         for ours, eager in zip(gradients, expected_gradients, strict=True):
             assert torch.equal(ours, eager)
+
+
+# Of torch.Tensor, those that are written in Python and that torch.compile traces without a policy.
+METHODS: dict[str, Callable[[Tensor], Any]] = {
+    "unflatten": lambda x: x.unflatten(1, (2, WIDTH // 2)).unflatten(dim=-1, sizes=(2, -1)),
+    "split": lambda x: x.split(2, 1)[0],
+    "norm": lambda x: x.norm(dim=1),
+    "rsub": lambda x: 1 - x,
+    "rdiv": lambda x: 1 / x,
+    "rpow": lambda x: 2.0**x,
+    "floordiv": lambda x: x // 2,
+    "matmul": lambda x: torch.ones(2, x.shape[0]) @ x,
+    "iter": lambda x: torch.stack([*x]),
+    "len": lambda x: x * len(x),
+    "stft": lambda x: x.stft(4, window=torch.ones(4), return_complex=True).abs(),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_method_of_tensors_breaks_the_graph(method: str) -> None:
+    torch._dynamo.reset()
+    applied = AppliedPolicy(PrecisionPolicy(RULES), Classifier(), "cpu")
+    call = METHODS[method]
+    x = torch.rand(4, WIDTH)
+    with torch.autocast("cpu", LOW), applied.in_force(LOW):
+        expected = call(x)
+        assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(x), expected)
+
+
+@pytest.mark.parametrize("rules", [{"norms": "fp32"}, RULES_OF_GPT], ids=["norms", "modules"])
+def test_the_compiled_gpt_is_one_graph(rules: dict[str, str]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, heads=2, width=32, block_tokens=16, vocab=64))
+    applied = AppliedPolicy(PrecisionPolicy(rules), model, "cpu")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    tokens = torch.arange(32).view(2, 16)
+    with torch.autocast("cpu", LOW), applied.in_force(LOW):
+        assert torch.equal(compiled(tokens), model(tokens))
 
 
 def test_a_compiled_model_follows_when_the_policy_falls_asleep():

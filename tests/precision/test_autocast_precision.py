@@ -143,7 +143,7 @@ def test_gradients_changed_by_a_hook_are_clipped_as_changed() -> None:
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_a_weight_is_cast_at_most_once_per_forward(precision: str) -> None:
+def test_with_torchs_cache_a_weight_is_cast_at_most_once_per_forward(precision: str) -> None:
     """D22, and a no_grad forward before the real one is safe."""
 
     class Twice(Regression):
@@ -155,7 +155,8 @@ def test_a_weight_is_cast_at_most_once_per_forward(precision: str) -> None:
 
     module = Twice()
     counter = CountGradientTraffic(module)
-    quiet_trainer(plugins=[plugin(precision)], callbacks=[counter]).fit(module, loader(regression_batches(3)))
+    cached = plugin(precision, cache_weights=True)
+    quiet_trainer(plugins=[cached], callbacks=[counter]).fit(module, loader(regression_batches(3)))
     assert counter.rows[-2].weight_casts == len(list(module.parameters()))
     assert all(p.grad is not None for p in module.parameters())
 

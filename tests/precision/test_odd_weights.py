@@ -156,6 +156,8 @@ class Computed(pl.LightningModule):
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_weights_that_are_computed_from_others_train(plugin: str, compute: str) -> None:
     """Close to fp32, as under Lightning's bf16-true; other buffers stay fp32."""
+    if compute == "orthogonal" and isinstance(PLUGINS[plugin](), MasterWeightsPrecision):
+        pytest.skip("16-bit orthogonal weights have NaN gradients and are refused: test_other_modules.py")
     exact, module = Computed(COMPUTED[compute]), Computed(COMPUTED[compute])
     fit(None, exact)
     trainer = fit(PLUGINS[plugin](), module)

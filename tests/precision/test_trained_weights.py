@@ -1,13 +1,11 @@
 """Plugins that train fp32 weights, over a model whose trainable weights are 16 bit."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
@@ -106,65 +104,3 @@ def test_nothing_stays_on_the_optimizer() -> None:
 
 def test_tf32_checks_too() -> None:
     assert issubclass(TF32Precision, type(PLUGINS["16-mixed"]()).__mro__[1])
-
-
-# -- several uses of one weight ----------------------------------------------------------------------------------------
-
-
-class ManyUses(pl.LightningModule):
-    """One net runs several times in a step; remembers the gradient of its only step."""
-
-    def __init__(self, uses: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
-        self.uses = uses
-        self.gradients: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        losses = [(self.net(batch[use]).float() - use).square().mean() for use in range(self.uses)]
-        return torch.stack(losses).sum()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients = [p.grad.clone() for p in self.parameters() if p.grad is not None]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def gradients(plugin: Any, uses: int) -> list[Tensor]:
-    module = ManyUses(uses)
-    batch = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1))
-    quiet_trainer(plugins=[plugin] if plugin is not None else []).fit(module, loader([batch]))
-    return module.gradients
-
-
-def error(found: list[Tensor], exact: list[Tensor]) -> float:
-    flat, reference = (torch.cat([t.flatten() for t in tensors]) for tensors in (found, exact))
-    return float((flat - reference).norm() / reference.norm())
-
-
-@pytest.mark.parametrize("policy", [None, {"net.0": "low", "net.1": "fp32"}])
-def test_without_the_weight_cache_the_arithmetic_is_lightnings(policy: Any) -> None:
-    """One use or eight: bit for bit; with a policy as long as what it covers is the same arithmetic."""
-    for uses in (1, 2, 8):
-        stock = gradients(MixedPrecision("bf16-mixed", "cpu"), uses)
-        ours = gradients(AutocastPrecision("bf16-mixed", cache_weights=False, policy=policy), uses)
-        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
-
-
-def test_with_the_weight_cache_uses_are_summed_in_16_bit() -> None:
-    """As in torch's own autocast, and as docs/precision.md says."""
-    exact = gradients(None, 8)
-    cached = gradients(AutocastPrecision("bf16-mixed"), 8)
-    uncached = gradients(AutocastPrecision("bf16-mixed", cache_weights=False), 8)
-    assert error(uncached, exact) < 0.7 * error(cached, exact)
-    one, other = (gradients(AutocastPrecision("bf16-mixed", cache_weights=c), 1) for c in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("cache_weights", [True, False])
-def test_the_context_for_manual_use_says_the_same(cache_weights: bool) -> None:
-    plugin = AutocastPrecision("bf16-mixed", device="cpu", cache_weights=cache_weights)
-    with nullcontext() if cache_weights else plugin.autocast_context_manager():
-        assert torch.is_autocast_cache_enabled() == cache_weights

@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torchmetrics import Metric
 
+from lightning_mp.core.patches import Patch
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
@@ -49,8 +53,8 @@ def cast_weights_(
     """Casts a module's weights in place; parameters stay the same objects.
 
     Cast are fp32, fp16 and bf16 parameters, and buffers that weights are computed with (those of parametrizations such
-    as ``spectral_norm``). All other buffers, the weights of norms with running statistics (:func:`keeps_float32`), and
-    parameters of other dtypes (fp64, complex) stay as they are.
+    as ``spectral_norm``). All other buffers, the weights of norms with running statistics (:func:`keeps_float32`),
+    parameters of other dtypes (fp64, complex) and the states of torchmetrics stay as they are.
 
     Args:
         module: also gets ``dtype`` as its ``module.dtype`` if it is a Lightning module.
@@ -77,10 +81,8 @@ def cast_weights_(
     other = {name: p.dtype for name, p in module.named_parameters() if p.dtype not in _CAST_DTYPES}
     if other:
         rank_zero_warn(f"Only fp32 weights are stored in {dtype}. These stay as they are, without masters: {other}.")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Casting complex values to real")
-        # `to` and not `parameter.data =`: modules with an `_apply` of their own (RNNs, FSDP2) follow it.
-        module.to(dtype)
+    # `to` and not `parameter.data =`: modules with an `_apply` of their own (RNNs, FSDP2) follow it.
+    _to(module, dtype)
     for parameter, data in held.items():
         if data.dtype not in _CAST_DTYPES:
             _put_back(parameter, data)
@@ -119,9 +121,7 @@ def restore_weights_(module: nn.Module, before: Mapping[nn.Parameter, Tensor], d
         return
     parameters = {parameter: parameter.data for parameter in module.parameters()}
     buffers = [(owner, name, b) for owner in module.modules() for name, b in owner.named_buffers(recurse=False)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Casting complex values to real")
-        module.to(dtype)  # for `module.dtype`, which can be set in no other way
+    _to(module, dtype)  # for `module.dtype`, which can be set in no other way
     for parameter, data in parameters.items():
         if parameter.dtype != data.dtype:
             _put_back(parameter, data)
@@ -171,6 +171,18 @@ def unit_of_two_dtypes(module: nn.Module, in_float32: Collection[nn.Module]) -> 
         if wide and narrow:
             return unit, wide, narrow
     return None
+
+
+def _to(module: nn.Module, dtype: torch.dtype) -> None:
+    """``module.to(dtype)``, but a metric's states keep their dtype, as they do in its ``half()`` and ``float()``."""
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    with ExitStack() as stack:
+        for metric in metrics:
+            # A sum in bf16 stops at 256. What a metric holds as a module (a feature extractor) is cast.
+            stack.callback(Patch(metric, "_apply", partial(nn.Module._apply, metric)).undo)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Casting complex values to real")
+        module.to(dtype)
 
 
 def _own_parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:

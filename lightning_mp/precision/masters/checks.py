@@ -1,18 +1,21 @@
 """What MasterWeightsPrecision refuses, at set-up and with what to do instead."""
 
 from collections.abc import Collection
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import listed
+from lightning_mp.core.nested_tensors import named_tensors_in
 from lightning_mp.precision.autocast_context import why_no_autocast
 from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
 
@@ -21,9 +24,11 @@ __all__ = [
     "check_arguments",
     "check_autocast",
     "check_fit",
+    "check_parametrizations",
     "check_sharding_units",
     "check_strategy",
     "hint_at_dtypes",
+    "warn_of_lost_inputs",
 ]
 
 #: The 16-bit dtype of each precision.
@@ -128,6 +133,26 @@ def check_autocast(precision: str, device_type: str) -> None:
         )
 
 
+def check_parametrizations(module: nn.Module, precision: str, in_float32: Collection[nn.Module]) -> None:
+    """Refuses ``parametrizations.orthogonal`` of weights in 16 bit: it raises, or has NaN gradients (torch 2.13).
+
+    Raises:
+        MisconfigurationException: if there is one.
+    """
+    names = [
+        name
+        for name, part in module.named_modules()
+        if part not in in_float32 and any(map(private_api.is_orthogonal_parametrization, part.children()))
+    ]
+    if names:
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision({precision!r}) would compute {listed(names)} in {DTYPES[precision]}: torch has"
+            " neither the matrix decompositions that orthogonal weights need in 16 bit, nor finite gradients of their"
+            " exponential map. Use"
+            f" MasterWeightsPrecision({precision!r}, policy={{'*.parametrizations.*': 'fp32'}})."
+        )
+
+
 def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -> None:
     """Refuses FSDP2 units that would hold weights in 16 bit and weights that the policy keeps in fp32.
 
@@ -147,9 +172,15 @@ def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -
     )
 
 
-def hint_at_dtypes(precision: str, *, with_policy: bool) -> str:
-    """What to do about an error of torch that two dtypes met."""
+def hint_at_dtypes(precision: str, error: str, *, with_policy: bool) -> str:
+    """What to do about an error of torch about two dtypes, or a dtype that an operation does not have."""
     dtype = DTYPES[precision]
+    if "not implemented for" in error or "not supported" in error:
+        return (
+            f"HINT: under MasterWeightsPrecision({precision!r}) weights and inputs are {dtype}, for which torch"
+            " does not have this operation. Give the module that computes it a rule in fp32:"
+            " policy={'name.of.module': 'fp32'}."
+        )
     if not with_policy:
         return (
             f"HINT: under MasterWeightsPrecision({precision!r}) weights and inputs are {dtype},"
@@ -161,3 +192,31 @@ def hint_at_dtypes(precision: str, *, with_policy: bool) -> str:
         " operation that autocast leaves alone has met fp32 values beside them. Give its module a rule in fp32, or"
         " cast where it is called; or use AutocastPrecision."
     )
+
+
+def warn_of_lost_inputs(batch: Any, precision: str) -> None:
+    """Warns where the cast of a batch to 16 bit does more than round measurements.
+
+    That is so for columns of whole numbers (ids, time stamps: bf16 has all up to 256, fp16 up to 2,048) of which some
+    become others, and for finite numbers that become infinite.
+
+    Args:
+        batch: before it is cast.
+        precision: of the plugin.
+    """
+    dtype = DTYPES[precision]
+    for name, tensor in named_tensors_in(batch):
+        plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
+        if not plain or not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        cast = tensor.to(dtype).to(tensor.dtype)
+        columns = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
+        whole = (columns == columns.trunc()).all(0).expand(columns.shape).reshape(tensor.shape)
+        lost = tensor.isfinite() & torch.where(whole, cast != tensor, cast.isinf())
+        if lost.any():
+            before, after = float(tensor[lost][0]), float(cast[lost][0])
+            rank_zero_warn(
+                f"MasterWeightsPrecision({precision!r}) casts floating-point tensors of a batch to {dtype}, and in"
+                f" {name} {before:.15g} becomes {after:.15g}. Give ids and other whole numbers as integers, which are"
+                " not cast; or scale the data; or use policy=PrecisionPolicy.default(), under which batches stay fp32."
+            )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import standing_checkpoint
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patches
 from lightning_mp.precision.masters.casting import cast_weights_, uncast_weights_
 from lightning_mp.precision.masters.half_range import check_half_range
 from lightning_mp.precision.masters.loaded_masters import MastersIntoWeights, expecting_masters
@@ -66,11 +66,12 @@ class MastersLoad:
         self._reads_all = isinstance(strategy, ModelParallelStrategy)
         # Others open a file first, and read from it by this method.
         method = "load_checkpoint" if self._reads_all else "load_model_state_dict"
-        self._patch = InstancePatch(strategy, method, self._load)
+        assert strategy.lightning_module is not None
+        self._patch = Patches.of(strategy.lightning_module.trainer).replace(strategy, method, self._load)
 
     def remove(self) -> None:
         """Gives the strategy its own method back."""
-        self._patch.restore()
+        self._patch.undo()
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._reads_all:

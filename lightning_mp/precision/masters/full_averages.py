@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_mp.core import private_api, private_loop_api
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.precision.masters.store import MasterStore
 
 __all__ = ["FullAverages"]
@@ -31,7 +31,8 @@ class FullAverages:
 
     def __init__(self, trainer: "pl.Trainer", masters: MasterStore) -> None:
         self._masters = masters
-        self._methods: list[InstancePatch] = []
+        self._patches = Patches.of(trainer)
+        self._methods: list[Patch] = []
         for callback in private_api.callbacks_of(trainer):
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 average = private_loop_api.average_model_of(callback)
@@ -45,7 +46,7 @@ class FullAverages:
         def update_parameters(model: nn.Module) -> None:
             method.original(_FullPrecision(model, average.module, self._masters))
 
-        method = InstancePatch(average, "update_parameters", update_parameters)
+        method = self._patches.replace(average, "update_parameters", update_parameters)
         self._methods.append(method)
 
     def _keep_over_validation(self, callback: pl.Callback, average: AveragedModel) -> None:
@@ -62,15 +63,15 @@ class FullAverages:
                 tensor.copy_(value)
             kept.clear()
 
-        start = InstancePatch(callback, "on_validation_epoch_start", on_validation_epoch_start)
-        end = InstancePatch(callback, "on_validation_epoch_end", on_validation_epoch_end)
+        start = self._patches.replace(callback, "on_validation_epoch_start", on_validation_epoch_start)
+        end = self._patches.replace(callback, "on_validation_epoch_end", on_validation_epoch_end)
         self._methods += [start, end]
 
     def remove(self) -> None:
         """Gives callbacks and averages their own methods back."""
         methods, self._methods = self._methods, []
         for method in methods:
-            method.restore()
+            method.undo()
 
 
 class _FullPrecision(nn.Module):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
-from lightning_mp.core.instance_method import InstancePatch
+from lightning_mp.core.patches import Patch
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, as_float32
 from lightning_mp.precision.masters.fp32_state import widen_early_state, widened
 from lightning_mp.precision.masters.loaded_masters import (
@@ -76,7 +76,7 @@ class MasterHooks:
         ]
         # Schedule-free optimizers change their weights outside of steps, by these names.
         self._modes = [
-            InstancePatch(optimizer, name, partial(self._on_masters, getattr(optimizer, name)))
+            Patch(optimizer, name, partial(self._on_masters, getattr(optimizer, name)))
             for name in ("train", "eval")
             if callable(getattr(optimizer, name, None))
         ]
@@ -87,7 +87,7 @@ class MasterHooks:
         for handle in self._handles:
             handle.remove()
         for mode in self._modes:
-            mode.restore()
+            mode.undo()
         self._handles, self._modes = [], []
 
     def _on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
