@@ -105,7 +105,7 @@ def files_of(package: str) -> list[Path]:
 def packages() -> list[str]:
     """All that have tests of their own."""
     inside = [folder.name for folder in (ROOT / "lightning_mp").iterdir() if folder.is_dir()]
-    return sorted(name for name in inside if (ROOT / "tests" / name).is_dir())
+    return sorted(name for name in inside if (ROOT / "tests" / name).is_dir() and files_of(name))
 
 
 def survives(mutant: Mutant, package: str, copy: Path, *, full: bool, seconds: int) -> bool:
