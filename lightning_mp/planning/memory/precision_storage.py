@@ -4,7 +4,7 @@ The plugins themselves need a Trainer. Here is what they keep, as a few values; 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -25,6 +25,7 @@ class PrecisionStorage:
         compute_dtype: of matrix products; of fp8 that of all else.
         autocast: weights are cast at their use.
         fp8: linear layers multiply in fp8.
+        cache_weights: a weight is cast once per forward, and the cast lives until it ends.
 
     Example:
         >>> find_precision("bf16-remainder").bytes_per_parameter(optimizer_state_bytes=8)
@@ -38,6 +39,7 @@ class PrecisionStorage:
     compute_dtype: torch.dtype
     autocast: bool = False
     fp8: bool = False
+    cache_weights: bool = False
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -110,4 +112,4 @@ def find_precision(precision: object) -> PrecisionStorage:
             f"`precision` {name!r} is not known. Use one of {', '.join(PRECISIONS)}, or a precision plugin; the ones"
             " that end in -masters and -remainder are MasterWeightsPrecision."
         )
-    return PRECISIONS[name]
+    return replace(PRECISIONS[name], cache_weights=getattr(precision, "cache_weights", False) is True)

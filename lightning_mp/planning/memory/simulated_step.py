@@ -65,8 +65,7 @@ def simulate_step(
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
     live = LiveStorages()
-    live.add("weights", model.weights)
-    live.add("weight casts", model.frozen_copies)
+    live.add("weights", model.module.parameters())
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
@@ -82,7 +81,7 @@ def simulate_step(
     live.phase = "optimizer step"
     live.sample()
     for one in optimizers:
-        _observed_step(one, live)
+        one.step(live)
     return before + live.samples
 
 
@@ -92,14 +91,6 @@ def _second_step(sample: MemorySample, gradients: int, states: int) -> MemorySam
     if sample.phase == "forward":
         parts["gradients"] = gradients
     return MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)})
-
-
-def _observed_step(optimizer: StandInOptimizer, live: LiveStorages) -> None:
-    samples = len(live.samples)
-    with private_api.observe_dispatch(live.after_operation):
-        optimizer.step(live)
-    if not optimizer.has_temporaries:
-        del live.samples[samples:]
 
 
 def _has_padding(batch: Any) -> bool:

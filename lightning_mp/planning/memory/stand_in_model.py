@@ -18,7 +18,6 @@ from lightning_mp.policy.policy import PrecisionPolicy
 
 __all__ = ["StandInModel", "stand_in_for"]
 
-_KEEP_FROZEN_CASTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_MULTIPLE = 16
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -44,7 +43,6 @@ class StandInModel:
 
     Attributes:
         module: the copy.
-        frozen_copies: 16-bit copies of frozen weights, which autocast would cast at every use.
     """
 
     def __init__(
@@ -58,37 +56,26 @@ class StandInModel:
         self._precision = precision
         kept = _kept_in_float32(module, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
-        self.frozen_copies: list[Tensor] = []
-        self._frozen_originals: list[Tensor] = []
         fp8 = _fp8_layers(self.module) if precision.fp8 else []
         for layer in fp8:
             layer.forward = partial(_fp8_linear, layer)  # type: ignore[method-assign]
-        if precision.autocast:
-            self._copy_frozen_weights(fp8)
         self._policy: AppliedPolicy | None = None
         rules = _rules(policy, device_type) if precision.autocast else policy
         if rules is not None:
             self._policy = AppliedPolicy(rules, self.module, "cpu", fp8)
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """Every parameter once, the fp32 ones behind 16-bit copies too."""
-        copies = {id(copy) for copy in self.frozen_copies}
-        return [*(p for p in self.module.parameters() if id(p) not in copies), *self._frozen_originals]
-
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """What a plugin puts around a forward."""
         dtype = self._precision.compute_dtype
+        casts = self._precision.autocast or self._policy is not None
         with ExitStack() as stack:
-            if self._precision.autocast:
-                stack.enter_context(torch.autocast("cpu", dtype))
-            elif self._precision.weight_dtype != torch.float32 and self._policy is None:
+            if casts:
+                stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=self._precision.cache_weights))
+            elif self._precision.weight_dtype != torch.float32:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(dtype)
             if self._policy is not None:
-                if not self._precision.autocast:
-                    stack.enter_context(torch.autocast("cpu", dtype))
                 stack.enter_context(self._policy.in_force(dtype))
             yield
 
@@ -104,21 +91,6 @@ class StandInModel:
         """A stand-in for a tensor of the batch, which 16-bit weights want in their format."""
         narrow = self._precision.weight_dtype != torch.float32 and self._policy is None
         return stand_in_for(tensor, self._precision.weight_dtype if narrow and tensor.is_floating_point() else None)
-
-    def _copy_frozen_weights(self, opaque: list[nn.Linear]) -> None:
-        copies: dict[int, nn.Parameter] = {}
-        for module in self.module.modules():
-            if type(module) not in _KEEP_FROZEN_CASTS or module in opaque:
-                continue
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad or parameter.dtype != torch.float32:
-                    continue
-                if id(parameter) not in copies:
-                    copy = stand_in_for(parameter, self._precision.compute_dtype)
-                    copies[id(parameter)] = nn.Parameter(copy, requires_grad=False)
-                    self._frozen_originals.append(parameter)
-                setattr(module, name, copies[id(parameter)])
-        self.frozen_copies = list(copies.values())
 
 
 def _kept_in_float32(

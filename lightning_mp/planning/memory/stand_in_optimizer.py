@@ -1,12 +1,14 @@
 """An optimizer's step on fake tensors: states and temporaries come from the optimizer's own code."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.planning.memory.live_storages import LiveStorages
 from lightning_mp.planning.memory.precision_storage import PrecisionStorage
@@ -121,7 +123,7 @@ class StandInOptimizer:
         self.optimizer = optimizer
         self._precision = precision
         self._of: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
-        self.has_temporaries = not any(group.get("fused") for group in optimizer.param_groups)
+        self._has_temporaries = not any(group.get("fused") for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             if "foreach" in group and not group.get("fused") and group["foreach"] is None:
                 group["foreach"] = device_type == "cuda"
@@ -157,21 +159,27 @@ class StandInOptimizer:
         used = [row for row in self._of if row[0].grad is not None]
         for parameter, stand_in, kept in used:
             assert parameter.grad is not None
-            gradient = torch.empty(parameter.shape, dtype=parameter.grad.dtype, device="meta")
+            widened = parameter.grad.dtype != stand_in.dtype
+            stand_in.grad = torch.empty(parameter.shape, dtype=stand_in.dtype, device="meta")
             if live is not None:
-                live.add(None, [gradient])
+                live.add("temporaries" if widened else None, [stand_in.grad])
                 if kept is None:
                     live.add(None, [stand_in])
                 elif kept.dtype == torch.int16:  # the whole master, put together for the step
                     live.add("temporaries", [stand_in])
-            stand_in.grad = gradient.to(stand_in.dtype)
+        if live is not None:
+            live.sample()
+        observed = (
+            private_api.observe_dispatch(live.after_operation) if live and self._has_temporaries else nullcontext()
+        )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "estimate_memory() cannot step LBFGS: how often it runs the step depends on the loss. It keeps about"
                 " 2 x history_size + 2 values per parameter; pass optimizer='SGD' for everything else of the step."
             )
         try:
-            self.optimizer.step()
+            with observed:
+                self.optimizer.step()
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
@@ -184,5 +192,7 @@ class StandInOptimizer:
         short = [(stand_in, kept) for _, stand_in, kept in used if kept is not None and kept.dtype == torch.int16]
         if live is not None and short:
             largest = max(kept.numel() for _, kept in short)
-            torch.empty(_SPLIT_BYTES * largest, dtype=torch.int8, device="meta")
+            split = torch.empty(_SPLIT_BYTES * largest, dtype=torch.int8, device="meta")
+            live.add("temporaries", [split])
+            live.sample()
             live.add(None, [stand_in for stand_in, _ in short])
