@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -10,9 +11,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
 from lightning_mp.core.arguments import whole_tokens
-from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding
+from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.lr_schedule.cooldown import COOLDOWN_KINDS, CooldownRequest
+from lightning_mp.distributed.async_sum import AsyncAllReduce
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
@@ -327,3 +328,50 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._end_tokens = state["end_tokens"]
         self._cooldown = state["cooldown_agreed"]
         self._request.load_state_dict(state_dict["cooldown_request"])
+
+
+#: What :meth:`CooldownRequest.state_dict` holds.
+COOLDOWN_KINDS = {"amount": AMOUNT, "sums": listed_of(AMOUNT, 2)}
+
+
+class CooldownRequest:
+    """How long a cooldown is to be: a number of tokens from 1, or below 1 a fraction of the whole run.
+
+    Ranks add up what they ask for when a window opens, and know their mean when the next one does.
+
+    Example:
+        >>> import torch
+        >>> request = CooldownRequest()
+        >>> request.amount = 0.2
+        >>> request.agree(torch.device("cpu")), request.agree(torch.device("cpu"))  # one process knows at once
+        (0.2, 0.0)
+        >>> CooldownRequest.tokens(0.2, trained_tokens=800), CooldownRequest.tokens(50, trained_tokens=800)
+        (200, 50)
+    """
+
+    def __init__(self) -> None:
+        self.amount = 0.0
+        self._asked = AsyncAllReduce(2)
+
+    def agree(self, device: torch.device) -> float:
+        """What ranks have asked for; 0 for nothing. To be called on all of them when a window opens."""
+        asked, self.amount = self.amount, 0.0
+        ranks, total = self._asked.add([float(asked > 0), asked], device)
+        return total / ranks if ranks else 0.0
+
+    @staticmethod
+    def tokens(amount: float, trained_tokens: int) -> int:
+        """The length of a cooldown that begins after so many tokens."""
+        if amount >= 1:
+            return round(amount)
+        return max(1, round(trained_tokens * amount / (1 - amount)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was asked for and is not agreed on yet."""
+        return {"amount": self.amount, "sums": self._asked.arrived()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state; what was asked for since then stays."""
+        state = checked_state(state, COOLDOWN_KINDS, "a cooldown that was asked for")
+        self.amount = self.amount or state["amount"]
+        self._asked.load(state["sums"])

@@ -6,10 +6,10 @@ from torch import nn
 
 from lightning_mp import PrecisionPolicy
 from lightning_mp.diagnostics.audit.asked import AskedPrecision
-from lightning_mp.diagnostics.audit.autocast_state import infer_autocast
 from lightning_mp.diagnostics.audit.findings import find_problems
 from lightning_mp.diagnostics.audit.operations import compute_dtype, identify
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord, dtype_label
+from lightning_mp.diagnostics.audit.watch import infer_autocast
 
 FP8 = dtype_label(torch.float8_e4m3fn)
 

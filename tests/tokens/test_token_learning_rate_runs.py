@@ -21,8 +21,7 @@ from lightning_mp import (
     LossScaler,
     MasterWeightsPrecision,
 )
-from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
-from lightning_mp.lr_schedule.cooldown import CooldownRequest
+from lightning_mp.callbacks.token_learning_rate import CooldownRequest, TokenLearningRate
 from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
 
 SKIPPED = (0, 3, 4, 9)

@@ -3,7 +3,7 @@
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.uncopied import RunHook
-from lightning_mp.diagnostics.audit.autocast_state import autocast_label, infer_autocast, join_autocast
-from lightning_mp.diagnostics.audit.operations import compute_dtype, identify, product_sizes
+from lightning_mp.diagnostics.audit.operations import candidates, compute_dtype, identify, product_sizes
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord, Phase, dtype_label
 from lightning_mp.modules.class_forward import takes_hooks
 from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.operations import by_autocast
 
 __all__ = ["PrecisionWatch", "audit_step"]
 
@@ -310,3 +310,43 @@ def _compiled_parts(model: nn.Module) -> tuple[dict[nn.Module, nn.Module], set[n
         elif private_api.holds_compiled_code(module):
             inside |= set(module.modules())
     return wrappers, inside
+
+
+_LOW = ("bf16", "fp16")
+
+
+def autocast_label(device_type: str) -> str:
+    """The autocast that is on, as "cpu bf16", or "off".
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     autocast_label("cpu")
+        'cpu bf16'
+        >>> autocast_label("cpu")
+        'off'
+    """
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return "off"
+    return f"{device_type} {dtype_label(torch.get_autocast_dtype(device_type))}"
+
+
+def infer_autocast(record: OperationRecord, around: str) -> str:
+    """What an operation of a forward ran under: "cpu bf16", "off", or "?" if it cannot be told.
+
+    Args:
+        record: the operation.
+        around: :func:`autocast_label` where its module was entered; "?" if that is not known.
+    """
+    if around in ("off", "?"):
+        return around
+    if record.kind == "matmul":
+        # fp8 products cast by themselves, whatever autocast says.
+        return "off" if record.compute == "fp32" else around
+    treated = {by_autocast(name, record.device_type) for name in candidates(record.operation)}
+    return "off" if treated == {"fp32"} and record.compute in _LOW else around
+
+
+def join_autocast(own: Sequence[OperationRecord], entered: Sequence[str]) -> str:
+    """What a module ran under: as its own operations show, else what was on when it was called."""
+    told = list(dict.fromkeys(record.autocast for record in own if record.autocast != "?"))
+    return ", ".join(told or entered) or "?"
