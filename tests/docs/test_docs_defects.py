@@ -1,8 +1,9 @@
-"""docs/defects.md: every row names its tests, of ours and of what torch or Lightning do, and the tests name the row."""
+"""docs/defects.md: every row has its tests, of ours and of what torch or Lightning do, and the tests name the row."""
 
 import ast
 import functools
 import re
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,9 +11,9 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "defects.md"
-#: id, what was wrong, what happens, for stock defects the test that reproduces it, test
-ROW = re.compile(r"^\| ([DE]\d\d) \| (.+?) \| (.+?) \|(?: ([^|]+?) \|)? ?(.*?) ?\|$", re.MULTILINE)
-CELL = re.compile(r"`tests/([\w/]+\.py)::(test_\w+)`")
+LISTED = TESTS / "docs" / "defect_tests.toml"
+#: anchor, id, what was wrong, what happens
+ROW = re.compile(r'^\| <a id="([de]\d\d)"></a>([DE]\d\d) \| (.+?) \| (.+?) \|$', re.MULTILINE)
 
 
 #: Two processes have to wait for a timeout of a collective.
@@ -20,16 +21,15 @@ NOT_REPRODUCED = {"D44"}
 
 
 class Row(NamedTuple):
-    theirs: str
-    """The cell with the test that reproduces what torch or Lightning do; empty where there is none."""
-    ours: str
+    theirs: str | None
+    """The test that reproduces what torch or Lightning do."""
+    ours: list[str]
 
 
 @functools.cache
 def rows() -> dict[str, Row]:
-    found = ROW.findall(PAGE.read_text())
-    assert len(found) == len({name for name, *_ in found}), "an id has two rows"
-    return {name: Row(theirs, ours) for name, _, _, theirs, ours in found}
+    listed = tomllib.loads(LISTED.read_text())
+    return {name: Row(row.get("stock"), row["ours"]) for name, row in listed.items()}
 
 
 def stock_rows() -> list[str]:
@@ -44,13 +44,19 @@ def docstrings_in(file: str) -> dict[str, str]:
     return {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
 
 
-def docstring_of(file: str, name: str) -> str | None:
-    """None if there is no such test."""
+def docstring_of(test: str) -> str | None:
+    """Of `file.py::test_name`; None if there is no such test."""
+    file, name = test.split("::")
     return docstrings_in(file).get(name)
 
 
-def test_every_defect_and_every_edge_has_a_row() -> None:
-    assert set(rows()) == {f"D{number:02}" for number in range(1, 63)} | {f"E{number:02}" for number in range(1, 23)}
+def test_every_defect_and_every_edge_has_a_row_and_its_tests() -> None:
+    found = ROW.findall(PAGE.read_text())
+    names = [name for _, name, _, _ in found]
+    assert len(names) == len(set(names)), "an id has two rows"
+    assert set(names) == {f"D{number:02}" for number in range(1, 63)} | {f"E{number:02}" for number in range(1, 23)}
+    assert set(names) == rows().keys()
+    assert all(anchor == name.lower() for anchor, name, _, _ in found)
 
 
 def test_the_readme_says_how_many_rows_there_are() -> None:
@@ -59,37 +65,32 @@ def test_the_readme_says_how_many_rows_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(rows()))
-def test_a_row_names_a_test_that_is_there(name: str) -> None:
-    cell = rows()[name].ours
-    tests = CELL.findall(cell)
-    assert tests, f"{name} names no test: write `tests/test_file.py::test_name` into its last column"
-    assert cell == ", ".join(f"`tests/{file}::{test}`" for file, test in tests)
-    for file, test in tests:
-        assert docstring_of(file, test) is not None, f"{name} names {file}::{test}, and there is no such test"
+def test_a_row_has_a_test_that_is_there(name: str) -> None:
+    assert rows()[name].ours, f"{name} has no test: list it in {LISTED.name}"
+    for test in rows()[name].ours:
+        assert docstring_of(test) is not None, f"{name} lists {test}, and there is no such test"
 
 
 @pytest.mark.parametrize("name", stock_rows())
 def test_the_test_of_a_stock_defect_names_it(name: str) -> None:
-    docstrings = [docstring_of(file, test) or "" for file, test in CELL.findall(rows()[name].ours)]
-    assert any(name in docstring for docstring in docstrings)
+    assert any(name in (docstring_of(test) or "") for test in rows()[name].ours)
 
 
 @pytest.mark.parametrize("name", stock_rows())
 def test_a_stock_defect_is_reproduced_by_a_test_that_names_it(name: str) -> None:
     """So that a release of torch or Lightning that repairs it is noticed."""
-    cell = rows()[name].theirs
+    theirs = rows()[name].theirs
     if name in NOT_REPRODUCED:
-        assert cell == "not reproduced"
+        assert theirs is None
         return
-    [(file, test)] = CELL.findall(cell)
-    assert cell == f"`tests/{file}::{test}`"
-    assert name in (docstring_of(file, test) or ""), f"{name} names {file}::{test}, which does not name it"
+    assert theirs is not None
+    assert name in (docstring_of(theirs) or ""), f"{name} lists {theirs}, which does not name it"
 
 
 def test_every_test_of_stock_behaviour_is_on_the_page() -> None:
-    named = {cell for row in rows().values() for cell in CELL.findall(row.theirs)}
+    named = {row.theirs for row in rows().values()}
     there = {
-        (f"stock/{path.name}", test)
+        f"stock/{path.name}::{test}"
         for path in (TESTS / "stock").glob("test_*.py")
         for test in docstrings_in(f"stock/{path.name}")
         if test.startswith("test_")

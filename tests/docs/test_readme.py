@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -28,13 +29,24 @@ LINES = [line.split("#")[0].strip() for language, code in BLOCKS if language == 
 
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:
-    assert {language for language, _ in BLOCKS} == {"python", "bash", "yaml"}
-    assert len(PYTHON) >= 3
+    assert {language for language, _ in BLOCKS} == {"python", "bash", "yaml", "diff"}
+    assert len(PYTHON) >= 2
 
 
 @pytest.mark.parametrize("index", [i for i, code in enumerate(PYTHON) if code is not EXAMPLE])
 def test_short_python_blocks_run(index: int) -> None:
     exec(compile(PYTHON[index], "README.md", "exec"), {})
+
+
+# Lightning's, for the line that is replaced.
+@pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU:UserWarning")
+@pytest.mark.parametrize("index", [i for i, (language, _) in enumerate(BLOCKS) if language == "diff"])
+def test_both_sides_of_a_diff_make_a_trainer(index: int) -> None:
+    lines = BLOCKS[index][1].splitlines()
+    assert {line[0] for line in lines} <= {"+", "-", " "}
+    for side in "+-":
+        code = textwrap.dedent("\n".join(line[1:] for line in lines if line[0] in (side, " ")))
+        exec(f"import lightning.pytorch as pl\nfrom lightning_mp import *\n{code}", {})
 
 
 @pytest.mark.full
@@ -70,7 +82,7 @@ def test_the_picture_shows_what_its_script_measures(monkeypatch: pytest.MonkeyPa
 
 def test_the_readme_is_short() -> None:
     words = [word for word in (ROOT / "README.md").read_text().split() if re.search("[A-Za-z]", word)]
-    assert len(words) < 900  # with those of the code
+    assert len(words) < 850  # with those of the code
 
 
 def test_links_lead_somewhere() -> None:
