@@ -26,7 +26,7 @@ may be written 1.3B, 1e21 or 300_000_000. For a run, its cost, ZeRO and experts 
 _EXAMPLES = """\
 examples:
   lightning-mp layouts --params 8.03B --layers 32 --width 4096 --vocab 128256 --gpus 8,64
-  lightning-mp layouts --params 405B --layers 126 --width 16384 --vocab 128256 --tokens-per-step 16M
+  lightning-mp layouts --params 405B --layers 126 --width 16384 --vocab 128256 --tokens-per-step 16_777_216
   lightning-mp layouts --params 1.3B --layers 24 --width 2048 --vocab 50257 --tied-head --machine "DGX A100" --json"""
 
 _CONVENTIONS = """\

@@ -2,9 +2,10 @@
 
 import math
 import re
+from decimal import Decimal
 from typing import SupportsFloat
 
-_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"(?P<number>[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s?(?P<suffix>[kKmMbBtT]?)")
 
 
@@ -110,7 +111,7 @@ def _number(value: str | SupportsFloat, name: str) -> float:
         text = value.strip()
         match = _NUMBER.fullmatch(text)
         if match:
-            return float(match["number"]) * _SUFFIXES[match["suffix"].upper()]
+            return float(Decimal(match["number"]) * _SUFFIXES[match["suffix"].upper()])  # 8.03B is a whole number
         if text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
             return float(text)
     elif not isinstance(value, bool):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,8 +40,8 @@ def look_at_data(
 ) -> FoundData:
     """The first micro-batch, and the number of them.
 
-    Of a map-style data set the first batch is fetched in this process, without the loader's workers. The states of the
-    loader's generators are what they were afterwards; a data set that counts its calls is not.
+    Of a map-style data set the first batch is fetched in this process, without the loader's workers, by a copy of its
+    sampler. The loader's generators and samplers do not move; a data set that counts its calls does.
 
     Args:
         data: a LightningDataModule, a loader or another iterable of batches, a mapping or list of loaders, or one
@@ -119,11 +119,19 @@ def _first_batch(loader: "DataLoader[Any]") -> Any:
         if isinstance(loader.dataset, IterableDataset):
             return _next(iter(loader))
         if loader.batch_sampler is None:
-            return loader.collate_fn(loader.dataset[_next(iter(loader.sampler))])
-        indices = _next(iter(loader.batch_sampler))
+            return loader.collate_fn(loader.dataset[_next(iter(_copied(loader.sampler, loader.dataset)))])
+        indices = _next(iter(_copied(loader.batch_sampler, loader.dataset)))
         fetch = getattr(loader.dataset, "__getitems__", None)
         samples = fetch(indices) if fetch is not None else [loader.dataset[index] for index in indices]
         return loader.collate_fn(samples)
+
+
+def _copied(sampler: Any, dataset: Any) -> Any:
+    """A sampler whose order is drawn in place of the given one's; what cannot be copied is used itself."""
+    try:
+        return deepcopy(sampler, {id(dataset): dataset})
+    except Exception:
+        return sampler
 
 
 @contextmanager

@@ -1,14 +1,18 @@
 """``lightning-mp plan`` with a run of one's own, a machine and a shape, and ``lightning-mp memory``."""
 
+import argparse
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from lightning_mp.__main__ import main
+from lightning_mp.cli.parser import OneLineParser
 
 SHAPE = "--layers 126 --width 16384 --heads 128 --kv-heads 8 --ffn 53248 --vocab 128256"
+CONFIGS = Path(__file__).resolve().parents[1] / "support" / "published_configs.json"
 SMALL = "--layers 12 --width 768 --heads 12 --vocab 50257"
 MODULE = """
 import torch
@@ -228,6 +232,45 @@ def test_memory_of_a_shape_is_a_formula(capsys):
     found = content(capsys, f"memory {SMALL} --sequences 8 --context 1024")
     assert found["bytes_by_part"]["weights"] == found["bytes_by_part"]["optimizer states"] / 2
     assert "by formulas" in output(capsys, f"memory {SMALL}").out
+
+
+TRAINS = ("compare", "demo")
+MY_MODEL = """
+import torch
+def example():
+    return torch.nn.Linear(8, 8), torch.randn(4, 8)
+"""
+
+
+@pytest.mark.parametrize("verb", ["advise", "compare", "demo", "fit", "formats", "layouts", "memory", "plan"])
+def test_every_example_of_the_help_runs(capsys, monkeypatch, verb):
+    """Those that train for minutes are parsed."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.syspath_prepend(".")
+    Path("my_project").mkdir()
+    Path("my_project/model.py").write_text(MY_MODEL.lstrip())
+    Path("config.json").write_text(json.dumps(json.loads(CONFIGS.read_text())["llama_3_8b"]))
+    rows = [(n, 20 * n, 2 + 400 / n**0.34 + 400 / (20 * n) ** 0.28) for n in (1e7, 3e7, 1e8, 3e8, 1e9, 3e9)]
+    rows += [(n, 60 * n, 2 + 400 / n**0.34 + 400 / (60 * n) ** 0.28) for n in (1e7, 3e7, 1e8, 3e8, 1e9, 3e9)]
+    lines = ["parameters,tokens,loss", *(",".join(map(str, row)) for row in rows)]
+    Path("runs.csv").write_text("\n".join(lines))
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    examples = re.findall(r"^  (lightning-mp .+)$", capsys.readouterr().out, re.MULTILINE)
+    assert examples
+    for example in examples:
+        words = shlex.split(example.partition(" > ")[0])[1:]
+        assert words[0] == verb
+        with monkeypatch.context() as patched:
+            if verb in TRAINS:
+                patched.setattr(OneLineParser, "parse_args", _parsed_only)
+            assert main(words) == 0, example
+
+
+def _parsed_only(parser, words):
+    parsed = argparse.ArgumentParser.parse_args(parser, words)
+    parsed.run = lambda parsed: 0
+    return parsed
 
 
 def test_every_verb_has_examples_and_json(capsys):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from preflight_projects import PROJECTS, Net
 from small_models import loader, quiet_trainer, regression_batches
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from lightning_mp import AutocastPrecision, preflight
 from lightning_mp.preflight_checks.report import PreflightFinding, PreflightReport
@@ -35,6 +36,58 @@ def test_module_random_state_and_trainer_stay_to_the_bit() -> None:
     after = _state(module, trainer, shuffled)
     assert before.keys() == after.keys()
     assert {name for name in before if not _same(before[name], after[name])} == set()
+
+
+class OwnOrder(Sampler[int]):
+    """A sampler whose generator no loader knows."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.generator_of_order = samples, np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator_of_order.permutation(self.samples).tolist())
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("order", ["shuffle", "generator", "own sampler", "own batch sampler"])
+def test_the_fit_sees_the_batches_that_it_would_have_seen(order: str, batched: bool) -> None:
+    def made() -> "DataLoader[Any]":
+        data, size = torch.arange(8.0)[:, None], 2 if batched else None
+        match order:
+            case "shuffle":
+                return DataLoader(data, size, shuffle=True)
+            case "generator":
+                return DataLoader(data, size, shuffle=True, generator=torch.Generator().manual_seed(3))
+            case "own sampler":
+                return DataLoader(data, size, sampler=OwnOrder(8))
+            case _:
+                return DataLoader(data, batch_sampler=BatchSampler(OwnOrder(8), 2, drop_last=False))
+
+    seen = []
+    for is_checked in (False, True):
+        torch.manual_seed(0)
+        loader = made()
+        if is_checked:
+            preflight(quiet_trainer(), Scale(), loader)
+        seen.append([batch.flatten().tolist() for _ in range(2) for batch in loader])
+    assert seen[0] == seen[1]
+
+
+class Scale(pl.LightningModule):
+    """The smallest model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.scale * batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Augmented(Dataset[Any]):
