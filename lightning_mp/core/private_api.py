@@ -411,3 +411,8 @@ def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequ
     if isinstance(scheduler, SequentialLR):
         return scheduler._schedulers, scheduler._milestones
     return (scheduler._schedulers, ()) if isinstance(scheduler, ChainedScheduler) else ((), ())
+
+
+def make_room_for_hooks(optimizer: Optimizer) -> None:
+    """Lets hooks be registered on an optimizer that has not called ``Optimizer.__init__`` (torch_optimizer.Lookahead)."""
+    Optimizer.__setstate__(optimizer, {} if hasattr(optimizer, "defaults") else {"defaults": {}})

@@ -170,6 +170,7 @@ class StepOutcomeDispatcher:
 
     def settle_before_saving(self, optimizer: Optimizer) -> None:
         """Settles the last outcome before this optimizer's state goes into a checkpoint."""
+        private_api.make_room_for_hooks(optimizer)
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
 
     def detach(self) -> None:

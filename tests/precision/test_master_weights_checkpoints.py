@@ -90,6 +90,68 @@ def test_resuming_is_bit_exact(
         assert resumed.precision_plugin.scaler.state_dict() == straight.precision_plugin.scaler.state_dict()
 
 
+class LoadsByItself(torch.optim.Adam):
+    """Its ``load_state_dict`` calls none of torch's hooks and casts as torch does (bitsandbytes 0.50)."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True)
+        self.param_groups = [{**loaded, "params": group["params"]} for group, loaded in saved]
+        self.state.clear()
+        for index, state in copy.deepcopy(state_dict["state"]).items():
+            p = parameters[index]
+            self.state[p] = {key: v if key == "step" else v.to(p.dtype) for key, v in state.items()}
+
+
+class WithoutInit(torch.optim.Optimizer):
+    """A wrapper that does not call ``Optimizer.__init__`` (torch_optimizer.Lookahead 0.3)."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = torch.optim.Adam(parameters)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self.defaults = self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+
+class Unhooked(Regression):
+    """No hook on its optimizer, which may have no room for one."""
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+@pytest.mark.parametrize("make", [LoadsByItself, WithoutInit])
+@pytest.mark.parametrize(("precision", "storage"), KINDS)
+def test_resuming_an_optimizer_that_does_not_use_torchs_hooks_is_bit_exact(
+    make: Any, precision: str, storage: str, tmp_path: Path
+) -> None:
+    """Masters were dropped without a word, and the run continued from rounded weights."""
+
+    def ours() -> list[Any]:
+        scaler = LossScaler(init_scale=SCALE) if precision == "16-true" else None
+        return [master_weights(precision, storage, scaler=scaler)]
+
+    straight = fit(ours(), Unhooked(make), 2)
+    fit(ours(), Unhooked(make), 1).save_checkpoint(tmp_path / "x.ckpt")
+    resumed = fit(ours(), Unhooked(make), 2, ckpt_path=tmp_path / "x.ckpt")
+    assert equal(masters_of(straight), masters_of(resumed))
+    assert equal(everything(straight), everything(resumed))
+
+
+def test_an_fp32_run_takes_masters_without_torchs_hooks(tmp_path: Path) -> None:
+    first = fit([master_weights()], Regression(LoadsByItself), 1)
+    first.save_checkpoint(tmp_path / "x.ckpt")
+    spy = AtStart()
+    fit([AutocastPrecision("bf16-mixed")], Regression(LoadsByItself), 2, ckpt_path=tmp_path / "x.ckpt", callbacks=[spy])
+    assert equal(masters_of(first), spy.weights)
+
+
 @pytest.mark.parametrize("storage", ["fp32", "remainder"])
 def test_the_other_storage_resumes_exactly(storage: str, tmp_path: Path) -> None:
     other = "remainder" if storage == "fp32" else "fp32"

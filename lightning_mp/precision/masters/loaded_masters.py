@@ -1,6 +1,6 @@
 """Checkpoints with fp32 masters, in runs that have none or that come after such a run."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.sharded import is_sharded_checkpoint, saved_names
+from lightning_mp.core.patches import Patch
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.store import refine_full
 
@@ -19,6 +20,7 @@ __all__ = [
     "MASTERS_KEY",
     "MASTER_KEY",
     "MastersIntoWeights",
+    "around_load",
     "by_index",
     "expecting_masters",
     "into_weight_",
@@ -111,6 +113,41 @@ def tell_of_rounding(dtype: torch.dtype) -> None:
     )
 
 
+def around_load(
+    optimizer: Optimizer, begin: Callable[[Optimizer, dict[str, Any]], tuple[dict[str, Any], Callable[[], None]]]
+) -> list[Callable[[], None]]:
+    """Has ``begin`` change what an optimizer loads, and calls what it returns afterwards; the result ends that.
+
+    It comes at the instance's ``load_state_dict``, as some load without the hooks of torch (bitsandbytes), and at these
+    hooks, as some take a format of their own apart before they load it (Lookahead). The inner one finds no masters.
+    """
+    pending: list[Callable[[], None]] = []
+
+    def load(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            return patch.original(state_dict, *args, **kwargs)
+        changed, finish = begin(optimizer, dict(state_dict))
+        result = patch.original(changed, *args, **kwargs)
+        finish()
+        return result
+
+    def before(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        changed, finish = begin(optimizer, state_dict)
+        pending[:] = [finish]  # in place of that of a load that failed
+        return changed
+
+    def after(optimizer: Optimizer) -> None:
+        while pending:
+            pending.pop()()
+
+    patch = Patch(optimizer, "load_state_dict", load)
+    return [
+        patch.undo,
+        optimizer.register_load_state_dict_pre_hook(before).remove,
+        optimizer.register_load_state_dict_post_hook(after).remove,
+    ]
+
+
 @torch.no_grad()
 def into_weight_(parameter: Tensor, master: Tensor) -> bool:
     """Gives an fp32 weight the number that was rounded to it in a checkpoint; returns whether it fits everywhere."""
@@ -137,21 +174,19 @@ class MastersIntoWeights:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._masters: dict[Tensor, Tensor] = {}
         #: Parameters that the last state to be loaded had masters of.
         self.taken: frozenset[Tensor] = frozenset()
         #: Parameters whose masters are in the checkpoint that is being read; what is not asked for is not read.
         self.expected: frozenset[Tensor] = frozenset()
-        self._handles = [
-            optimizer.register_state_dict_post_hook(self._ask),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+        self._ends = [
+            optimizer.register_state_dict_post_hook(self._ask).remove,
+            *around_load(optimizer, self._begin_load),
         ]
 
     def remove(self) -> None:
         """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
+        for end in self._ends:
+            end()
 
     def _ask(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = dict(state_dict["state"])
@@ -161,18 +196,21 @@ class MastersIntoWeights:
                 state[index] = {**state.get(index, {}), MASTER_KEY: room}
         return {**state_dict, "state": state}
 
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _begin_load(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
         state, masters = without_masters(state_dict["state"])
         parameters = dict(by_index(optimizer, state_dict))
-        self._masters = {parameters[index]: master for index, master in masters.items() if index in parameters}
-        return {**state_dict, "state": state}
 
-    def _after_load(self, optimizer: Optimizer) -> None:
-        masters, self._masters = self._masters, {}
-        self.taken = frozenset(masters)
-        differing = sum(not into_weight_(parameter, master) for parameter, master in masters.items())
-        if differing:
-            warn_of_other_weights(differing, len(masters))
+        def finish() -> None:
+            taken = {parameters[index]: master for index, master in masters.items() if index in parameters}
+            self.taken |= frozenset(taken)
+            differing = sum(not into_weight_(parameter, master) for parameter, master in taken.items())
+            if differing:
+                warn_of_other_weights(differing, len(taken))
+
+        self.taken = frozenset()
+        return {**state_dict, "state": state}, finish
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, as_float32
 from lightning_mp.precision.masters.loaded_masters import (
     MASTER_KEY,
+    around_load,
     by_index,
     into_weight_,
     warn_of_other_weights,
@@ -60,35 +61,31 @@ class MasterHooks:
         self._depth = 0
         #: While it is set, the optimizer works as if there were no masters: its parameters are fp32.
         self.paused = False
-        self._loading: dict[Tensor, dict[str, Any]] = {}
         self._accumulating: set[Tensor] = set()
         stepping = with_wrapped(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in store:
                     _widen(stepping, group, parameter, store.get(parameter))
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._add_masters),
-            *(loading.register_load_state_dict_pre_hook(self._before_load) for loading in stepping),
-            *(loading.register_load_state_dict_post_hook(self._after_load) for loading in stepping),
+        private_api.make_room_for_hooks(optimizer)
+        self._ends = [
+            optimizer.register_step_pre_hook(self._before_step).remove,
+            optimizer.register_step_post_hook(self._after_step).remove,
+            optimizer.register_state_dict_post_hook(self._add_masters).remove,
         ]
+        for loading in stepping:
+            self._ends += around_load(loading, self._begin_load)
         # Schedule-free optimizers change their weights outside of steps, by these names.
-        self._modes = [
-            Patch(optimizer, name, partial(self._on_masters, getattr(optimizer, name)))
-            for name in ("train", "eval")
-            if callable(getattr(optimizer, name, None))
-        ]
+        for name in ("train", "eval"):
+            if callable(method := getattr(optimizer, name, None)):
+                self._ends.append(Patch(optimizer, name, partial(self._on_masters, method)).undo)
 
     def remove(self) -> None:
         """Takes the hooks away; the optimizer goes on with the 16-bit parameters."""
         self.swap_out()
-        for handle in self._handles:
-            handle.remove()
-        for mode in self._modes:
-            mode.undo()
-        self._handles, self._modes = [], []
+        for end in self._ends:
+            end()
+        self._ends = []
 
     def _on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._swapped_in:
@@ -230,26 +227,27 @@ class MasterHooks:
                 state[index] = {**state.get(index, {}), MASTER_KEY: self._store.get(parameter).detach()}
         return {**state_dict, "state": state}
 
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _begin_load(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
         """Takes the masters out, and remembers the rest: torch casts it to the dtype of the 16-bit parameters.
 
         No master is swapped in meanwhile, because a load that fails calls no hook that could swap it out.
         """
         if self.paused:
-            return state_dict
+            return state_dict, lambda: None
         self.swap_out()
         parameters = dict(by_index(optimizer, state_dict))
         state, masters = without_masters(state_dict["state"])
-        self._loading = {
+        loading = {
             parameter: {"state": state.get(index), "master": masters.get(index)}
             for index, parameter in parameters.items()
             # Also of frozen ones: on which epoch they are unfrozen is often known to a callback alone.
             if index in masters or (index in state and parameter.dtype in HALF_DTYPES)
         }
-        return {**state_dict, "state": state}
+        return {**state_dict, "state": state}, partial(self._finish_load, optimizer, loading)
 
-    def _after_load(self, optimizer: Optimizer) -> None:
-        loading, self._loading = self._loading, {}
+    def _finish_load(self, optimizer: Optimizer, loading: dict[Tensor, dict[str, Any]]) -> None:
         with_master = {p: entry["master"] for p, entry in loading.items() if entry["master"] is not None}
         differing = sum(not self._take(p, master) for p, master in with_master.items())
         for parameter, entry in loading.items():
