@@ -414,5 +414,5 @@ def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequ
 
 
 def make_room_for_hooks(optimizer: Optimizer) -> None:
-    """Lets hooks be registered on an optimizer that has not called ``Optimizer.__init__`` (torch_optimizer.Lookahead)."""
+    """Lets hooks be registered where ``Optimizer.__init__`` was not called (torch_optimizer.Lookahead)."""
     Optimizer.__setstate__(optimizer, {} if hasattr(optimizer, "defaults") else {"defaults": {}})
