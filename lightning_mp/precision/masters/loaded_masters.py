@@ -118,20 +118,26 @@ def around_load(
 ) -> list[Callable[[], None]]:
     """Has ``begin`` change what an optimizer loads, and calls what it returns afterwards; the result ends that.
 
-    It comes at the instance's ``load_state_dict``, as some load without the hooks of torch (bitsandbytes), and at these
-    hooks, as some take a format of their own apart before they load it (Lookahead). The inner one finds no masters.
+    It comes at torch's hooks, or where a load calls none of them (bitsandbytes) after it.
     """
     pending: list[Callable[[], None]] = []
+    hooked = False
 
     def load(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            return patch.original(state_dict, *args, **kwargs)
-        changed, finish = begin(optimizer, dict(state_dict))
-        result = patch.original(changed, *args, **kwargs)
-        finish()
+        nonlocal hooked
+        hooked = False
+        result = patch.original(state_dict, *args, **kwargs)
+        if not hooked and isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
+            _, finish = begin(optimizer, dict(state_dict))
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    state.pop(MASTER_KEY, None)
+            finish()
         return result
 
     def before(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        nonlocal hooked
+        hooked = True
         changed, finish = begin(optimizer, state_dict)
         pending[:] = [finish]  # in place of that of a load that failed
         return changed
