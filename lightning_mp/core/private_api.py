@@ -75,6 +75,7 @@ __all__ = [
     "without_function_modes",
     "without_function_subclasses",
     "wrapper_tensor",
+    "make_room_for_hooks",
 ]
 
 #: (owner, private name, why it is needed)
