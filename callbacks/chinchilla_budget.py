@@ -20,6 +20,7 @@ from lightning_mp.core.saved_state import AMOUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
+from lightning_mp.flops.model_shape import elements_met
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.preflight_checks.scheduler_facts import schedulers_longer_than
@@ -44,7 +45,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
     Args:
         tokens_per_parameter: 20, the ratio of Hoffmann et al. 2022, where nothing else is given.
         tokens: the budget itself, a whole number; strings such as "1.5B" are read.
-        flops: training compute C; it becomes C / (6 N) tokens, attention scores and recomputation not counted.
+        flops: training compute C; it becomes C / (6 N) tokens, attention scores and recomputation not counted. Of a
+            mixture of experts N has those that a token is sent to, as its Hugging Face configuration says.
         device_hours: time of training, validation included, times the number of devices. The run ends at the first
             window end after it; on several ranks one window later.
         parameters: which parameters N counts: "all" of them, tied ones once; "trainable"; or "non_embedding", all but
@@ -198,14 +200,15 @@ class ChinchillaBudget(SettingsRepr, Callback):
         """Tokens of each target, and what is said about it."""
         targets = [] if self._tokens is None else [(self._tokens, "")]
         if self.tokens_per_parameter is not None or self.flops is not None:
-            parameters, which = _count_parameters(trainer, pl_module, self.parameters)
+            parameters, met, which = _count_parameters(trainer, pl_module, self.parameters)
             if self.tokens_per_parameter is not None:
                 tokens = tokens_for(parameters, self.tokens_per_parameter)
                 how = f"{self.tokens_per_parameter:g} tokens x {parameters:,} parameters ({which})"
                 targets.append((tokens, f"Chinchilla budget: {how} = {tokens:,} tokens."))
             if self.flops is not None:
-                tokens = max(1, int(self.flops / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters)))
-                how = f"{self.flops:.4g} FLOPs / (6 x {parameters:,} parameters ({which}))"
+                tokens = max(1, int(self.flops / (FLOPS_PER_PARAMETER_AND_TOKEN * met)))
+                which += "; of a mixture the experts that a token is sent to" if met < parameters else ""
+                how = f"{self.flops:.4g} FLOPs / (6 x {met:,} parameters ({which}))"
                 targets.append((tokens, f"Chinchilla budget: {how} = {tokens:,} tokens."))
         return targets
 
@@ -366,9 +369,10 @@ class ChinchillaBudget(SettingsRepr, Callback):
             self._warn_of_the_rest("it was interrupted")
 
 
-def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", which: Counted) -> tuple[int, str]:
-    """The number, of the whole model and equal on all ranks, and what it counts."""
-    everything = whole_parameters(trainer.strategy.model or pl_module)
+def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", which: Counted) -> tuple[int, int, str]:
+    """The number, of the whole model and equal on all ranks, how many of them a token uses, and what is counted."""
+    model = trainer.strategy.model or pl_module
+    everything = whole_parameters(model)
     said = "all of them, tied ones once"
     if which == "trainable":
         everything, said = [p for p in everything if p.learns], "the trainable ones, tied ones once"
@@ -381,7 +385,11 @@ def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", wh
             f"ChinchillaBudget(parameters={which!r}) found no such parameters in {type(pl_module).__name__}, so its"
             " budget would be 0 tokens. Give tokens=, or count other parameters."
         )
-    return number, said
+    try:
+        met = sum(elements_met(model, everything))
+    except ValueError:
+        met, said = number, f"{said}; no configuration says how many experts a token is sent to"
+    return number, met, said
 
 
 def _refuse_what_does_nothing(

@@ -1,6 +1,6 @@
 """What the named FLOPs conventions ask about a module: its weights of matrix products, and the shape of a decoder."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_mp.flops.conventions import CONVENTIONS, DecoderShape, flops_per_
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.modules.whole_parameters import WholeParameter, whole_parameters
 
-__all__ = ["MatmulParameters", "far_above_count", "matmul_parameters", "module_flops_per_token"]
+__all__ = ["MatmulParameters", "elements_met", "far_above_count", "matmul_parameters", "module_flops_per_token"]
 
 _LARGEST_DISAGREEMENT = 1.25  # conventions differ by less among themselves
 
@@ -49,6 +49,22 @@ def matmul_parameters(module: nn.Module) -> MatmulParameters:
         if len(parameter.shape) >= 2
         and not all(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in parameter.owners)
     ]
+    met = elements_met(module, weights)
+    return MatmulParameters(
+        total=sum(met), frozen=sum(each for each, weight in zip(met, weights, strict=True) if not weight.learns)
+    )
+
+
+def elements_met(module: nn.Module, weights: Sequence[WholeParameter]) -> list[int]:
+    """How many numbers of each parameter a token uses: all, and of a mixture the share of the experts it is sent to.
+
+    Args:
+        module: may be sharded.
+        weights: some of its :func:`~lightning_mp.modules.whole_parameters.whole_parameters`.
+
+    Raises:
+        ValueError: there are experts, and no configuration says how many a token is sent to.
+    """
     with full_model(module):
         experts = {
             id(part)
@@ -57,15 +73,9 @@ def matmul_parameters(module: nn.Module) -> MatmulParameters:
             for part in of_experts.modules()
         }
     share = _share_of_experts(module) if any(_is_expert(weight, experts) for weight in weights) else (1, 1)
-
-    def met(weight: WholeParameter) -> int:
-        numerator, denominator = share if _is_expert(weight, experts) else (1, 1)
-        return weight.elements * numerator // denominator
-
-    return MatmulParameters(
-        total=sum(met(weight) for weight in weights),
-        frozen=sum(met(weight) for weight in weights if not weight.learns),
-    )
+    return [
+        weight.elements * share[0] // share[1] if _is_expert(weight, experts) else weight.elements for weight in weights
+    ]
 
 
 def _is_expert(weight: WholeParameter, experts: set[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Twelve small models of all kinds for estimates of memory, and what a real run of one of them keeps alive."""
+"""Small models of all kinds for estimates of memory, and what a real run of one of them keeps alive."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -139,7 +139,7 @@ class TwoInputs(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A cell that is used again and again: its weights are cast once."""
+    """A cell that is used again and again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +151,20 @@ class Recurrent(nn.Module):
         for token in x.unbind(1)[:6]:
             state = torch.tanh(self.inner(token) + self.outer(state))
         return self.head(state)
+
+
+class Recurrence(nn.Module):
+    """torch's own recurrent layers between a table and a head."""
+
+    def __init__(self, kind: type[nn.RNNBase], *, directions: int = 1, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = kind(WIDTH, WIDTH, batch_first=True, bidirectional=directions == 2, **options)
+        self.head = nn.Sequential(nn.Linear(directions * WIDTH, WIDTH), *_head())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.layers(self.table(x))[0])
+        return result
 
 
 def _floats(*shape: int) -> Tensor:
@@ -180,10 +194,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "experts": (Experts, _rows),
     "two inputs": (TwoInputs, lambda: {"left": _rows(), "right": _rows()}),
     "recurrent": (Recurrent, lambda: _floats(8, TOKENS, WIDTH)),
+    "lstm": (lambda: Recurrence(nn.LSTM, num_layers=2, directions=2), lambda: _IDS),
+    "gru": (lambda: Recurrence(nn.GRU), lambda: _IDS),
 }
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4),
 }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -76,6 +77,21 @@ def test_flops_become_tokens_by_6_n_d() -> None:
     budget = ChinchillaBudget(flops=6 * ALL * 60.9)
     fit(budget)
     assert budget.budget_tokens == budget.tokens_seen == 60
+
+
+def test_flops_of_a_mixture_count_the_experts_that_a_token_is_sent_to() -> None:
+    class Mixture(TokenModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(4)])
+
+    class Configured(Mixture):
+        config = SimpleNamespace(num_experts_per_tok=1, num_local_experts=4)
+
+    flops = 6e6 * ALL
+    for module, met in [(TokenModel(), ALL), (Configured(), ALL + 64), (Mixture(), ALL + 4 * 64)]:
+        assert ChinchillaBudget(flops=flops).planned_tokens(quiet_trainer(), module) == int(flops / (6 * met))
+    assert ChinchillaBudget(1.0).planned_tokens(quiet_trainer(), Configured()) == ALL + 4 * 64
 
 
 def test_the_first_of_several_targets_ends_the_run() -> None:

@@ -10,6 +10,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor, strided
 
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.planning.memory.stand_in_kernels import workspace_bytes
 
 __all__ = ["PARTS", "LiveStorages", "MemorySample", "Part"]
 
@@ -82,13 +83,16 @@ class LiveStorages:
         """What is alive now."""
         return {part: self._bytes[part] for part in PARTS if self._bytes[part]}
 
-    def add(self, part: Part | None, tensors: Iterable[Tensor], *, unless: tuple[Part, ...] = ()) -> None:
+    def add(
+        self, part: Part | None, tensors: Iterable[Tensor], *, unless: tuple[Part, ...] = (), extra_bytes: int = 0
+    ) -> None:
         """Says what the storages of tensors are for.
 
         Args:
             part: None for a storage that stands for another one and does not count.
             tensors: known ones or new ones.
             unless: leave storages alone that are one of these already.
+            extra_bytes: that a new storage does not show.
         """
         for tensor in _with_storage(tensors):
             storage = tensor.untyped_storage()
@@ -101,7 +105,7 @@ class LiveStorages:
                 self._count(before, -size)
                 self._known[key] = reference, size, part
             else:
-                size = storage.nbytes()
+                size = storage.nbytes() + extra_bytes
                 self._known[key] = ref(storage, self._forget(key)), size, part
             self._count(part, size)
 
@@ -113,7 +117,9 @@ class LiveStorages:
                 continue
             sources = _with_storage(tensors_in(args))
             of_weight = is_cast and any(self._part_of(source) == "weights" for source in sources)
-            self.add("weight casts" if of_weight and self.phase == "forward" else "temporaries", [tensor])
+            extra = workspace_bytes(operation, args) if not tensor.untyped_storage().nbytes() else 0
+            part: Part = "weight casts" if of_weight and self.phase == "forward" else "temporaries"
+            self.add(part, [tensor], extra_bytes=extra)
         self.sample()
 
     def sample(self) -> None:

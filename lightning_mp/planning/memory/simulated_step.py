@@ -16,6 +16,7 @@ from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.modules.stand_ins import batch_with, run_forward, sum_of_outputs
 from lightning_mp.planning.memory.live_storages import PARTS, LiveStorages, MemorySample, Part
 from lightning_mp.planning.memory.precision_storage import PrecisionStorage
+from lightning_mp.planning.memory.stand_in_kernels import StandInKernels
 from lightning_mp.planning.memory.stand_in_model import StandInModel
 from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 from lightning_mp.policy.policy import PrecisionPolicy
@@ -69,7 +70,8 @@ def simulate_step(
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
-    with torch.random.fork_rng(enabled=True), private_api.observe_dispatch(live.after_operation), fake:
+    kernels = StandInKernels(device_type)
+    with torch.random.fork_rng(enabled=True), private_api.observe_dispatch(live.after_operation), fake, kernels:
         _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
     gradients = live.bytes_by_part.get("gradients", 0)
     for one in optimizers:
