@@ -65,7 +65,7 @@ def join_window_controller(
     trainer: "pl.Trainer",
     pl_module: "pl.LightningModule",
     count: CountFunction | None,
-    weight_by: WeightBy = "auto",
+    weight_by: WeightBy | None = "auto",
 ) -> AccumulationController:
     """Returns the Trainer's accumulation controller, configured with the weights of micro-batches.
 

@@ -159,7 +159,7 @@ class MFUMonitor(SettingsRepr, Callback):
         """Joins the accumulation controller, whose counter counts tokens once over all ranks."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
-            self._controller = join_window_controller(self, trainer, pl_module, self.count)
+            self._controller = join_window_controller(self, trainer, pl_module, self.count, weight_by=None)
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
+import lightning.pytorch as pl
+
+from lightning_mp.accumulation.schedule import Progress, Unit
 from lightning_mp.core.answering_int import AnsweringInt
 
-__all__ = ["ScheduledWindows", "AccumulateGradBatches"]
+__all__ = ["AccumulateGradBatches", "LightningWindows", "ScheduledWindows"]
 
 
 class _StepsPerEpoch(int):
@@ -101,3 +105,28 @@ class AccumulateGradBatches(ScheduledWindows):
         if value == self._batch_idx + 1:
             return int(not self._closes)
         return value % int(self)
+
+
+@dataclass(frozen=True)
+class LightningWindows:
+    """The schedule of Lightning itself: ``trainer.accumulate_grad_batches``, whoever sets it.
+
+    Args:
+        trainer: it is read from.
+    """
+
+    trainer: "pl.Trainer"
+
+    @property
+    def units(self) -> frozenset[Unit]:
+        """Nothing has to be counted."""
+        return frozenset()
+
+    @property
+    def has_target(self) -> bool:
+        """It counts micro-batches."""
+        return False
+
+    def micro_batches(self, progress: Progress) -> int:
+        """Length of the window that opens now."""
+        return int(self.trainer.accumulate_grad_batches)

@@ -7,12 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.accumulation import transitions
-from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
+from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches, LightningWindows
 from lightning_mp.accumulation.across_epochs import another_epoch_follows
 from lightning_mp.accumulation.boundary import AccumulationBoundary, refuse_repeated_losses, repeated_losses
 from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
@@ -21,9 +22,12 @@ from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.state import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core import private_api
 from lightning_mp.gradients import gradient_ops
+from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.optimizer_step.closures import evaluates_its_closure_once
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
+from lightning_mp.tokens.loss_average import LossAverage
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
 
 __all__ = ["AccumulationController"]
@@ -64,6 +68,8 @@ class AccumulationController(Callback):
         self.counter = TokenCounter()
         # Of this fit, once its first batch was seen.
         self._meter: MicroBatchMeter | None = None
+        self._loss_average: LossAverage | None = None
+        self._has_looked = self._is_plugins = False
         self._boundary: AccumulationBoundary | None = None
         self._before_steps: list[Callable[[], None]] = []
         # Of a checkpoint, until training starts.
@@ -86,6 +92,23 @@ class AccumulationController(Callback):
             private_api.set_callbacks(trainer, [controller, *private_api.callbacks_of(trainer)])
         elif controller.settings.weighting is None:
             controller.settings.constant = int(trainer.accumulate_grad_batches)
+        controller._is_plugins = False
+        return controller
+
+    @classmethod
+    def weigh_by_loss(cls, trainer: "pl.Trainer") -> "AccumulationController":
+        """For precision plugins: micro-batches weigh what their loss averages over, in Lightning's own windows.
+
+        Where callbacks have asked for windows or weights, they are theirs.
+        """
+        controller = cls.of(trainer)
+        if controller is None or controller.settings.weighting is None:
+            controller = cls.attach(trainer)
+            controller._is_plugins = True
+            controller.settings.weighting = Weighting(None)
+            controller.settings.schedule = LightningWindows(trainer)
+            controller.settings.follows_trainer = True
+        controller.settings.weighs_by_loss = True
         return controller
 
     # -- what others read ----------------------------------------------------------------------------------------------
@@ -108,6 +131,8 @@ class AccumulationController(Callback):
     @property
     def weight_by(self) -> WeightBy | None:
         """What micro-batches weigh; None where they are not weighted."""
+        if self._loss_average is not None:
+            return "token"
         return self.weighting.weight_by if self.weighting is not None else None
 
     @property
@@ -144,9 +169,14 @@ class AccumulationController(Callback):
         Raises:
             MisconfigurationException: with LBFGS, or an optimizer whose ``step`` must be given a closure.
         """
-        refuse_repeated_losses(trainer)
+        if not self.settings.follows_trainer:
+            refuse_repeated_losses(trainer)
         self.state = replace(self.state, end_tokens=None)
-        if self.settings.weighting is not None:
+        if self.settings.follows_trainer and any(
+            not evaluates_its_closure_once(type(optimizer)) for optimizer in trainer.optimizers
+        ):
+            self.settings.weighting = None  # its own evaluations would be weighed as well
+        if self.settings.weighting is not None and not self.settings.follows_trainer:
             self._boundary = AccumulationBoundary(
                 trainer,
                 pl_module,
@@ -204,12 +234,14 @@ class AccumulationController(Callback):
 
     def release(self, trainer: "pl.Trainer") -> None:
         """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
-        trainer.accumulate_grad_batches = self.settings.at_rest()
+        if not self.settings.follows_trainer:
+            trainer.accumulate_grad_batches = self.settings.at_rest()
         self._restore_labels()
         if self._boundary is not None:
             self._boundary.detach()
         self.settings = AccumulationSettings(self.settings.constant)
         self._meter = self._boundary = None
+        self._loss_average, self._has_looked = None, False
         self._before_steps = []
         self.state = replace(transitions.close_early(self.state), micro_batch=None)
 
@@ -222,18 +254,27 @@ class AccumulationController(Callback):
         if self.settings.weighting is None:
             return
         self._restore_labels()
-        if self._meter is None:
+        if self.settings.follows_trainer:
+            if not pl_module.automatic_optimization:
+                return
+            if batch_idx % int(trainer.accumulate_grad_batches) == 0:
+                self.state = transitions.close_early(self.state)
+        elif self._meter is None:
             self._meter = self._look_at_first(trainer, pl_module, batch)
         opens = not self.is_open
         progress = self.state.progress(self.counter, epoch=trainer.current_epoch, step=trainer.global_step)
         self.state = transitions.open_window(self.settings, self.state, progress)
         ends_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
-        measure, ends_run = self._meter.measure(batch, self.state.window, self.budget)
+        measure, ends_run = Measure(1, 0, 0), False
+        if self._meter is not None:
+            measure, ends_run = self._meter.measure(batch, self.state.window, self.budget)
         micro_batch = MicroBatch(
             measure, ends_run, ends_epoch, another_epoch_follows(trainer), is_repeated=trainer.current_epoch > 0
         )
         self.state = transitions.begin_micro_batch(self.settings, self.state, micro_batch)
         window = self.state.window
+        if self.settings.follows_trainer:
+            return
         trainer.accumulate_grad_batches = AccumulateGradBatches(
             window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=self.settings.total_steps
         )
@@ -249,14 +290,17 @@ class AccumulationController(Callback):
         if self.settings.weighting is None:
             return
         if self.state.window.totals is None:
+            if self.settings.follows_trainer:
+                return
             raise repeated_losses(trainer.optimizers)
+        self._measure_loss(trainer, loss)
         reference = self.state.reference_items
         if reference is None:
             assert self.measure is not None
             # Once per run, so the wait does not matter.
-            reference = float(trainer.strategy.broadcast(max(int(self.measure.items), 1)))
+            reference = float(trainer.strategy.broadcast(float(self.measure.items) or 1.0))
         self.state = transitions.add_micro_batch(self.state, reference)
-        if transitions.makes_the_step(self.state):
+        if self.weight_by is None or transitions.makes_the_step(self.state):
             return
         factor = transitions.loss_factor(self.state)
         if isinstance(factor, Tensor):
@@ -296,6 +340,41 @@ class AccumulationController(Callback):
             self.state = replace(self.state, budget_reached=True)
             trainer.should_stop = True
 
+    def _measure_loss(self, trainer: "pl.Trainer", loss: Tensor) -> None:
+        """Takes for the items of the micro-batch at hand what its loss averages over, if that is to be seen."""
+        micro_batch = self.state.micro_batch
+        assert micro_batch is not None
+        if not self._has_looked:
+            self._has_looked = True
+            self._loss_average = self._look_at_loss(trainer, micro_batch.measure, loss)
+        if self._loss_average is None:
+            return
+        count = self._loss_average.count(loss)
+        if count is None:  # another loss than the first one: it weighs as much, or what its batch says
+            known = self.state.reference_items if self.settings.follows_trainer else None
+            count = micro_batch.measure.items if known is None else int(known)
+        measure = replace(micro_batch.measure, items=count)
+        self.state = self.state.changed(micro_batch=replace(micro_batch, measure=measure))
+
+    def _look_at_loss(self, trainer: "pl.Trainer", measure: Measure, loss: Tensor) -> LossAverage | None:
+        asked, resolved = self.settings.weighting, self.weighting
+        assert asked is not None
+        assert resolved is not None
+        by_loss = self.settings.weighs_by_loss if asked.weight_by is None else asked.weight_by == "auto"
+        if asked.weight_by == "auto" and asked.count is not None:
+            by_loss = False  # who counts knows
+        is_mean = by_loss and measure.divisor is None and not is_pipelined(trainer)
+        average = LossAverage.of(loss) if is_mean else None
+        if asked.weight_by == "auto":
+            counted = average.count(loss) if average is not None else None
+            if counted is None or float(counted) == float(measure.items):
+                unit = f"number of {resolved.weight_by}s"
+            else:
+                unit = f"loss, which averages over {float(counted):g} in the first one ({resolved.weight_by}s in its"
+                unit += f" batch: {float(measure.items):g})"
+            rank_zero_info(f"Micro-batches that make a step together are weighted by their {unit}.")
+        return average
+
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
     def window_totals(self, device: torch.device) -> Tensor | None:
@@ -324,12 +403,12 @@ class AccumulationController(Callback):
         totals_once = totals / (num_ranks // self._num_data_ranks)
         is_repeated = micro_batch is not None and micro_batch.is_repeated
         self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
-        if transitions.makes_the_step(self.state):
+        if self.weight_by is None or transitions.makes_the_step(self.state):
             return None
         expected_items = transitions.expected_items(self.state, num_ranks)
         if num_ranks == 1 and local.host_items == expected_items:
             return None
-        return expected_items / totals[0].clamp(min=1.0)
+        return expected_items / torch.where(totals[0] > 0, totals[0], 1.0)
 
     # -- what a micro-batch needs of its Trainer -----------------------------------------------------------------------
 
@@ -366,7 +445,7 @@ class AccumulationController(Callback):
     ) -> None:
         """Saves the gradient of an open window if asked to, else warns that it would be lost."""
         window = self.state.window
-        if not window.is_open or window.totals is None:
+        if not window.is_open or window.totals is None or self.settings.follows_trainer:
             return
         if self.settings.saves_partial_gradients:
             totals = window.totals.tensor(pl_module.device)
@@ -381,7 +460,9 @@ class AccumulationController(Callback):
         self._saved_window = PartialAccumulation.load(checkpoint, trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The token counter and where the run stands."""
+        """The token counter and where the run stands; nothing where a plugin alone has it weigh, which saves that."""
+        if self._is_plugins:
+            return {}
         if self._boundary is not None:
             self._boundary.settle_outcome()
         return {"counter": self.counter.state_dict()} | self.state.state_dict()

@@ -41,7 +41,7 @@ def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], b
         shifts: whether the model shifts labels itself; asked only if it is not known otherwise.
     """
     controller = AccumulationController.of(trainer)
-    if controller is not None and controller.weighting is not None:
+    if controller is not None and controller.weighting is not None and controller.weighting.weight_by is not None:
         return controller.weighting
     return Weighting("auto").resolved(first_batch, shifted=shifts())
 

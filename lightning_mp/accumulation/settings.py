@@ -28,6 +28,8 @@ class AccumulationSettings:
         saves_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
         carries_over: a window may go on in the next epoch.
         weighting: what micro-batches weigh; None while nothing was requested.
+        weighs_by_loss: a precision plugin has micro-batches weigh what their loss averages over.
+        follows_trainer: nothing but weights was requested: windows are Lightning's.
         budget: where the run ends.
         total_steps: optimizer steps of the whole schedule, for ``trainer.estimated_stepping_batches``.
 
@@ -48,6 +50,8 @@ class AccumulationSettings:
     saves_partial_gradients: bool = False
     carries_over: bool = False
     weighting: Weighting | None = None
+    weighs_by_loss: bool = False
+    follows_trainer: bool = False
     budget: TokenBudget | None = None
     total_steps: Callable[[], int | None] | None = None
     is_frozen: bool = field(default=False, init=False, repr=False, compare=False)
@@ -117,8 +121,8 @@ class AccumulationSettings:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
         return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
 
-    def weigh(self, weight_by: WeightBy, count: CountFunction | None) -> None:
-        """Micro-batches weigh what ``weight_by`` says; ``count`` overrides the labels.
+    def weigh(self, weight_by: WeightBy | None, count: CountFunction | None) -> None:
+        """Micro-batches weigh what ``weight_by`` says, None for who only counts; ``count`` overrides the labels.
 
         Raises:
             MisconfigurationException: if two callbacks count tokens in two ways.
@@ -129,7 +133,7 @@ class AccumulationSettings:
             return
         if count is not None and known.count is not None and known.count is not count:
             raise MisconfigurationException("Two callbacks count tokens with different count= functions; use one.")
-        chosen = known.weight_by if known.weight_by != "auto" else weight_by
+        chosen = known.weight_by if known.weight_by not in (None, "auto") or weight_by is None else weight_by
         self.weighting = Weighting(chosen, known.count if known.count is not None else count)
 
     def spend(self, budget: TokenBudget) -> None:

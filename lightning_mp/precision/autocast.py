@@ -51,6 +51,9 @@ class AutocastPrecision(FullWeightsPrecision):
             casts, and is wrong in two cases. A weight that is changed inside of a step is ignored until the step ends
             (SAM by hand, MAML's inner loop, averaged weights swapped in for validation), and the gradients of several
             uses of a weight are summed in 16 bit (8 uses: error 5e-3 instead of 3e-3).
+        weight_by: "loss": micro-batches that make a step together, in a window of accumulation or on several ranks,
+            weigh what their loss averages over, which is read from its autograd graph. None: each weighs the same, as
+            in Lightning; so do those whose loss does not tell.
 
     Frozen weights are cast at every use as well; load them in 16 bit where that counts.
 
@@ -75,7 +78,9 @@ class AutocastPrecision(FullWeightsPrecision):
         policy: PolicyLike | None = None,
         eval_precision: Literal["32-true", "16-mixed", "bf16-mixed"] | None = None,
         cache_weights: bool = False,
+        weight_by: Literal["loss"] | None = "loss",
     ) -> None:
+        self._set_weights(weight_by, "AutocastPrecision")
         if precision not in tuple(_DTYPES):
             true = precision in ("bf16-true", "16-true")
             raise ValueError(

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -19,14 +20,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import is_asked_by
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.distributed.data_ranks import num_data_ranks
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
@@ -43,6 +47,7 @@ __all__ = ["GradientStepPrecision"]
 
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
+_REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
 
 
 class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
@@ -67,11 +72,18 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _shown_table: str = ""
     _skipped_steps: int = 0
     _ran_on: str | None = None
+    _weighs: bool = True
     _step_hook: RemovableHandle | None = None
     _met: frozenset[Optimizer] = frozenset()
     _plans: Mapping[Optimizer, StepPlan] = MappingProxyType({})
     _planned_for: Sequence[Callback] | None = None
     _left: LeftGradients = MappingProxyType({})
+
+    def _set_weights(self, weight_by: Literal["loss"] | None, owner: str) -> None:
+        """Takes the constructors' ``weight_by``."""
+        if weight_by not in ("loss", None):
+            raise ValueError(f"{owner}(weight_by={weight_by!r}) is unknown; it must be 'loss' or None.")
+        self._weighs = weight_by is not None
 
     def __str__(self) -> str:
         name = f"{type(self).__name__}({self.precision!r})"
@@ -86,7 +98,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Meets the Trainer; changes nothing.
+        """Takes the Trainer from the module, which it does not change; has micro-batches weighed.
 
         Raises:
             MisconfigurationException: if there is no ``lightning.pytorch`` Trainer, as under Fabric.
@@ -97,7 +109,24 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._trainer = trainer
         self._ran_on = trainer.strategy.root_device.type
         Patches.of(trainer).at_end(self._end)
+        if self._weighs and trainer.state.fn == TrainerFn.FITTING:
+            self._weigh_micro_batches(trainer)
         return module
+
+    def _weigh_micro_batches(self, trainer: "pl.Trainer") -> None:
+        """Where several make a step: in a window of accumulation, or on ranks with different data."""
+        several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1
+        strategy = trainer.strategy
+        if not several or isinstance(strategy, DeepSpeedStrategy) or is_pipelined(trainer):
+            return
+        if not trainer.lightning_module.automatic_optimization:
+            return
+        controller = AccumulationController.weigh_by_loss(trainer)
+        if controller.settings.follows_trainer:
+            rank_zero_info(
+                f"{type(self).__name__}: micro-batches that make a step together are weighted by what their loss"
+                " averages over, so that the gradient is that of the mean; weight_by=None turns it off."
+            )
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -375,6 +404,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
             whole = not self._trainer.strategy.restore_checkpoint_after_setup
             refuse_other_optimizers(checkpoint["optimizer_states"], self._trainer.optimizers, counts_parameters=whole)
+        controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
+        reference = checkpoint.get(_REFERENCE_ITEMS_KEY)
+        if controller is not None and reference is not None and controller.state.reference_items is None:
+            controller.state = controller.state.changed(reference_items=float(reference))
         if self._dispatcher is not None:
             self._dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
@@ -395,6 +428,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._dispatcher.settle()
             self._skipped_steps = self._dispatcher.skipped_steps
         checkpoint[_SKIPPED_STEPS_KEY] = self._skipped_steps
+        controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
+        if controller is not None and controller.state.reference_items is not None:
+            checkpoint[_REFERENCE_ITEMS_KEY] = controller.state.reference_items
         state = self.state_dict()
         if state:
             for key in _STOCK_STATE_KEYS:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -61,6 +61,7 @@ class Float8Precision(FullWeightsPrecision):
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
             another dtype. "low" is fp8 for the chosen layers and bf16 for everything else; a layer for which a rule
             asks for "bf16" or "fp32" is left out of fp8. What it resolved to is printed at set-up.
+        weight_by: see :class:`~lightning_mp.AutocastPrecision`.
 
     Attributes:
         layers: What was decided about each Linear, after set-up; see
@@ -88,7 +89,9 @@ class Float8Precision(FullWeightsPrecision):
         skip_first_and_last: bool = True,
         fsdp_all_gather: bool = False,
         policy: PolicyLike | None = None,
+        weight_by: Literal["loss"] | None = "loss",
     ) -> None:
+        self._set_weights(weight_by, "Float8Precision")
         owner = "Float8Precision"
         if emulate is not None:
             true_or_false(emulate, "emulate", owner, hint="None, the default, is False.")

@@ -255,7 +255,7 @@ def _evaluate_again(
         MisconfigurationException: if micro-batches are weighed and counted.
     """
     controller = step.plan.controller
-    if controller is not None and controller.weight_by is not None:
+    if controller is not None and controller.weighting is not None:
         raise repeated_losses([step.plan.optimizer])
     torch.clear_autocast_cache()
     with context():

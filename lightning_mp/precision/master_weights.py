@@ -120,6 +120,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         package, with or without masters, resume exactly without it: the optimizer state has the masters.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
             another dtype. What it resolved to is printed at set-up.
+        weight_by: see :class:`~lightning_mp.AutocastPrecision`.
 
     Raises:
         ValueError: if ``precision`` or ``storage`` is unknown; at set-up, if a rule of the policy matches nothing.
@@ -143,7 +144,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
         fp32_gradients: bool = False,
         fp32_checkpoints: bool = False,
         policy: PolicyLike | None = None,
+        weight_by: Literal["loss"] | None = "loss",
     ) -> None:
+        self._set_weights(weight_by, "MasterWeightsPrecision")
         check_arguments(precision, storage, scaler)
         self.precision = precision
         if precision == "16-true" and scaler is None:

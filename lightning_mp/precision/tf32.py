@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -27,13 +27,17 @@ class TF32Precision(FullWeightsPrecision):
 
     Non-finite gradients never reach the optimizer, as with every plugin of this package.
 
+    Args:
+        weight_by: see :class:`~lightning_mp.AutocastPrecision`.
+
     Example:
         >>> from lightning_mp import TF32Precision
         >>> TF32Precision().precision
         '32-true'
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, weight_by: Literal["loss"] | None = "loss") -> None:
+        self._set_weights(weight_by, "TF32Precision")
         self.precision = "32-true"
         self.scaler = None
         self._switched_on = ExitStack()

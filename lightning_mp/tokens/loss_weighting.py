@@ -4,7 +4,6 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -46,7 +45,8 @@ class Weighting:
 
     Args:
         weight_by: "token" weighs by target tokens, "sample" by batch size, "batch" all alike; "auto" takes tokens
-            if the first batch has token labels or ``count`` is given, else samples. The choice is printed.
+            if the first batch has token labels or ``count`` is given, else samples, unless the loss tells what it
+            averages over. The choice is printed. None counts and does not weigh.
         count: counts the tokens of a batch, where they are not its labels. A tensor counts some of the labels, if the
             batch has any; an int counts whatever it does.
         shifted: the model shifts its labels itself.
@@ -57,14 +57,14 @@ class Weighting:
         ValueError: if ``weight_by`` is unknown.
     """
 
-    weight_by: WeightBy = "auto"
+    weight_by: WeightBy | None = "auto"
     count: CountFunction | None = None
     shifted: bool = False
     counts_tokens: bool = True
     counts_samples: bool = False
 
     def __post_init__(self) -> None:
-        if self.weight_by not in get_args(WeightBy):
+        if self.weight_by is not None and self.weight_by not in get_args(WeightBy):
             raise ValueError(f"weight_by={self.weight_by!r} is unknown; it must be one of {get_args(WeightBy)}.")
         if self.count is not None and not callable(self.count):
             raise ValueError(f"count={self.count!r} must be a function from a batch to its number of tokens.")
@@ -100,7 +100,6 @@ class Weighting:
         weight_by = self.weight_by
         if weight_by == "auto":
             weight_by = "token" if has_tokens and self.count is not samples_of else "sample"
-            rank_zero_info(f"Micro-batches that make a step together are weighted by their number of {weight_by}s.")
         return Weighting(
             weight_by,
             self.count,
@@ -113,7 +112,7 @@ class Weighting:
         """Counts one micro-batch without waiting for the device."""
         tokens, input_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
-        items = {"token": tokens, "sample": samples, "batch": 1}[self.weight_by]
+        items = {"token": tokens, "sample": samples, "batch": 1, None: 1}[self.weight_by]
         nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
         if self.count is not None and isinstance(nonpad_tokens, Tensor):
             nonpad_tokens = nonpad_tokens.clamp(max=input_tokens)  # a mask hides tokens, not what else is counted
