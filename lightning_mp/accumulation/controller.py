@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,8 +27,10 @@ from lightning_mp.optimizer_step.closures import evaluates_its_closure_once
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
-from lightning_mp.tokens.loss_average import LossAverage
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
+
+if TYPE_CHECKING:
+    from lightning_mp.tokens.loss_average import LossAverage
 
 __all__ = ["AccumulationController"]
 
@@ -68,7 +70,7 @@ class AccumulationController(Callback):
         self.counter = TokenCounter()
         # Of this fit, once its first batch was seen.
         self._meter: MicroBatchMeter | None = None
-        self._loss_average: LossAverage | None = None
+        self._loss_average: "LossAverage | None" = None
         self._has_looked = self._is_plugins = False
         self._boundary: AccumulationBoundary | None = None
         self._before_steps: list[Callable[[], None]] = []
@@ -347,6 +349,8 @@ class AccumulationController(Callback):
         if not self._has_looked:
             self._has_looked = True
             self._loss_average = self._look_at_loss(trainer, micro_batch.measure, loss)
+            if self._loss_average is None and self._meter is not None:
+                self._meter.weighs_rows()
         if self._loss_average is None:
             return
         count = self._loss_average.count(loss)
@@ -356,7 +360,9 @@ class AccumulationController(Callback):
         measure = replace(micro_batch.measure, items=count)
         self.state = self.state.changed(micro_batch=replace(micro_batch, measure=measure))
 
-    def _look_at_loss(self, trainer: "pl.Trainer", measure: Measure, loss: Tensor) -> LossAverage | None:
+    def _look_at_loss(self, trainer: "pl.Trainer", measure: Measure, loss: Tensor) -> "LossAverage | None":
+        from lightning_mp.tokens.loss_average import LossAverage
+
         asked, resolved = self.settings.weighting, self.weighting
         assert asked is not None
         assert resolved is not None
@@ -458,6 +464,11 @@ class AccumulationController(Callback):
     ) -> None:
         """Remembers the gradient of a window that was saved open."""
         self._saved_window = PartialAccumulation.load(checkpoint, trainer, pl_module)
+
+    def continue_from(self, reference_items: float) -> None:
+        """Weighs as the run did whose checkpoint a precision plugin has read."""
+        if self.state.reference_items is None:
+            self.state = self.state.changed(reference_items=reference_items)
 
     def state_dict(self) -> dict[str, Any]:
         """The token counter and where the run stands; nothing where a plugin alone has it weigh, which saves that."""

@@ -56,6 +56,9 @@ class MicroBatchMeter:
             "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
             " loss is a mean over, or put a tensor with one row per sample first.",
         )
+        # Until the first loss has told whether it knows its own number.
+        self._awaits_loss = settings.weighting.weight_by == "auto" and settings.weighting.count is None
+        self._unlooked: Any = None
         self._is_alone = num_data_ranks(trainer) == 1
 
     def measure(self, batch: Any, window: Window, budget: TokenBudget | None) -> tuple[Measure, bool]:
@@ -71,7 +74,10 @@ class MicroBatchMeter:
         """
         measure = self.weighting.measure(batch)
         if self.weighting.takes_rows(batch):
-            self._ragged.look(batch)
+            if self._awaits_loss:
+                self._unlooked = batch
+            else:
+                self._ragged.look(batch)
         if budget is None:
             return measure, False
         # What other ranks hold is not known without asking them.
@@ -82,6 +88,12 @@ class MicroBatchMeter:
         here = OpenWindow(window.totals, window.position, measure, data_rank(self._trainer), self._device)
         ends_run, measure = self._limiter.begin_micro_batch(budget, here, batch)
         return measure, ends_run
+
+    def weighs_rows(self) -> None:
+        """The first loss has not told what it averages over: the rows of batches matter."""
+        self._awaits_loss, batch, self._unlooked = False, self._unlooked, None
+        if batch is not None:
+            self._ragged.look(batch)
 
     def restore_labels(self) -> None:
         """Puts the labels back into a trimmed batch: the data set may hold the very same container."""

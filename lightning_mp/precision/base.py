@@ -73,6 +73,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _skipped_steps: int = 0
     _ran_on: str | None = None
     _weighs: bool = True
+    _reference_items: float | None = None
     _step_hook: RemovableHandle | None = None
     _met: frozenset[Optimizer] = frozenset()
     _plans: Mapping[Optimizer, StepPlan] = MappingProxyType({})
@@ -149,6 +150,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def teardown(self) -> None:
         """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
         dispatcher, self._dispatcher = self._dispatcher, None
+        self._note_reference_items()
         self._trainer, self._plans, self._planned_for = None, {}, None
         with ExitStack() as stack:  # the last one first
             stack.callback(super().teardown)
@@ -406,8 +408,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             refuse_other_optimizers(checkpoint["optimizer_states"], self._trainer.optimizers, counts_parameters=whole)
         controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
         reference = checkpoint.get(_REFERENCE_ITEMS_KEY)
-        if controller is not None and reference is not None and controller.state.reference_items is None:
-            controller.state = controller.state.changed(reference_items=float(reference))
+        if controller is not None and reference is not None:
+            controller.continue_from(float(reference))
         if self._dispatcher is not None:
             self._dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
@@ -428,13 +430,18 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._dispatcher.settle()
             self._skipped_steps = self._dispatcher.skipped_steps
         checkpoint[_SKIPPED_STEPS_KEY] = self._skipped_steps
-        controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
-        if controller is not None and controller.state.reference_items is not None:
-            checkpoint[_REFERENCE_ITEMS_KEY] = controller.state.reference_items
+        self._note_reference_items()
+        if self._reference_items is not None:
+            checkpoint[_REFERENCE_ITEMS_KEY] = self._reference_items
         state = self.state_dict()
         if state:
             for key in _STOCK_STATE_KEYS:
                 checkpoint[key] = state
+
+    def _note_reference_items(self) -> None:
+        controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
+        if controller is not None:
+            self._reference_items = controller.state.reference_items
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without a scaler."""

@@ -85,7 +85,7 @@ def trained(order: tuple[str, ...], **arguments: Any) -> list[Tensor]:
 @pytest.mark.parametrize("order", [("x", "batch", "y"), ("y", "x", "batch")])
 def test_a_graph_batch_is_weighed_by_its_first_tensor_with_a_warning(order: tuple[str, ...]) -> None:
     with pytest.warns(UserWarning, match=WARNING) as told:
-        found = trained(order)
+        found = trained(order, weight_by="sample")
     torch.testing.assert_close(found, plain_loop(order[0]))
     messages = [str(warning.message) for warning in told if WARNING in str(warning.message)]
     assert len(messages) == 1
@@ -93,6 +93,11 @@ def test_a_graph_batch_is_weighed_by_its_first_tensor_with_a_warning(order: tupl
     assert ", ".join(others) in re.sub(r"'] has \d\d", "'] has 11", messages[0])
     assert f"The rows of the first tensor, batch['{order[0]}'], are taken for the samples of the batch" in messages[0]
     assert "pass count=, a function from a batch to the number that its loss is a mean over" in messages[0]
+
+
+@pytest.mark.parametrize("order", [("x", "batch", "y"), ("y", "x", "batch")])
+def test_the_loss_tells_that_it_is_a_mean_over_graphs(order: tuple[str, ...]) -> None:
+    torch.testing.assert_close(trained(order), plain_loop("y"))
 
 
 @pytest.mark.parametrize("order", [("x", "batch", "y"), ("y", "x", "batch")])

@@ -1,0 +1,154 @@
+"""Micro-batches weigh what their loss averages over, under a plugin alone and with AccumulationScheduler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import Callback
+from small_models import ResumableLoader, loader, quiet_trainer, weights
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mp import AccumulationScheduler, AutocastPrecision, MFUMonitor, TF32Precision
+from lightning_mp.tokens.loss_average import LossAverage
+
+Loss = Callable[[nn.Module, Any], Tensor]
+CLASSES = torch.tensor([0.2, 1.0, 3.0])
+
+
+class OneLoss(pl.LightningModule):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.loss = nn.Linear(4, 3), loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def labelled(counts: tuple[int, ...], ignored: int = -100) -> list[list[Tensor]]:
+    """Batches of 8 samples, of which so many have a label."""
+    generator = torch.Generator().manual_seed(3)
+    batches = [[torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)] for _ in counts]
+    for (_, labels), count in zip(batches, counts, strict=True):
+        labels[count:] = ignored
+    return batches
+
+
+def joined(batches: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.cat(parts) for parts in zip(*batches, strict=True)]
+
+
+def fitted(loss: Loss, batches: Any, *callbacks: Callback, weight_by: Any = "loss", **arguments: Any) -> list[Tensor]:
+    module, plugin = OneLoss(loss), AutocastPrecision("bf16-mixed", weight_by=weight_by)
+    quiet_trainer(plugins=[plugin], callbacks=list(callbacks), **arguments).fit(module, loader(batches))
+    return weights(module)
+
+
+def in_fp32(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return net(x)
+
+
+LOSSES: dict[str, Loss] = {
+    "classes": lambda net, b: F.cross_entropy(in_fp32(net, b[0]), b[1]),
+    "class weights": lambda net, b: F.cross_entropy(in_fp32(net, b[0]), b[1], weight=CLASSES),
+    "times a constant": lambda net, b: 0.3 * F.cross_entropy(in_fp32(net, b[0]), b[1]),
+    "label smoothing": lambda net, b: F.cross_entropy(in_fp32(net, b[0]), b[1], label_smoothing=0.1),
+    "two over the same targets": lambda net, b: (
+        F.cross_entropy(in_fp32(net, b[0]), b[1]) + F.nll_loss(in_fp32(net, b[0]), b[1])
+    ),
+    "spatial": lambda net, b: F.cross_entropy(in_fp32(net, b[0]).T[None, :, :, None], b[1][None, :, None]),
+    "labelled only": lambda net, b: F.cross_entropy(in_fp32(net, b[0][b[1] >= 0]), b[1][b[1] >= 0]),
+    "elements": lambda net, b: F.mse_loss(in_fp32(net, b[0][b[1] >= 0]), torch.ones(int((b[1] >= 0).sum()), 3)),
+    "mean of a vector": lambda net, b: in_fp32(net, b[0][b[1] >= 0]).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=4, deadline=None)
+@given(counts=st.tuples(*[st.integers(1, 8)] * 3))
+def test_a_window_has_the_gradient_of_one_batch(name: str, counts: tuple[int, ...]) -> None:
+    batches = labelled(counts)
+    whole = fitted(LOSSES[name], [joined(batches)])
+    torch.testing.assert_close(fitted(LOSSES[name], batches, accumulate_grad_batches=3), whole)
+    torch.testing.assert_close(fitted(LOSSES[name], batches, AccumulationScheduler({0: 3})), whole)
+    # A window that the epoch ends early.
+    torch.testing.assert_close(fitted(LOSSES[name], batches, accumulate_grad_batches=5), whole)
+
+
+@pytest.mark.parametrize("ignored", [255, 250, -1])
+def test_ignore_index_is_the_losss_own(ignored: int) -> None:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(in_fp32(net, batch[0]), batch[1], ignore_index=ignored)
+
+    batches = labelled((2, 7), ignored)
+    torch.testing.assert_close(
+        fitted(loss, batches, accumulate_grad_batches=2), fitted(loss, [joined(batches)]), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_without_weights_it_is_lightnings_to_the_bit(reduction: str) -> None:
+    """A sum does not tell a mean; `weight_by=None` turns weights off."""
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(net(batch[0]), batch[1], reduction=reduction)
+
+    batches = labelled((2, 7, 3))
+    module = OneLoss(loss)
+    quiet_trainer(precision="bf16-mixed", accumulate_grad_batches=2).fit(module, loader(batches))
+    weight_by = "loss" if reduction == "sum" else None
+    for callbacks in ([], [MFUMonitor(unit="sample")]):
+        found = fitted(loss, batches, *callbacks, weight_by=weight_by, accumulate_grad_batches=2)
+        assert all(map(torch.equal, found, weights(module)))
+
+
+def test_equal_counts_are_lightnings_to_the_bit() -> None:
+    batches = labelled((5, 5, 5, 5))
+    module = OneLoss(LOSSES["classes"])
+    quiet_trainer(precision="bf16-mixed", accumulate_grad_batches=2).fit(module, loader(batches))
+    assert all(map(torch.equal, fitted(LOSSES["classes"], batches, accumulate_grad_batches=2), weights(module)))
+
+
+def test_a_monitor_changes_no_gradient() -> None:
+    batches = labelled((1, 8, 4, 2))
+    alone = fitted(LOSSES["classes"], batches, accumulate_grad_batches=2)
+    watched = fitted(LOSSES["classes"], batches, MFUMonitor(unit="sample"), accumulate_grad_batches=2)
+    assert all(map(torch.equal, alone, watched))
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Any) -> None:
+    batches = labelled((1, 8, 4, 2))
+    whole = fitted(LOSSES["classes"], batches, accumulate_grad_batches=2)
+    module = OneLoss(LOSSES["classes"])
+    first = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], accumulate_grad_batches=2, max_steps=1)
+    first.fit(module, loader(batches))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert saved["lightning_mp_reference_items"] == 1
+    assert not saved["callbacks"]
+    assert not all(map(torch.equal, whole, weights(module)))
+    module = OneLoss(LOSSES["classes"])
+    second = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], accumulate_grad_batches=2)
+    second.fit(module, ResumableLoader(batches), ckpt_path=tmp_path / "a.ckpt")
+    assert all(map(torch.equal, whole, weights(module)))
+
+
+def test_two_means_over_different_numbers_are_not_weighed_by_either() -> None:
+    logits, labels = torch.zeros(4, 3, requires_grad=True), torch.tensor([0, 1, 2, -100])
+    both = F.cross_entropy(logits, labels) + F.cross_entropy(logits[:2], labels[:2])
+    assert LossAverage.of(both) is None
+    assert LossAverage.of(F.cross_entropy(logits, labels) + 0.1 * logits.square().mean()) is not None
+
+
+def test_another_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"TF32Precision\(weight_by='token'\) is unknown; it must be 'loss' or None"):
+        TF32Precision(weight_by="token")  # type: ignore[arg-type]
