@@ -70,7 +70,7 @@ class AccumulationController(Callback):
         self.counter = TokenCounter()
         # Of this fit, once its first batch was seen.
         self._meter: MicroBatchMeter | None = None
-        self._loss_average: "LossAverage | None" = None
+        self._loss_average: LossAverage | None = None
         self._has_looked = self._is_plugins = False
         self._boundary: AccumulationBoundary | None = None
         self._before_steps: list[Callable[[], None]] = []
@@ -374,11 +374,15 @@ class AccumulationController(Callback):
         if asked.weight_by == "auto":
             counted = average.count(loss) if average is not None else None
             if counted is None or float(counted) == float(measure.items):
-                unit = f"number of {resolved.weight_by}s"
+                rank_zero_info(
+                    f"Micro-batches that make a step together are weighted by their number of {resolved.weight_by}s."
+                )
             else:
-                unit = f"loss, which averages over {float(counted):g} in the first one ({resolved.weight_by}s in its"
-                unit += f" batch: {float(measure.items):g})"
-            rank_zero_info(f"Micro-batches that make a step together are weighted by their {unit}.")
+                rank_zero_info(
+                    "Micro-batches that make a step together are weighted by what their loss averages over:"
+                    f" {float(counted):g} in the first one, whose batch has {float(measure.items):g}"
+                    f" {resolved.weight_by}s."
+                )
         return average
 
     # -- the end of a window, for precision plugins --------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Any) -> None:
     whole = fitted(LOSSES["classes"], batches, accumulate_grad_batches=2)
     module = OneLoss(LOSSES["classes"])
     first = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], accumulate_grad_batches=2, max_steps=1)
-    first.fit(module, loader(batches))
+    first.fit(module, ResumableLoader(batches))
     first.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
     assert saved["lightning_mp_reference_items"] == 1
