@@ -176,7 +176,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         """Joins the accumulation controller, which counts."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
-            self._controller = join_window_controller(self, trainer, pl_module, self.count)
+            self._controller = join_window_controller(self, trainer, pl_module, self.count, weight_by=None)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses anything else that sets the rate, and asks to be told of every step."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,12 +25,13 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.closures import evaluates_its_closure_once
 from lightning_mp.optimizer_step.outcome import StepOutcome
+from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
 
 if TYPE_CHECKING:
-    from lightning_mp.tokens.loss_average import LossAverage
+    from lightning_mp.tokens.loss_average import CountCheck, LossAverage
 
 __all__ = ["AccumulationController"]
 
@@ -71,6 +72,7 @@ class AccumulationController(Callback):
         # Of this fit, once its first batch was seen.
         self._meter: MicroBatchMeter | None = None
         self._loss_average: LossAverage | None = None
+        self._count_check: CountCheck | None = None
         self._has_looked = self._is_plugins = False
         self._boundary: AccumulationBoundary | None = None
         self._before_steps: list[Callable[[], None]] = []
@@ -192,6 +194,8 @@ class AccumulationController(Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Goes on inside a window that was saved open; ends a resumed run at once if its budget is spent."""
         self.settings.freeze()
+        if self.settings.follows_trainer:
+            self.state = self.state.in_layout(DataLayout.of(trainer))
         if self._boundary is None:
             return
         self._boundary.start()
@@ -243,7 +247,7 @@ class AccumulationController(Callback):
             self._boundary.detach()
         self.settings = AccumulationSettings(self.settings.constant)
         self._meter = self._boundary = None
-        self._loss_average, self._has_looked = None, False
+        self._loss_average, self._count_check, self._has_looked = None, None, False
         self._before_steps = []
         self.state = replace(transitions.close_early(self.state), micro_batch=None)
 
@@ -267,7 +271,7 @@ class AccumulationController(Callback):
         progress = self.state.progress(self.counter, epoch=trainer.current_epoch, step=trainer.global_step)
         self.state = transitions.open_window(self.settings, self.state, progress)
         ends_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
-        measure, ends_run = Measure(1, 0, 0), False
+        measure, ends_run = Measure(1, 0, 0, divisor=batch_tokens.declared_divisor(batch)), False
         if self._meter is not None:
             measure, ends_run = self._meter.measure(batch, self.state.window, self.budget)
         micro_batch = MicroBatch(
@@ -346,44 +350,66 @@ class AccumulationController(Callback):
         """Takes for the items of the micro-batch at hand what its loss averages over, if that is to be seen."""
         micro_batch = self.state.micro_batch
         assert micro_batch is not None
+        measure, average = micro_batch.measure, self._loss_average
         if not self._has_looked:
             self._has_looked = True
-            self._loss_average = self._look_at_loss(trainer, micro_batch.measure, loss)
-            if self._loss_average is None and self._meter is not None:
+            average = self._loss_average = self._look_at_loss(trainer, measure, loss)
+            if average is None and self._meter is not None:
                 self._meter.weighs_rows()
-        if self._loss_average is None:
-            return
-        count = self._loss_average.count(loss)
-        if count is None:  # another loss than the first one: it weighs as much, or what its batch says
-            known = self.state.reference_items if self.settings.follows_trainer else None
-            count = micro_batch.measure.items if known is None else int(known)
-        measure = replace(micro_batch.measure, items=count)
+        if self._count_check is not None:
+            self._count_check.check(loss, measure.items)
+        if average is not None:
+            count = average.count(loss)
+            targets = average.targets(loss) if measure.divisor is not None else None
+            if count is None:  # another loss than the first one: it weighs as much, or what its batch says
+                known = self.state.reference_items if self.settings.follows_trainer else None
+                count = measure.items if known is None else int(known)
+            measure = replace(
+                measure,
+                items=count if targets is None else targets,
+                divisor=None if targets is None else count,
+            )
+        elif self.settings.follows_trainer:
+            measure = replace(measure, divisor=None)
         self.state = self.state.changed(micro_batch=replace(micro_batch, measure=measure))
 
     def _look_at_loss(self, trainer: "pl.Trainer", measure: Measure, loss: Tensor) -> "LossAverage | None":
-        from lightning_mp.tokens.loss_average import LossAverage
+        """Decides with the first loss what micro-batches weigh, on all ranks alike, and reports it."""
+        from lightning_mp.tokens.loss_average import CountCheck, LossAverage
 
-        asked, resolved = self.settings.weighting, self.weighting
+        weighting = self.weighting
+        asked = self.settings.weighting
         assert asked is not None
-        assert resolved is not None
-        by_loss = self.settings.weighs_by_loss if asked.weight_by is None else asked.weight_by == "auto"
-        if asked.weight_by == "auto" and asked.count is not None:
-            by_loss = False  # who counts knows
-        is_mean = by_loss and measure.divisor is None and not is_pipelined(trainer)
-        average = LossAverage.of(loss) if is_mean else None
-        if asked.weight_by == "auto":
-            counted = average.count(loss) if average is not None else None
-            if counted is None or float(counted) == float(measure.items):
-                rank_zero_info(
-                    f"Micro-batches that make a step together are weighted by their number of {resolved.weight_by}s."
-                )
-            else:
-                rank_zero_info(
-                    "Micro-batches that make a step together are weighted by what their loss averages over:"
-                    f" {float(counted):g} in the first one, whose batch has {float(measure.items):g}"
-                    f" {resolved.weight_by}s."
-                )
-        return average
+        assert weighting is not None
+        if is_pipelined(trainer) or (asked.weight_by is None and not self.settings.weighs_by_loss):
+            return None
+        found = [average for average in LossAverage.of(loss) if average.count(loss) is not None]
+        if asked.weight_by is not None and (asked.weight_by != "auto" or asked.count is not None):
+            if len(found) == 1 and found[0].is_over_targets and weighting.weight_by == "token":
+                self._count_check = CountCheck(found[0], "their target tokens" if asked.count is None else "count=")
+            return None
+        shows = bool(trainer.strategy.reduce_boolean_decision(len(found) == 1, all=True))
+        by_default = f"are weighted by their number of {weighting.weight_by}s" if asked.weight_by else "weigh the same"
+        if len(found) > 1:
+            numbers = " and ".join(f"{float(average.count(loss) or 0):g}" for average in found)
+            rank_zero_warn(
+                f"The loss adds means over different numbers, {numbers} in the first micro-batch, so the gradient of"
+                f" several micro-batches is not that of one large batch: they {by_default}. Divide the sums of all"
+                " terms by the same number, or use one micro-batch per step."
+            )
+        elif shows:
+            counted = float(found[0].count(loss) or 0)
+            is_same = asked.weight_by == "auto" and counted == float(measure.items)
+            what = f"their number of {weighting.weight_by}s" if is_same else "what their loss averages over"
+            rank_zero_info(
+                f"Micro-batches that make a step together are weighted by {what}, {counted:g} in the first one."
+            )
+        else:
+            rank_zero_info(
+                f"Micro-batches that make a step together {by_default}: the loss does not show what it averages over"
+                " (a sum, or compiled). AccumulationScheduler(count=...) weights them by a number that you count."
+            )
+        return found[0] if shows else None
 
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 

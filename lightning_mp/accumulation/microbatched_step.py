@@ -13,6 +13,7 @@ from lightning_mp.accumulation.microbatch_logs import MicrobatchLogs
 from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
 from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.tokens import batch_tokens
+from lightning_mp.tokens.loss_average import LossAverage
 from lightning_mp.tokens.loss_weighting import Weighting
 
 __all__ = ["MicrobatchedStep", "microbatch_shares", "weighting_of"]
@@ -89,6 +90,7 @@ class MicrobatchedStep:
         ran: list[int] = []
         outputs: list[Any] = []
         losses: list[Tensor] = []
+        counts: list[int | Tensor | None] = []
         factor: Tensor | None = None
         with gradients_set_aside(parameters):
             for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True)):
@@ -105,6 +107,8 @@ class MicrobatchedStep:
                 weight = 1.0 if batch_tokens.declared_divisor(microbatch.batch) is not None else share
                 if factor is None:
                     factor = factor_of_backward(self._trainer, loss)
+                averages = LossAverage.of(loss / 1)
+                counts.append(averages[0].count(loss / 1) if len(averages) == 1 else None)
                 losses.append(self._backward(loss, weight, factor))
                 ran.append(index)
                 outputs.append(_without_loss(output))
@@ -114,7 +118,9 @@ class MicrobatchedStep:
         if factor is None:
             return None
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
-        loss = loss_with_gradients(total, with_gradient, computed, factor)
+        known = [count for count in counts if count is not None]
+        averaged_over = sum(known[1:], known[0]) if len(known) == len(counts) else None
+        loss = loss_with_gradients(total, with_gradient, computed, factor, averaged_over)
         ran_share = sum(shares[index] for index in ran)
         output = merge_outputs(outputs, [microbatches[i].samples for i in ran], [shares[i] / ran_share for i in ran])
         return loss if output is None else {**output, "loss": loss}

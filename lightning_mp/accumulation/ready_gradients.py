@@ -19,7 +19,11 @@ __all__ = ["factor_of_backward", "loss_with_gradients"]
 
 
 def loss_with_gradients(
-    loss: Tensor, parameters: Sequence[nn.Parameter], computed: list[Tensor], factor: Tensor
+    loss: Tensor,
+    parameters: Sequence[nn.Parameter],
+    computed: list[Tensor],
+    factor: Tensor,
+    averaged_over: int | Tensor | None = None,
 ) -> Tensor:
     r"""The value of ``loss``, with given gradients.
 
@@ -32,6 +36,7 @@ def loss_with_gradients(
         parameters: leaves.
         computed: their gradients of ``factor * loss``. The list is emptied, so that nobody else keeps them alive.
         factor: scalar of the loss's dtype.
+        averaged_over: what the loss averages over, where it is known; its node holds it.
 
     Example:
         >>> import torch
@@ -44,7 +49,9 @@ def loss_with_gradients(
     """
     if not computed:
         return loss.detach().clone().requires_grad_()
-    result: Tensor = _ReadyGradients.apply(loss.detach(), factor, computed, *parameters)  # type: ignore[no-untyped-call]
+    result: Tensor = _ReadyGradients.apply(  # type: ignore[no-untyped-call]
+        loss.detach(), factor, computed, averaged_over, *parameters
+    )
     return result
 
 
@@ -63,8 +70,15 @@ def factor_of_backward(trainer: "pl.Trainer", loss: Tensor) -> Tensor:
 
 class _ReadyGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, factor: Tensor, computed: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.factor = factor
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        factor: Tensor,
+        computed: list[Tensor],
+        averaged_over: int | Tensor | None,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.factor, ctx.averaged_over = factor, averaged_over
         ctx.computed = [computed.pop(0) for _ in parameters]
         return loss.clone()
 
@@ -75,4 +89,4 @@ class _ReadyGradients(torch.autograd.Function):
         ready = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in computed]
         shards = [gradient_ops.local_shard(gradient) for gradient in ready]
         gradient_ops.multiply_(shards, (upstream / ctx.factor).reshape(()))  # a loss may have shape [1]
-        return None, None, None, *ready
+        return None, None, None, None, *ready

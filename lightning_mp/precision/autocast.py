@@ -52,8 +52,8 @@ class AutocastPrecision(FullWeightsPrecision):
             (SAM by hand, MAML's inner loop, averaged weights swapped in for validation), and the gradients of several
             uses of a weight are summed in 16 bit (8 uses: error 5e-3 instead of 3e-3).
         weight_by: "loss": micro-batches that make a step together, in a window of accumulation or on several ranks,
-            weigh what their loss averages over, which is read from its autograd graph. None: each weighs the same, as
-            in Lightning; so do those whose loss does not tell.
+            are weighted by what their loss averages over, which is read from its autograd graph. None: each weighs the
+            same, as in Lightning; so do those whose loss does not show it.
 
     Frozen weights are cast at every use as well; load them in 16 bit where that counts.
 

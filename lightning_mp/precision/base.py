@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
@@ -122,12 +122,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             return
         if not trainer.lightning_module.automatic_optimization:
             return
-        controller = AccumulationController.weigh_by_loss(trainer)
-        if controller.settings.follows_trainer:
-            rank_zero_info(
-                f"{type(self).__name__}: micro-batches that make a step together are weighted by what their loss"
-                " averages over, so that the gradient is that of the mean; weight_by=None turns it off."
-            )
+        AccumulationController.weigh_by_loss(trainer)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

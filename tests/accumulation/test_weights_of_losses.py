@@ -6,14 +6,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from gloo import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from small_models import ResumableLoader, loader, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, MFUMonitor, TF32Precision
+from lightning_mp import AccumulationScheduler, AutocastPrecision, MFUMonitor, MicroBatchOnOOM, TF32Precision
 from lightning_mp.tokens.loss_average import LossAverage
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -68,6 +70,16 @@ LOSSES: dict[str, Loss] = {
     "spatial": lambda net, b: F.cross_entropy(in_fp32(net, b[0]).T[None, :, :, None], b[1][None, :, None]),
     "labelled only": lambda net, b: F.cross_entropy(in_fp32(net, b[0][b[1] >= 0]), b[1][b[1] >= 0]),
     "elements": lambda net, b: F.mse_loss(in_fp32(net, b[0][b[1] >= 0]), torch.ones(int((b[1] >= 0).sum()), 3)),
+    "masked sum": lambda net, b: (
+        (F.cross_entropy(in_fp32(net, b[0]), b[1].clamp(min=0), reduction="none") * (b[1] >= 0)).sum()
+        / (b[1] >= 0).sum()
+    ),
+    "masked sum, halved": lambda net, b: (
+        F.cross_entropy(in_fp32(net, b[0]), b[1], reduction="sum") / 2 / (b[1] >= 0).float().sum()
+    ),
+    "negative divisor": lambda net, b: (
+        F.nll_loss(-F.log_softmax(in_fp32(net, b[0]), -1), b[1], reduction="sum") / -(b[1] >= 0).sum()
+    ),
     "mean of a vector": lambda net, b: in_fp32(net, b[0][b[1] >= 0]).square().mean(),
 }
 
@@ -125,28 +137,150 @@ def test_a_monitor_changes_no_gradient() -> None:
     assert all(map(torch.equal, alone, watched))
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_sum_over_the_number_in_the_batch_is_a_mean(declared: bool) -> None:
+    """As Hugging Face's models take ``num_items_in_batch``: the number of the window's targets, or of the batch's."""
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        summed = F.cross_entropy(in_fp32(net, batch["x"]), batch["y"], reduction="sum")
+        return summed / batch["num_items_in_batch" if declared else "count"]
+
+    def named(batches: list[list[Tensor]], count: int) -> list[dict[str, Any]]:
+        own = [int((y >= 0).sum()) for _, y in batches]
+        return [
+            {"x": x, "y": y, "num_items_in_batch": count, "count": n} for (x, y), n in zip(batches, own, strict=True)
+        ]
+
+    batches = labelled((1, 8, 3))
+    whole = fitted(loss, named([joined(batches)], 12))
+    for count in (12, 5):
+        torch.testing.assert_close(fitted(loss, named(batches, count), accumulate_grad_batches=3), whole)
+
+
+def test_ranks_with_unequal_counts_have_the_gradient_of_one_batch() -> None:
+    batches = labelled((1, 8, 4, 2))
+
+    def on_rank(rank: int) -> list[list[Tensor]]:
+        return [
+            fitted(
+                LOSSES["classes"],
+                batches[rank::2],
+                devices=2,
+                strategy=DDPStrategy(process_group_backend="gloo"),
+                accumulate_grad_batches=micro_batches,
+            )
+            for micro_batches in (2, 1)
+        ]
+
+    whole = [fitted(LOSSES["classes"], [joined(batches)])]
+    whole.append(fitted(LOSSES["classes"], [joined(batches[:2]), joined(batches[2:])]))
+    for found in run_ranks(on_rank, 2):
+        torch.testing.assert_close(found, whole)
+
+
+def test_ranks_agree_where_one_does_not_show_its_number() -> None:
+    """A rank whose first batch has no label takes another loss: nobody weighs, and ranks stay equal."""
+    batches = labelled((0, 8, 4, 2))
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        if not (batch[1] >= 0).any():
+            return net(batch[0]).sum() * 0.0
+        return F.cross_entropy(in_fp32(net, batch[0]), batch[1])
+
+    def on_rank(rank: int) -> list[Tensor]:
+        return fitted(loss, batches[rank::2], devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
+
+    first, second = run_ranks(on_rank, 2)
+    assert all(map(torch.equal, first, second))
+
+
+def checkpoint(folder: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1)
+
+
+def test_micro_batch_on_oom_changes_no_weight() -> None:
+    batches = labelled((1, 8, 4))
+    alone = fitted(LOSSES["classes"], batches, accumulate_grad_batches=2)
+    watched = fitted(LOSSES["classes"], batches, MicroBatchOnOOM(), accumulate_grad_batches=2)
+    assert all(map(torch.equal, alone, watched))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Any) -> None:
     batches = labelled((1, 8, 4, 2))
     whole = fitted(LOSSES["classes"], batches, accumulate_grad_batches=2)
+    first = quiet_trainer(
+        plugins=[AutocastPrecision("bf16-mixed")],
+        accumulate_grad_batches=2,
+        max_steps=1,
+        callbacks=[checkpoint(tmp_path)],
+        enable_checkpointing=True,
+    )
     module = OneLoss(LOSSES["classes"])
-    first = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], accumulate_grad_batches=2, max_steps=1)
     first.fit(module, ResumableLoader(batches))
-    first.save_checkpoint(tmp_path / "a.ckpt")
-    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    saved = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
     assert saved["lightning_mp_reference_items"] == 1
-    assert not saved["callbacks"]
+    assert not any("Accumulation" in key for key in saved["callbacks"])
     assert not all(map(torch.equal, whole, weights(module)))
     module = OneLoss(LOSSES["classes"])
-    second = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], accumulate_grad_batches=2)
-    second.fit(module, ResumableLoader(batches), ckpt_path=tmp_path / "a.ckpt")
+    second = quiet_trainer(
+        plugins=[AutocastPrecision("bf16-mixed")],
+        accumulate_grad_batches=2,
+        callbacks=[checkpoint(tmp_path)],
+        enable_checkpointing=True,
+    )
+    second.fit(module, ResumableLoader(batches), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
     assert all(map(torch.equal, whole, weights(module)))
 
 
-def test_two_means_over_different_numbers_are_not_weighed_by_either() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "weight"),
+    [({"weight_by": "token"}, "their target tokens, 8 and 16"), ({"count": lambda batch: 3}, "count=, 3 and 3")],
+)
+def test_a_chosen_weight_that_the_loss_does_not_average_over_is_reported(
+    arguments: dict[str, Any], weight: str
+) -> None:
+    """Labels of another ``ignore_index`` count as tokens: both numbers are in the warning."""
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        logits = in_fp32(net, batch[0]).expand(-1, batch[1].shape[1], -1)
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=255)
+
+    batches = []
+    for samples, ignored in ((4, 3), (8, 1)):
+        labels = torch.randint(0, 3, (samples, 2))
+        labels.view(-1)[:ignored] = 255
+        batches.append([torch.randn(samples, 1, 4), labels])
+    with pytest.warns(
+        UserWarning, match=rf"weighted by {weight} in two of them, but their losses average over 5 and 15"
+    ):
+        fitted(loss, batches, AccumulationScheduler({0: 2}, **arguments))
+    fitted(loss, [batches[0], batches[0]], AccumulationScheduler({0: 2}, **arguments))  # a constant ratio
+
+
+def test_means_over_different_numbers_are_reported() -> None:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        logits = in_fp32(net, batch[0])
+        return F.cross_entropy(logits, batch[1]) + F.cross_entropy(logits[:2], batch[1][:2])
+
+    with pytest.warns(UserWarning, match="adds means over different numbers, 5 and 2 in the first micro-batch"):
+        fitted(loss, labelled((5, 3)), accumulate_grad_batches=2)
+
+
+def test_a_loss_that_shows_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(net(batch[0]), batch[1], reduction="sum")
+
+    with caplog.at_level("INFO"):
+        fitted(loss, labelled((5, 3)), accumulate_grad_batches=2)
+    assert "weigh the same: the loss does not show what it averages over (a sum, or compiled)" in caplog.text
+
+
+def test_auxiliary_means_over_elements_do_not_count() -> None:
     logits, labels = torch.zeros(4, 3, requires_grad=True), torch.tensor([0, 1, 2, -100])
     both = F.cross_entropy(logits, labels) + F.cross_entropy(logits[:2], labels[:2])
-    assert LossAverage.of(both) is None
-    assert LossAverage.of(F.cross_entropy(logits, labels) + 0.1 * logits.square().mean()) is not None
+    assert [int(average.count(both) or 0) for average in LossAverage.of(both)] == [3, 2]
+    assert len(LossAverage.of(F.cross_entropy(logits, labels) + 0.1 * logits.square().mean())) == 1
 
 
 def test_another_choice_is_refused() -> None:

@@ -106,9 +106,12 @@ def counted(
     return first
 
 
-def agreements(ranks: int, *, sharded: int = 1, micro_batches: int = 1) -> Counter[Collective]:
-    """``sharded`` ranks hold units together. The first micro-batch's SIGTERM is told before the count begins."""
-    found = Counter({Collective("all_reduce", ranks, NORM_BYTES + (micro_batches > 1) * WINDOW_BYTES): 1})
+def agreements(ranks: int, *, sharded: int = 1, micro_batches: int = 1, copies: int = 2) -> Counter[Collective]:
+    """``sharded`` ranks hold units together; several ``copies`` of the model, or a window, count their batches.
+
+    The first micro-batch's SIGTERM is told before the count begins.
+    """
+    found = Counter({Collective("all_reduce", ranks, NORM_BYTES + (copies * micro_batches > 1) * WINDOW_BYTES): 1})
     found[Collective("all_reduce", sharded, UNITS_BYTES)] += sharded > 1
     found[Collective("broadcast", ranks, SIGTERM_BYTES)] += micro_batches - 1
     return +found
@@ -238,7 +241,8 @@ def test_tensor_parallelism_sends_activations(shards, micro_batches, sequence, s
         sync=sync,
     )
     due = by_formula(layout, micro_batches=micro_batches, sequence_parallel=sequence, gradient_sync=sync)
-    assert seen == due + agreements(layout.gpus, sharded=shards, micro_batches=micro_batches)
+    agreed = agreements(layout.gpus, sharded=shards, micro_batches=micro_batches, copies=layout.data_ranks)
+    assert seen == due + agreed
 
 
 @pytest.mark.full
@@ -247,7 +251,7 @@ def test_recomputed_blocks_reduce_attention_again(sequence):
     plan = "auto_sequence" if sequence else "auto"
     seen = counted(lambda: runs.fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan), 2, recomputed=True)
     due = by_formula(ParallelLayout(tensor=2), sequence_parallel=sequence, recomputed=True)
-    assert seen == due + agreements(2)
+    assert seen == due + agreements(2, copies=1)
 
 
 def sent(transfers: list[Transfer]) -> float:
