@@ -31,7 +31,7 @@ def matrices_and_rest(module: nn.Module, *, matrices: Sequence[str] = (), rest: 
     in neural networks"). A parameter is a hidden matrix if it has two axes, unless
 
     - an ``nn.Embedding`` holds it, also where a head shares it;
-    - it is called an output layer (``lm_head``, ``head``, ``output``, ``classifier``, ...);
+    - it is called an output layer (``lm_head``, ``head``, ``output``, ``classifier``, ...) outside of numbered blocks;
     - no parameter is called so, and it is the weight of the last ``nn.Linear``.
 
     Convolution kernels have more than two axes and are part of the rest: ``torch.optim.Muon`` takes matrices only.
@@ -85,12 +85,18 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def _is_output_layer(name: str) -> bool:
+    """By its name; what a numbered block calls ``output``, such as an attention's, is hidden."""
+    *path, last = name.split(".")
+    return last in _HEADS and not any(part.isdigit() for part in path)
+
+
 def _outer_weights(module: nn.Module) -> set[int]:
     """The ids of embeddings and output layers."""
     layers = list(module.named_modules(remove_duplicate=False))
     tables = [layer for _, layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
     embeddings = {id(parameter) for layer in tables for parameter in layer.parameters()}
-    heads = {id(p) for name, layer in layers if name.split(".")[-1] in _HEADS for p in layer.parameters()}
+    heads = {id(p) for name, layer in layers if _is_output_layer(name) for p in layer.parameters()}
     if not heads:
         linear = [layer.weight for _, layer in layers if isinstance(layer, nn.Linear)]
         heads = {id(linear[-1])} if linear else set()

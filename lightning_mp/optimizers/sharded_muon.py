@@ -14,6 +14,9 @@ from torch.optim import Muon, Optimizer
 
 from lightning_mp.core import private_api
 
+#: What torch's Newton-Schulz iteration computes in; shards travel in it.
+ITERATION_DTYPE = torch.bfloat16
+
 
 def has_sharded_matrices(optimizer: Optimizer) -> TypeGuard[Muon]:
     """Whether this is torch's Muon, and some of its matrices are DTensors."""
@@ -59,7 +62,7 @@ def _step_together(optimizer: Muon, group: dict[str, Any], matrices: Sequence[DT
     """Steps at most as many matrices, of one mesh and layout, as ranks exchange shards."""
     updates = [_momentum_update(optimizer, group, matrix) for matrix in matrices]
     mesh, layout = matrices[0].device_mesh, _one_sharded_axis(matrices[0].placements)
-    shards = [update.redistribute(placements=layout).to_local().bfloat16() for update in updates]
+    shards = [update.redistribute(placements=layout).to_local().to(ITERATION_DTYPE) for update in updates]
     axis = next((placement.dim for placement in layout if isinstance(placement, Shard)), None)
     if axis is None:
         orthogonal = [private_api.orthogonalized(whole, group) for whole in shards]

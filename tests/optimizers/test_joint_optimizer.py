@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam, AdamW, Muon, RMSprop
+from transformers import BertConfig, BertForSequenceClassification
 
 from lightning_mp import (
     AutocastPrecision,
@@ -21,6 +22,7 @@ from lightning_mp import (
     OverflowMonitor,
     matrices_and_rest,
 )
+from lightning_mp.language_model import GPT, GPTConfig
 
 IDS = torch.randint(10, (8, 16), generator=torch.Generator().manual_seed(0))
 
@@ -215,6 +217,27 @@ def test_matrices_are_hidden_ones_and_tied_heads_are_not() -> None:
     split = matrices_and_rest(tied, matrices=["lm_head.w*"], rest=["3.*"])
     assert [name for name, _ in split.matrices] == ["4.weight", "lm_head.weight"]
     assert len(split.matrices) + len(split.rest) == sum(p.requires_grad for p in tied.parameters())
+
+
+def test_what_blocks_call_output_is_hidden() -> None:
+    """Attention's output in the pack's GPT, and BERT's ``layer.0.output.dense``, are hidden matrices."""
+    gpt = GPT(GPTConfig(layers=2, heads=2, width=8, block_tokens=4, vocab=16))
+    split = matrices_and_rest(gpt)
+    assert {name.split(".", 2)[-1] for name, _ in split.matrices} == {
+        "attention.query_key_value.weight",
+        "attention.output.weight",
+        "mlp.up.weight",
+        "mlp.down.weight",
+    }
+    assert len(split.matrices) == 8
+    config = BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2
+    )
+    names = {name for name, _ in matrices_and_rest(BertForSequenceClassification(config)).matrices}
+    layer = "bert.encoder.layer.0."
+    inner = ["attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"]
+    hidden = [f"{layer}{part}" for part in (*inner, "intermediate.dense", "output.dense")]
+    assert names == {f"{name}.weight" for name in (*hidden, "bert.pooler.dense")}
 
 
 def test_patterns_that_match_nothing_or_no_matrix_are_refused() -> None:

@@ -1,0 +1,191 @@
+"""Muon beside AdamW under each strategy: after 20 steps in fp32 the weights of one process, resumed ones too."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fsdp2_runs as runs
+import pytest
+import torch
+from gloo import run_ranks
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from pipelined_models import PipelinedGPT, fit, token_batches
+from small_models import ResumableLoader, loader, quiet_trainer
+from torch.optim import AdamW, Muon
+
+from lightning_mp import (
+    AutocastPrecision,
+    JointOptimizer,
+    LossScaler,
+    MasterWeightsPrecision,
+    PipelineParallelStrategy,
+    matrices_and_rest,
+)
+from lightning_mp.optimizers import sharded_muon
+
+STEPS = 20
+
+
+class MuonAndAdamW(runs.Recorded):
+    def configure_optimizers(self) -> Any:
+        matrices, rest = matrices_and_rest(self)
+        return JointOptimizer([Muon(matrices, lr=0.02), AdamW(rest, lr=1e-3, eps=1e-3)], module=self)
+
+
+def model() -> MuonAndAdamW:
+    torch.manual_seed(0)
+    return MuonAndAdamW(layers=2, heads=2, width=16, block_tokens=runs.TOKENS, vocab=runs.VOCABULARY)
+
+
+def train(
+    rank: int = 0,
+    devices: int = 1,
+    strategy: Any = "auto",
+    *,
+    micro_batches: int = 1,
+    steps: int = STEPS,
+    plugin: Any = None,
+    ckpt_path: Any = None,
+    save_to: Any = None,
+) -> dict[str, torch.Tensor]:
+    """``micro_batches`` on one process are what as many ranks see, so that gradients are equal to the last bit."""
+    parts = getattr(strategy, "tensor_parallel_size", 1)
+    if micro_batches > 1:
+        split = [runs.batches(STEPS, index, micro_batches) for index in range(micro_batches)]
+        rows = [batch for step in zip(*split, strict=True) for batch in step]
+    else:
+        rows = runs.batches(STEPS, rank // parts, devices // parts)
+    module = model()
+    trainer = quiet_trainer(
+        devices=devices,
+        strategy=strategy,
+        plugins=[Precision() if plugin is None else plugin],
+        accumulate_grad_batches=micro_batches,
+        max_epochs=-1,
+        max_steps=steps,
+    )
+    trainer.fit(module, ResumableLoader(rows), loader(rows[:1]), ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    return runs.full_weights(module)
+
+
+def ddp() -> DDPStrategy:
+    return DDPStrategy(process_group_backend="gloo")
+
+
+STRATEGIES = {
+    "ddp": (2, ddp, 2),
+    "fsdp2": (2, runs.fsdp2, 2),
+    "fsdp2 over 4": (4, runs.fsdp2, 4),
+    "copies of fsdp2": (4, lambda: runs.fsdp2(replicate_size=2), 4),
+    "tensor parallel": (2, lambda: runs.fsdp2(tensor_parallel_size=2), 1),
+    "fsdp2 and tensor parallel": (4, lambda: runs.fsdp2(tensor_parallel_size=2), 2),
+}
+
+
+def newton_schulz_in_float32(matrix: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
+    """torch's iteration without its bf16, in which one last bit of a gradient changes the third digit of the update."""
+    a, b, c = coefficients
+    x = matrix.float() / matrix.float().norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T if matrix.shape[0] <= matrix.shape[1] else x.T @ x
+        gram = b * gram + c * gram @ gram
+        x = a * x + (gram @ x if matrix.shape[0] <= matrix.shape[1] else x @ gram)
+    return x
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    with (
+        patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", newton_schulz_in_float32),
+        patch.object(sharded_muon, "ITERATION_DTYPE", torch.float32),
+    ):
+        yield
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_strategy_trains_the_weights_of_one_process(name: str) -> None:
+    devices, strategy, data_ranks = STRATEGIES[name]
+    before = model().state_dict()
+
+    def on_rank(rank: int) -> dict[str, torch.Tensor]:
+        with in_float32():
+            return train(rank, devices, strategy())
+
+    with in_float32():
+        alone = train(micro_batches=data_ranks)
+    assert not any(torch.equal(alone[name], before[name]) for name in alone)
+    for weights in run_ranks(on_rank, devices):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_two_ranks_train_the_weights_of_one_process_with_torchs_iteration(name: str) -> None:
+    """The sum of two gradients has one order, so that nothing rounds otherwise in bf16."""
+    alone = train(micro_batches=2)
+    for weights in run_ranks(lambda rank: train(rank, 2, STRATEGIES[name][1]()), 2):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
+
+
+class PipelinedMuon(PipelinedGPT):
+    def configure_optimizers(self) -> Any:
+        matrices, rest = matrices_and_rest(self)
+        return JointOptimizer([Muon(matrices, lr=0.02), AdamW(rest, lr=1e-3, eps=1e-3)], module=self)
+
+
+def test_pipeline_stages_train_their_part_of_both_optimizers() -> None:
+    """A stage may hold no parameter of one of them."""
+
+    def on_rank(devices: int, strategy: Any) -> list[float]:
+        module = PipelinedMuon()
+        with in_float32():
+            fit(module, strategy, devices, train=token_batches(32, 4))
+        return module.train_losses
+
+    [alone] = run_ranks(lambda _: on_rank(1, "ddp"), 1)
+    for losses in run_ranks(lambda _: on_rank(2, PipelineParallelStrategy()), 2):
+        assert losses == pytest.approx(alone, rel=2e-6)
+    assert alone[-1] < alone[0]
+
+
+PLUGINS: dict[str, Any] = {
+    "fp16": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0, growth_interval=4)),
+    "fp32 masters": lambda: MasterWeightsPrecision("bf16-true"),
+    "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", PLUGINS)
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 2), ("fsdp2 and tensor parallel", 4)])
+def test_a_resumed_run_is_the_uninterrupted_one(strategy: str, ranks: int, precision: str, tmp_path: Path) -> None:
+    make, plugin, path = STRATEGIES[strategy][1], PLUGINS[precision], tmp_path / "half.ckpt"
+
+    def on_rank(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        straight = train(rank, ranks, make(), plugin=plugin())
+        train(rank, ranks, make(), plugin=plugin(), steps=STEPS // 2, save_to=path)
+        return straight, train(rank, ranks, make(), plugin=plugin(), ckpt_path=path)
+
+    for straight, resumed in run_ranks(on_rank, ranks):
+        assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+@pytest.mark.full
+def test_a_sharded_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """Momentum buffers and moments are cut anew; the second half sees the same rows in each step."""
+    path = tmp_path / "half.ckpt"
+
+    def on_rank(rank: int, ranks: int, **arguments: Any) -> dict[str, torch.Tensor]:
+        with in_float32():
+            return train(rank, ranks, runs.fsdp2(), **arguments)
+
+    with in_float32():
+        straight = train(micro_batches=2)
+    run_ranks(lambda rank: on_rank(rank, 2, steps=STEPS // 2, save_to=path), 2)
+    for weights in run_ranks(lambda rank: on_rank(rank, 4, ckpt_path=path), 4):
+        torch.testing.assert_close(weights, straight, rtol=0, atol=1e-6)
