@@ -79,6 +79,9 @@ CLAIMS = {
         micro_batches * size == step and steps == 10 and saved > 50 and before < 0.5 and after > 0.9
     ),
     "huggingface_causal": lambda parameters, tokens, steps, padded, first, last: tokens == 5_000 and last < first - 1,
+    "muon_adamw": lambda matrices, others, loss, steps, before: (
+        (matrices, others, steps) == (8, 7, 200) and loss < 2.7 < before
+    ),
     "static_loss_scale": lambda low, subnormal, suggested, scale, skipped, steps, first, last, high, ended_after: (
         subnormal > 1 and suggested == scale > low and skipped == 0 and last < first / 2 and ended_after >= 20
     ),
@@ -113,6 +116,25 @@ def test_the_commands_of_the_hydra_recipe_are_what_hydra_reads():
     with hydra.initialize_config_dir(str(RECIPES / "hydra_project"), version_base=None):
         configs = [hydra.compose("config", overrides=line[2:]) for line in lines]
     assert [dict(config.accumulation.schedule) for config in configs] == [{"0": 2, "1": 4}, {"0": 1, "1": 4}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_muon_trains_alike_on_two_ranks(strategy, capsys, monkeypatch):
+    """A batch is divided among ranks; bf16 rounds sums in another order."""
+    arguments = ["--steps", "20"]
+
+    def on_two_ranks(rank):
+        sys.argv = [str(FILES["muon_adamw"]), "--strategy", strategy, "--devices", "2", *arguments]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        return printed.getvalue().splitlines()
+
+    first, of_rank_1 = run_ranks(on_two_ranks, 2)
+    alone = start("muon_adamw", arguments, capsys, monkeypatch)
+    assert of_rank_1 == []
+    assert words(first) == words(alone) == words(shown("muon_adamw"))
+    assert numbers(first)[2] == pytest.approx(numbers(alone)[2], rel=5e-3)
 
 
 @pytest.mark.full
