@@ -1,6 +1,7 @@
 """What callbacks of the pack do alike: refusing foreign Trainers and rivals, joining the accumulation controller."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
@@ -8,11 +9,12 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.private_api import callbacks_of
-from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy
+from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
-__all__ = ["join_window_controller", "refuse_other_trainers", "refuse_rivals", "report_folder"]
+__all__ = ["check_counts", "join_window_controller", "refuse_other_trainers", "refuse_rivals", "report_folder"]
 
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
@@ -58,6 +60,23 @@ def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.Lightn
                 f"{name} and {type(other).__name__} both set accumulate_grad_batches. Remove the latter and give its"
                 " schedule to lightning_mp.AccumulationScheduler."
             )
+
+
+def check_counts(
+    callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, *, needs_tokens: bool
+) -> Weighting:
+    """Checks before a fit what its first batch will be checked for: how all callbacks together count it.
+
+    Raises:
+        MisconfigurationException: as in the fit.
+    """
+    refuse_rivals(callback, trainer, pl_module)
+    settings = AccumulationSettings()
+    for other in callbacks_of(trainer):
+        if hasattr(other, "check_setup") and hasattr(other, "count"):
+            settings.weigh(getattr(other, "weight_by", None), other.count)
+    assert settings.weighting is not None
+    return settings.weighting.resolved(batch, shifted=False, needs_tokens=needs_tokens)
 
 
 def join_window_controller(

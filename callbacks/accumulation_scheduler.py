@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
 from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit
 from lightning_mp.accumulation.step_estimate import estimate_steps
-from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -198,6 +198,14 @@ class AccumulationScheduler(SettingsRepr, Callback):
                 " number can change within an epoch. Read trainer.accumulate_grad_batches in the middle of a window."
             )
         return self.windows.micro_batches(Progress(epoch=epoch))
+
+    def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """Refuses before a fit what would be refused in it; for preflights.
+
+        Raises:
+            MisconfigurationException: as in the fit.
+        """
+        check_counts(self, trainer, pl_module, batch, needs_tokens="token" in self.windows.units)
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Hands the schedule to the accumulation controller."""

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers, report_folder
+from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers, report_folder
 from lightning_mp.callbacks._idle_hooks import idle
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
@@ -178,6 +178,14 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if stage == "fit":
             self._controller = join_window_controller(self, trainer, pl_module, self.count)
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
+
+    def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """Refuses before a fit what would be refused in it; for preflights.
+
+        Raises:
+            MisconfigurationException: as in the fit.
+        """
+        check_counts(self, trainer, pl_module, batch, needs_tokens=True)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Counts parameters and sets the budget."""

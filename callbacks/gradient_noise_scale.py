@@ -117,6 +117,16 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks Trainer and module."""
         refuse_other_trainers(self, trainer)
+        self.check_setup(trainer, pl_module)
+        if stage == "fit":
+            CallbackMetrics.attach(trainer).add(self._metrics)
+
+    def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any = None) -> None:
+        """Refuses Trainers and modules in which gradients of micro-batches cannot be told apart.
+
+        Raises:
+            MisconfigurationException: says why.
+        """
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 "GradientNoiseScale needs automatic optimization; with automatic_optimization=False it is not known"
@@ -133,8 +143,6 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 " single micro-batch of the whole model. Measure it with DDP or ModelParallelStrategy; it depends on"
                 " the model and the data, not on the strategy."
             )
-        if stage == "fit":
-            CallbackMetrics.attach(trainer).add(self._metrics)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds out where gradients and outcomes come from."""

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers
 from lightning_mp.callbacks._idle_hooks import idle
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
@@ -169,9 +169,22 @@ class MFUMonitor(SettingsRepr, Callback):
             MisconfigurationException: with compiled code.
         """
         self._is_settled = self._is_warm = self._is_count_checked = False
+        self._refuse_compiled(pl_module)
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
         self._left_out = 1 if is_pipelined(trainer) else 0
         self.flop_count = None
+
+    def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """Refuses before a fit what would be refused in it; for preflights.
+
+        Raises:
+            MisconfigurationException: as in the fit.
+        """
+        self._refuse_compiled(pl_module)
+        weighting = check_counts(self, trainer, pl_module, batch, needs_tokens=False)
+        self._count_in(weighting, weighting.measure(batch).input_tokens, batch)
+
+    def _refuse_compiled(self, pl_module: "pl.LightningModule") -> None:
         if self.flops_per_token == "exact" and _is_compiled(pl_module):
             convention = "" if self.unit == "sample" else f", or name a convention: {', '.join(CONVENTIONS)}"
             raise MisconfigurationException(
@@ -179,6 +192,14 @@ class MFUMonitor(SettingsRepr, Callback):
                 " compiling,"
                 f" MFUMonitor(flops_per_token=count_flops(model, batch).model / {self._counted}s){convention}."
             )
+
+    def _count_in(self, weighting: Weighting, input_tokens: int, batch: Any) -> None:
+        """Finds out what the numbers of the first batch are numbers of."""
+        if not weighting.counts_tokens:
+            raise no_tokens_in(batch, "MFUMonitor", ", or unit='sample' to have all figures per sample")
+        self._counted = counted_unit(self.unit, input_tokens, batch, is_counted=weighting.count is not None)
+        if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
+            raise MisconfigurationException(_of_tokens(self.flops_per_token))
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues from the counter as it was loaded; the clock starts after the first optimizer step."""
@@ -220,19 +241,11 @@ class MFUMonitor(SettingsRepr, Callback):
             MisconfigurationException: if the batch holds no tokens.
         """
         assert self._controller is not None
-        assert self._controller.weighting is not None
-        if not self._controller.weighting.counts_tokens:
-            raise no_tokens_in(batch, "MFUMonitor", ", or unit='sample' to have all figures per sample")
-        if not self._is_count_checked and self._controller.measure is not None:
-            self._is_count_checked = True
-            self._counted = counted_unit(
-                self.unit,
-                self._controller.measure.input_tokens,
-                batch,
-                is_counted=self._controller.weighting.count is not None,
-            )
-            if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
-                raise MisconfigurationException(_of_tokens(self.flops_per_token))
+        if not self._is_count_checked:
+            assert self._controller.weighting is not None
+            measure = self._controller.measure
+            self._count_in(self._controller.weighting, measure.input_tokens if measure is not None else 0, batch)
+            self._is_count_checked = measure is not None
         if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
             self._stop_counting()  # of a micro-batch that was declined
             self._tally = FlopTally().__enter__()
@@ -291,7 +304,7 @@ class MFUMonitor(SettingsRepr, Callback):
             return
         convention = self.flops_per_token if isinstance(self.flops_per_token, str) else "as given"
         convention += "; causal attention as a full square" if convention == "exact" else ""
-        ran_again = "" if again is None else f", and {format_quantity(again)} recomputed"
+        ran_again = f", and {format_quantity(again)} recomputed" if again else ""
         operations = format_quantity(work.model_flops_per_token)
         rank_zero_info(
             f"MFUMonitor: {operations} FLOPs per {self._counted} ({convention}){ran_again}."

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers
 from lightning_mp.core.arguments import whole_tokens
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -196,6 +196,15 @@ class TokenLearningRate(SettingsRepr, Callback):
             initial_rates(optimizer)
         assert self._controller is not None
         self._controller.before_each_step(lambda: self._set_step_rates(trainer))
+
+    def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """Refuses before a fit what would be refused in it; for preflights.
+
+        Raises:
+            MisconfigurationException: as in the fit.
+        """
+        if not check_counts(self, trainer, pl_module, batch, needs_tokens=False).counts_tokens:
+            raise no_tokens_in(batch, "TokenLearningRate")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the horizon, continues from a checkpoint, and sets the first rate."""

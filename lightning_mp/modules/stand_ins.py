@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_mp.core.nested_tensors import tensors_in
 
@@ -36,7 +37,24 @@ def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.M
                 memo[id(tensor)] = nn.Parameter(stand_in(tensor), requires_grad=tensor.requires_grad)
             elif isinstance(tensor, Tensor):
                 memo[id(tensor)] = stand_in(tensor)
-    return deepcopy(module, memo)
+    with _StandInCopies(stand_in):
+        return deepcopy(module, memo)
+
+
+class _StandInCopies(TorchFunctionMode):
+    """Copies of tensors that no module holds are stand-ins, too: a network in saved hyperparameters, for instance."""
+
+    def __init__(self, stand_in: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), self._stand_in(tensor).requires_grad_(tensor.requires_grad))
+        if func is Tensor.clone:  # how a parameter copies itself
+            return self._stand_in(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.default_dtype import default_dtype
+from lightning_mp.core.messages import ABOUT_DTYPES
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["MasterWeightsPrecision"]
-
-_ABOUT_DTYPES = ("dtype", "scalar type", "should be the same", "not implemented for")
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
@@ -323,7 +322,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             try:
                 yield
             except (RuntimeError, ValueError) as error:
-                if any(words in str(error) for words in _ABOUT_DTYPES):
+                if any(words in str(error) for words in ABOUT_DTYPES):
                     error.add_note(hint_at_dtypes(self.precision, str(error), with_policy=self.policy is not None))
                 raise
 

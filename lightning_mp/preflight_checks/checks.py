@@ -9,6 +9,7 @@ from lightning_mp.preflight_checks.report import PreflightFinding, Severity
 __all__ = ["CHECKS", "check_everything"]
 
 CHECKS = (
+    step_checks.check_refusals,
     precision_checks.check_device,
     precision_checks.check_scaler,
     precision_checks.check_precisions,

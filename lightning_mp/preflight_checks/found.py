@@ -241,6 +241,8 @@ class Found:
         budget: of tokens.
         memory: of one micro-batch.
         checkpoint: that the run is to resume from.
+        dtype_error: what torch said about dtypes in the training step; "" if nothing.
+        refusals: what callbacks will refuse, each with its reason.
     """
 
     device: DeviceTraits
@@ -254,3 +256,5 @@ class Found:
     budget: FoundBudget | None = None
     memory: FoundMemory | None = None
     checkpoint: FoundCheckpoint | None = None
+    dtype_error: str = ""
+    refusals: tuple[tuple[str, str], ...] = ()

@@ -7,6 +7,9 @@ from torch import Tensor
 
 __all__ = ["OperationNotes"]
 
+# Operations that refuse two floating-point dtypes, and do not as long as tensors are fake.
+_OF_ONE_DTYPE = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.index_add", "aten.index_put")
+
 
 class OperationNotes:
     """Sees every operation, as :func:`lightning_mp.core.private_api.observe_dispatch` shows them.
@@ -18,6 +21,7 @@ class OperationNotes:
         in_backward: forwards are over, and what runs now is a backward.
         draws_anew: a random operation in backward met a state that no forward has met.
         count: of all operations.
+        mixed_dtypes: what the first operation that refuses two dtypes was given; "" if none was.
 
     Example:
         >>> from lightning_mp.core.private_api import observe_dispatch
@@ -31,6 +35,7 @@ class OperationNotes:
     def __init__(self) -> None:
         self.in_backward = self.draws_anew = False
         self.count = 0
+        self.mixed_dtypes = ""
         self._states: set[int] = set()
         # The tensors are kept, so that no other one gets their id.
         self._divided: dict[int, tuple[Tensor, float]] = {}
@@ -40,6 +45,11 @@ class OperationNotes:
         self.count += 1
         if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
             self._note_draw()
+        if not self.mixed_dtypes and str(operation).startswith(_OF_ONE_DTYPE):
+            dtypes = {value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()}
+            if len(dtypes) > 1:
+                named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+                self.mixed_dtypes = f"{str(operation).split('.')[1]} was given {named}."
         divisor = _divisor(str(operation), args)
         if divisor is not None and isinstance(result, Tensor) and result.ndim == 0:
             self._divided[id(result)] = result, divisor

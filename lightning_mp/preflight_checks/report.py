@@ -33,6 +33,8 @@ FindingName = Literal[
     "budget",
     "memory",
     "checkpoint",
+    "refused",
+    "dtypes",
 ]
 """What a finding is about; `docs/troubleshooting.md` says what each means."""
 
@@ -101,7 +103,8 @@ class PreflightReport:
         errors, warnings, advice = (
             sum(finding.severity == severity for finding in self.findings) for severity in get_args(Severity)
         )
-        lines = [f"Preflight: {_counted(errors, 'error')}, {_counted(warnings, 'warning')}, {advice} advice"]
+        unseen = f"; {_counted(len(self.not_checked), 'part')} not checked" if self.not_checked else ""
+        lines = [f"Preflight: {_counted(errors, 'error')}, {_counted(warnings, 'warning')}, {advice} advice{unseen}"]
         for finding in self.findings:
             lines += _row(f"  {finding.severity:<8} {finding.name:<21} ", finding.what, f"-> {finding.cure}")
         for what, reason in self.not_checked:

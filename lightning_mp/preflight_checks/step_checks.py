@@ -10,8 +10,27 @@ __all__ = [
     "check_clipping",
     "check_dropout_in_recompute",
     "check_loss_divided_twice",
+    "check_refusals",
     "check_step_past_plugin",
 ]
+
+
+def check_refusals(found: Found) -> Iterator[PreflightFinding]:
+    """Whether a callback will refuse the run, and whether the training step mixes dtypes."""
+    for name, reason in found.refusals:
+        what, _, cure = reason.rpartition(". ")
+        yield PreflightFinding("error", "refused", (what and f"{what}.") or f"{name} refuses the run.", cure)
+    if found.dtype_error:
+        stored = found.precision.name.endswith("-true")
+        yield PreflightFinding(
+            "error",
+            "dtypes",
+            f"training_step ends in an error of torch about dtypes under {found.precision.plugin}: {found.dtype_error}",
+            "Cast what is fp32 where it is used, for instance `x + self.table.to(x.dtype)`, or use AutocastPrecision."
+            if stored
+            else "Cast one side where they come together (`b.to(a.dtype)`): autocast leaves this operation alone. Or"
+            " give its module a rule: policy={'name.of.module': 'fp32'}.",
+        )
 
 
 def check_loss_divided_twice(found: Found) -> Iterator[PreflightFinding]:

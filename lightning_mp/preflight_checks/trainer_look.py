@@ -9,10 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_loop_api, private_sharding_api
+from lightning_mp.core.messages import ABOUT_DTYPES
+from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.memory.live_storages import MemorySample
@@ -54,6 +57,7 @@ class TrainerLook:
         self._trainer, self._module = trainer, module
         self._device, self._device_name = device_of(trainer, device), device
         self._not_checked: list[tuple[str, str]] = []
+        self._dtype_error = ""
 
     def at_data(self, data: Any) -> FoundData:
         """One micro-batch of what a user has given, and how many there are."""
@@ -98,6 +102,8 @@ class TrainerLook:
             budget=self._attempt("budget", lambda: self._budget(given)),
             memory=self._attempt("memory", lambda: self._memory(watched)),
             checkpoint=self._attempt("checkpoint", lambda: self._checkpoint(watched, ckpt_path)),
+            dtype_error=self._dtype_error,
+            refusals=self._refusals(given) if given is not None else (),
         )
 
     def _attempt(self, what: str, look: Callable[[], Any]) -> Any:
@@ -135,10 +141,31 @@ class TrainerLook:
             getattr(plugin, "policy", None),
             self._device.accelerator,
         )
-        self._attempt("training step", step)
+        self._attempt("training step", lambda: self._try_step(step))
+        self._dtype_error = self._dtype_error or watched.mixed_dtypes
         for failed, reason in watched.failures:
             self._cannot(failed, reason)
         return watched
+
+    def _try_step(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except RuntimeError as error:
+            if not any(words in str(error) for words in ABOUT_DTYPES):
+                raise
+            self._dtype_error = str(error).partition("\n")[0]
+
+    def _refusals(self, data: FoundData) -> tuple[tuple[str, str], ...]:
+        """What callbacks would refuse in the fit with this batch."""
+        found = []
+        for callback in callbacks_of(self._trainer):
+            check = getattr(callback, "check_setup", None)
+            if check is not None:
+                try:
+                    check(self._trainer, self._module, data.batch)
+                except MisconfigurationException as error:
+                    found.append((type(callback).__name__, str(error)))
+        return tuple(dict.fromkeys(found))
 
     def _step(self, watched: WatchedStep | None, data: FoundData | None, run: FoundRun) -> FoundStep | None:
         """What the step did; where it divided its loss by the window's length, once more with another length."""

@@ -1,6 +1,7 @@
 """One training step of a copy of the module, on fake tensors, and what it does to loss and gradients."""
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -73,6 +74,7 @@ class WatchedStep:
         """
         with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
             try:
                 self.samples = simulate_step(
                     self._module,
@@ -93,6 +95,11 @@ class WatchedStep:
                 # A step that makes its backwards itself returns nothing to differentiate.
                 if self._module.automatic_optimization or not self._has_run:
                     raise
+
+    @property
+    def mixed_dtypes(self) -> str:
+        """What an operation was given that refuses two dtypes; "" if none was."""
+        return self._notes.mixed_dtypes
 
     @property
     def found(self) -> FoundStep | None:
@@ -237,6 +244,16 @@ class WatchedStep:
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._runs_own_code:
             self._raw_steps.append(type(optimizer).__name__)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """What fake tensors cannot do is in the report; torch logs it as well, with its stack."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _is_overridden(module: "pl.LightningModule", name: str) -> bool:

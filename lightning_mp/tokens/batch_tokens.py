@@ -187,16 +187,33 @@ def declared_divisor(batch: Any) -> int | Tensor | None:
 
 
 def nonpad_tokens(batch: Any) -> Tensor | None:
-    """Tokens that ``batch["attention_mask"]`` does not hide, a scalar tensor; None if there is no such mask.
+    """Tokens that are no padding, a scalar tensor; None if that is not known.
+
+    Padding is what ``batch["attention_mask"]`` hides. Without a mask it is the end of a row in which one input token is
+    repeated, two times or more, and has no label.
 
     Example:
         >>> import torch
         >>> nonpad_tokens({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
         tensor(3)
+        >>> ids = torch.tensor([[4, 5, 3, 2], [7, 8, 0, 0]])
+        >>> nonpad_tokens({"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)})
+        tensor(6)
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    # Two dimensions, [batch, tokens]; a mask with more says who sees whom.
-    return (mask != 0).sum() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    if mask is not None:
+        # Two dimensions, [batch, tokens]; a mask with more says who sees whom.
+        return (mask != 0).sum() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    labels = find_labels(batch)
+    inputs = batch.get("input_ids") if isinstance(batch, Mapping) else batch[0] if labels is not None else None
+    if labels is None or not isinstance(inputs, Tensor) or labels.ndim != 2 or inputs.shape != labels.shape:
+        return None
+    length = labels.shape[1]
+    if inputs.is_floating_point() or not length:
+        return None
+    is_token = (labels != IGNORE_INDEX) | (inputs != inputs[:, -1:])
+    ends = (torch.arange(1, length + 1, device=labels.device) * is_token).amax(1)
+    return torch.where(ends >= length - 1, length, ends).sum()
 
 
 def replaceable_labels(batch: Any) -> bool:

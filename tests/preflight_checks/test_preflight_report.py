@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from preflight_projects import PROJECTS, Net
-from small_models import loader, quiet_trainer, regression_batches
-from torch import Tensor
+from small_models import WIDTH, loader, quiet_trainer, regression_batches
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from lightning_mp import AutocastPrecision, preflight
@@ -266,7 +267,7 @@ def test_the_report_as_text_and_as_json() -> None:
         (("budget", "no labels"),),
     )
     text = str(report)
-    assert text.startswith("Preflight: 1 error, 0 warnings, 1 advice\n  error    memory")
+    assert text.startswith("Preflight: 1 error, 0 warnings, 1 advice; 1 part not checked\n  error    memory")
     assert max(map(len, text.splitlines())) <= 110
     assert "-> Use less." in text
     assert "not checked: no labels" in text
@@ -279,3 +280,31 @@ def test_the_report_as_text_and_as_json() -> None:
         "cure": "Make it 8.",
     }
     assert [len(report.at_least(severity)) for severity in ("error", "warning", "advice")] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("holds", ["as it is", "in a dict", "in a dataclass"])
+@pytest.mark.filterwarnings("ignore:.*is an instance of `nn.Module`")
+def test_networks_in_saved_hyperparameters_are_stand_ins(holds: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lightning keeps a copy of them beside the module; BatchNorm's buffers are in it."""
+
+    @dataclass
+    class Config:
+        net: nn.Module
+
+    class Saves(pl.LightningModule):
+        def __init__(self, net: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(logger=False)
+            self.net = net["net"] if isinstance(net, dict) else getattr(net, "net", net)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    net = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+    given = {"as it is": net, "in a dict": {"net": net}, "in a dataclass": Config(net)}[holds]
+    report = preflight(quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")]), Saves(given), regression_batches(1)[0])
+    assert report.not_checked == ()
+    assert "Traceback" not in capfd.readouterr().err

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp import AutocastPrecision, ChinchillaBudget, Float8Precision
+from lightning_mp import AutocastPrecision, ChinchillaBudget, Float8Precision, MasterWeightsPrecision, MFUMonitor
 from lightning_mp.preflight_checks.report import FindingName, Severity
 
 __all__ = ["PROJECTS", "Net", "Project", "write_checkpoints"]
@@ -37,6 +37,35 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class ManualNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class AddsATable(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] + self.table, batch[1]], batch_idx)
+
+
+class ScattersIntoBf16(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net[0](batch[0])
+        target = torch.zeros(hidden.shape, device=hidden.device)
+        target = target.index_add(0, torch.arange(len(hidden), device=hidden.device), hidden)
+        return target.square().mean() + super().training_step(batch, batch_idx)
 
 
 class OwnScaler(Net):
@@ -258,6 +287,25 @@ PROJECTS: dict[str, Project] = {
         *("scaler_superfluous", "warning", "bf16 has the range of fp32", "Remove the scaler"),
         OwnScaler,
         lambda: {"precision": "bf16-mixed"},
+    ),
+    "a monitor that finds no tokens": Project(
+        *("refused", "error", "MFUMonitor cannot count tokens in a batch of type 'list'", "Pass count="),
+        trainer=lambda: {"callbacks": [MFUMonitor()]},
+    ),
+    "a monitor beside manual optimization": Project(
+        *("refused", "error", "MFUMonitor needs automatic optimization", "Remove the callback"),
+        ManualNet,
+        lambda: {"callbacks": [MFUMonitor(unit="sample")]},
+    ),
+    "an fp32 table beside bf16 weights": Project(
+        *("dtypes", "error", "MasterWeightsPrecision('bf16-true')", "x + self.table.to(x.dtype)"),
+        AddsATable,
+        lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]},
+    ),
+    "fp32 beside autocast": Project(
+        *("dtypes", "error", "AutocastPrecision('bf16-mixed')", "Cast one side where they come together"),
+        ScattersIntoBf16,
+        lambda: {"plugins": [AutocastPrecision("bf16-mixed")]},
     ),
     "precision at plugin and strategy": Project(
         *("two_precisions", "warning", "Fsdp(mixed_precision=...)", "Leave the strategy's setting out"),
