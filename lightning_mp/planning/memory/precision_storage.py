@@ -6,7 +6,6 @@ The plugins themselves need a Trainer. Here is what they keep, as a few values; 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 
@@ -73,14 +72,15 @@ PRECISIONS: Mapping[str, PrecisionStorage] = MappingProxyType(
             PrecisionStorage("bf16-masters", "MasterWeightsPrecision('bf16-true')", 2, 4, _BF16),
             PrecisionStorage("bf16-remainder", "MasterWeightsPrecision('bf16-true', storage='remainder')", 2, 2, _BF16),
             PrecisionStorage("fp8-mixed", "Float8Precision()", 4, 0, _BF16, autocast=True, fp8=True),
-            PrecisionStorage("16-true", "Trainer(precision='16-true'), no masters", 2, 0, _FP16),
-            PrecisionStorage("bf16-true", "Trainer(precision='bf16-true'), no masters", 2, 0, _BF16),
+            PrecisionStorage("lightning:16-true", "Trainer(precision='16-true'), no masters", 2, 0, _FP16),
+            PrecisionStorage("lightning:bf16-true", "Trainer(precision='bf16-true'), no masters", 2, 0, _BF16),
         )
     }
 )
-"""Every precision by name."""
+"""Every precision by name; ``lightning:`` is Lightning's own plugin."""
 
-_WITH_MASTERS: Mapping[tuple[str, str], Literal["16-masters", "bf16-masters", "bf16-remainder"]] = {
+# What the names of MasterWeightsPrecision mean, also where there is no plugin to ask.
+_BY_STORAGE: Mapping[tuple[str, str], str] = {
     ("16-true", "fp32"): "16-masters",
     ("bf16-true", "fp32"): "bf16-masters",
     ("bf16-true", "remainder"): "bf16-remainder",
@@ -91,7 +91,8 @@ def find_precision(precision: object) -> PrecisionStorage:
     """A precision by its name, or of a precision plugin.
 
     Args:
-        precision: a name of :data:`PRECISIONS`, a row of it, or a plugin of this package or of Lightning.
+        precision: a name of :data:`PRECISIONS`, a row of it, or a plugin of this package or of Lightning. The names
+            "16-true" and "bf16-true" are MasterWeightsPrecision's, with masters.
 
     Raises:
         ValueError: it is not known.
@@ -104,9 +105,9 @@ def find_precision(precision: object) -> PrecisionStorage:
     if isinstance(precision, PrecisionStorage):
         return precision
     name = precision if isinstance(precision, str) else str(getattr(precision, "precision", precision))
-    storage = getattr(precision, "storage", None)
-    if storage is not None:
-        name = _WITH_MASTERS.get((name, str(storage)), name)
+    if not isinstance(precision, str) and not hasattr(precision, "storage") and name.endswith("16-true"):
+        name = f"lightning:{name}"
+    name = _BY_STORAGE.get((name, str(getattr(precision, "storage", "fp32"))), name)
     if name not in PRECISIONS:
         raise ValueError(
             f"`precision` {name!r} is not known. Use one of {', '.join(PRECISIONS)}, or a precision plugin; the ones"
