@@ -108,15 +108,15 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 raise ValueError(
                     f"ChinchillaBudget({name}={value!r}) is unknown; it must be one of {get_args(allowed)}."
                 )
-        _refuse_what_does_nothing(parameters, tokens_per_parameter is not None or flops is not None, trim, landing)
         # These raise on a wrong argument now, not at set-up.
         TokenBudget(1 if self._tokens is None else self._tokens, landing)
         Weighting("auto", count)
+        self.trim = function_or_none(trim, "trim", "ChinchillaBudget", "from a batch and the labels to keep to an undo")
+        _refuse_what_does_nothing(parameters, tokens_per_parameter is not None or flops is not None, trim, landing)
         self.parameters: Counted = parameters
         self._target_tokens: int | None = self._tokens
         self.count = count
         self.landing: LandingMode = landing
-        self.trim = function_or_none(trim, "trim", "ChinchillaBudget", "from a batch and the labels to keep to an undo")
         self.on_waste: OnWaste = on_waste
         self.save = true_or_false(save, "save", "ChinchillaBudget")
         self._clock: float | None = None
@@ -330,9 +330,10 @@ class ChinchillaBudget(SettingsRepr, Callback):
         counter = self._controller.counter
         counter.settle()
         rank_zero_info(
-            f"Tokens over all ranks: {counter.input_tokens:,} in the inputs, {counter.nonpad_tokens:,} without"
-            f" padding, {counter.tokens:,} in the loss, of those {counter.skipped_tokens:,} in skipped steps and"
-            f" {counter.repeated_tokens:,} after the first epoch. {self.device_seconds / 3600:.3g} device hours."
+            f"ChinchillaBudget, tokens over all ranks: {counter.input_tokens:,} in the inputs,"
+            f" {counter.nonpad_tokens:,} without padding, {counter.tokens:,} in the loss, of those"
+            f" {counter.skipped_tokens:,} in skipped steps and {counter.repeated_tokens:,} after the first epoch."
+            f" {self.device_seconds / 3600:.3g} device hours."
         )
         if not self.reached:
             self._warn_of_the_rest("max_steps, max_epochs, max_time or another callback ended it first")
@@ -350,8 +351,16 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 f"The run ended on {self.tokens_spent:,} tokens instead of {self.budget_tokens:,}: its last"
                 " micro-batches had fewer than two tokens per rank, or one was several times longer than all before it."
             )
+        saved = ""
         if self.save and trainer.checkpoint_callbacks:
-            trainer.save_checkpoint(report_folder(trainer) / f"budget_reached-step-{trainer.global_step}.ckpt")
+            path = report_folder(trainer) / f"budget_reached-step-{trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
+            saved = f" Saved {path}."
+        of_budget = f" of {self.budget_tokens:,}" if by_tokens else f" in {self.device_hours:g} device hours"
+        rank_zero_info(
+            f"ChinchillaBudget: the budget is spent, {self.tokens_spent:,}{of_budget} tokens after"
+            f" {trainer.global_step:,} steps.{saved}"
+        )
 
     def _warn_of_the_rest(self, cause: str) -> None:
         self._has_told = True

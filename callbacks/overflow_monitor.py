@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
@@ -114,6 +115,11 @@ class OverflowMonitor(SettingsRepr, Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "OverflowMonitor cannot be used with DeepSpeed, which steps its own optimizer: skipped steps are not"
+                " seen, and no schedule can be held. DeepSpeed logs its own skips; or use strategy='ddp' or 'fsdp'."
+            )
         if stage == "fit" and self.count_real_steps and trainer.max_steps == -1:
             raise MisconfigurationException(
                 "OverflowMonitor(count_real_steps=True) needs Trainer(max_steps=...), which is not set here: give"

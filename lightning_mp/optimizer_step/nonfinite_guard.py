@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, Optimizer
 
@@ -71,17 +70,12 @@ class NonFiniteGuard:
             del self._optimizer.found_inf
 
 
-def refuse_unguardable(trainer: "pl.Trainer", optimizers: Sequence[Optimizer]) -> None:
+def refuse_unguardable(optimizers: Sequence[Optimizer]) -> None:
     """Refuses what makes its steps where no guard can look.
 
     Raises:
         MisconfigurationException: names it.
     """
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
-        raise MisconfigurationException(
-            "OverflowMonitor(guard=True) cannot be used with DeepSpeed, which steps its own optimizer. It skips"
-            " non-finite steps itself in fp16; for bf16 use strategy='fsdp' with AutocastPrecision('bf16-mixed')."
-        )
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise several_evaluations(optimizer)

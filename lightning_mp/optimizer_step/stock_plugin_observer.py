@@ -35,7 +35,7 @@ class StockPluginObserver:
 
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *, guard: bool = False) -> None:
         if guard:
-            refuse_unguardable(trainer, trainer.optimizers)
+            refuse_unguardable(trainer.optimizers)
         self._trainer = trainer
         self._guards = guard
         self._dispatcher = StepOutcomeDispatcher(trainer, pl_module)

@@ -1,5 +1,6 @@
 """The base of our precision plugins: accepted by every stock strategy, it ends each step with the gradient epilogue."""
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
@@ -7,7 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
@@ -47,6 +48,7 @@ __all__ = ["GradientStepPrecision"]
 
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
+_PRECISION_KEY = "lightning_mp_precision"
 _REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
 
 
@@ -72,7 +74,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _shown_table: str = ""
     _skipped_steps: int = 0
     _ran_on: str | None = None
-    _weighs: bool = True
+    weight_by: Literal["loss"] | None = "loss"
     _reference_items: float | None = None
     _step_hook: RemovableHandle | None = None
     _met: frozenset[Optimizer] = frozenset()
@@ -84,7 +86,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Takes the constructors' ``weight_by``."""
         if weight_by not in ("loss", None):
             raise ValueError(f"{owner}(weight_by={weight_by!r}) is unknown; it must be 'loss' or None.")
-        self._weighs = weight_by is not None
+        self.weight_by = weight_by
 
     def __str__(self) -> str:
         name = f"{type(self).__name__}({self.precision!r})"
@@ -96,29 +98,45 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             " `import pytorch_lightning as pl`"
         )
 
+    @property
+    def state_key(self) -> str:
+        """Lightning reads this of callbacks only.
+
+        Raises:
+            MisconfigurationException: names the argument for plugins.
+        """
+        raise MisconfigurationException(
+            f"{self!r} is a precision plugin and was given among the callbacks. Use Trainer(plugins=[...])."
+        )
+
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Takes the Trainer from the module, which it does not change; has micro-batches weighed.
 
         Raises:
-            MisconfigurationException: if there is no ``lightning.pytorch`` Trainer, as under Fabric.
+            MisconfigurationException: if there is no ``lightning.pytorch`` Trainer, as under Fabric, or with DeepSpeed.
         """
         trainer = trainer_of(module)
         if trainer is None:
             raise no_trainer(self, "got a module without one")
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                f"{type(self).__name__} cannot be used with DeepSpeed, whose engine makes masters, scales, clips and"
+                " steps itself. Use DeepSpeedStrategy with Trainer(precision=...), or strategy='ddp' or"
+                " FSDP2Strategy with this plugin."
+            )
         self._trainer = trainer
         self._ran_on = trainer.strategy.root_device.type
         Patches.of(trainer).at_end(self._end)
-        if self._weighs and trainer.state.fn == TrainerFn.FITTING:
+        if self.weight_by is not None and trainer.state.fn == TrainerFn.FITTING:
             self._weigh_micro_batches(trainer)
         return module
 
     def _weigh_micro_batches(self, trainer: "pl.Trainer") -> None:
         """Where several make a step: in a window of accumulation, or on ranks with different data."""
         several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1
-        strategy = trainer.strategy
-        if not several or isinstance(strategy, DeepSpeedStrategy) or is_pipelined(trainer):
+        if not several or is_pipelined(trainer):
             return
         if not trainer.lightning_module.automatic_optimization:
             return
@@ -144,6 +162,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def teardown(self) -> None:
         """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
+        _explain_folder(sys.exception())
         dispatcher, self._dispatcher = self._dispatcher, None
         self._note_reference_items()
         self._trainer, self._plans, self._planned_for = None, {}, None
@@ -401,6 +420,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
             whole = not self._trainer.strategy.restore_checkpoint_after_setup
             refuse_other_optimizers(checkpoint["optimizer_states"], self._trainer.optimizers, counts_parameters=whole)
+        saved = checkpoint.get(_PRECISION_KEY, self.precision)
+        if saved != self.precision:
+            rank_zero_info(
+                f"{type(self).__name__}({self.precision!r}) resumes a run in {saved!r}: weights and optimizer state are"
+                " converted, and what follows is not what that run would have computed."
+            )
         controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
         reference = checkpoint.get(_REFERENCE_ITEMS_KEY)
         if controller is not None and reference is not None:
@@ -425,6 +450,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._dispatcher.settle()
             self._skipped_steps = self._dispatcher.skipped_steps
         checkpoint[_SKIPPED_STEPS_KEY] = self._skipped_steps
+        checkpoint[_PRECISION_KEY] = str(self.precision)
         self._note_reference_items()
         if self._reference_items is not None:
             checkpoint[_REFERENCE_ITEMS_KEY] = self._reference_items
@@ -447,3 +473,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Goes on from a scaler's state."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
+
+
+def _explain_folder(error: BaseException | None) -> None:
+    """Lightning reads a checkpoint as a file before any plugin or callback can see which one it is."""
+    if isinstance(error, IsADirectoryError) and error.filename is not None:
+        error.add_note(
+            f"HINT: {str(error.filename)!r} is a folder, as FSDP2Strategy writes it. Make a single file of it"
+            " with lightning_mp.checkpoints.consolidate_checkpoint(folder, file), or resume under FSDP2Strategy."
+        )

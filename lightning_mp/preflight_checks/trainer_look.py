@@ -159,6 +159,10 @@ class TrainerLook:
         """What callbacks would refuse in the fit with this batch."""
         found = []
         for callback in callbacks_of(self._trainer):
+            if isinstance(callback, type):
+                name = callback.__name__
+                found.append((name, f"The callback {name} is a class. Make an instance: callbacks=[{name}()]"))
+                continue
             check = getattr(callback, "check_setup", None)
             if check is not None:
                 try:

@@ -6,24 +6,28 @@ changes no weight, leaves no file and no trace on its Trainer.
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from gloo import run_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from refusing import refused, tokens, trains
-from small_models import TokenModel, quiet_trainer
+from small_models import ResumableLoader, TokenModel, loader, quiet_trainer
 
 from lightning_mp import (
     AccumulationScheduler,
     AutocastPrecision,
     ChinchillaBudget,
+    Float8Precision,
     LossScaler,
     MasterWeightsPrecision,
     OverflowMonitor,
+    TF32Precision,
 )
 
 
@@ -281,6 +285,63 @@ def test_the_budget_is_refused_in_manual_optimization() -> None:
         tokens(),
         callbacks=[ChinchillaBudget(tokens=20)],
     )
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [AutocastPrecision("16-mixed"), MasterWeightsPrecision("bf16-true"), TF32Precision(), Float8Precision()],
+    ids=lambda plugin: type(plugin).__name__,
+)
+def test_plugins_and_the_monitor_are_refused_under_deepspeed(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, module = quiet_trainer(), TokenModel()
+    module.trainer = trainer
+    monkeypatch.setattr(pl.Trainer, "strategy", object.__new__(DeepSpeedStrategy))
+    with pytest.raises(MisconfigurationException, match="cannot be used with DeepSpeed, whose engine makes masters"):
+        plugin.convert_module(module)
+    with pytest.raises(MisconfigurationException, match="OverflowMonitor cannot be used with DeepSpeed"):
+        OverflowMonitor().setup(trainer, module, "fit")
+
+
+def test_a_plugin_among_the_callbacks_is_refused_by_name() -> None:
+    message = (
+        r"AutocastPrecision\('bf16-mixed'.*is a precision plugin and was given among the callbacks. Use Trainer\(p"
+    )
+    with pytest.raises(MisconfigurationException, match=message):
+        quiet_trainer(callbacks=[AutocastPrecision("bf16-mixed")])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_folder_of_shards_as_a_file_names_what_makes_a_file_of_it(strategy: str, tmp_path: Path) -> None:
+    folder = tmp_path / "sharded.ckpt"
+    folder.mkdir()
+
+    def on_rank(rank: int) -> str:
+        trainer = quiet_trainer(
+            strategy=DDPStrategy(process_group_backend="gloo") if strategy == "ddp" else "auto",
+            plugins=[AutocastPrecision("bf16-mixed")],
+        )
+        with pytest.raises(IsADirectoryError) as caught:
+            trainer.fit(TokenModel(), loader(tokens()), ckpt_path=folder)
+        return caught.value.__notes__[0]
+
+    [note] = run_ranks(on_rank, 1)
+    assert "sharded.ckpt' is a folder" in note
+    assert "lightning_mp.checkpoints.consolidate_checkpoint(folder, file)" in note
+
+
+def test_a_resume_in_another_precision_is_reported_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], max_steps=1)
+    first.fit(TokenModel(), loader(tokens()))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    for plugin, lines in ((AutocastPrecision("bf16-mixed"), 0), (MasterWeightsPrecision("bf16-true"), 1)):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            quiet_trainer(plugins=[plugin], max_steps=2).fit(
+                TokenModel(), ResumableLoader(tokens()), ckpt_path=tmp_path / "a.ckpt"
+            )
+        assert caplog.text.count("MasterWeightsPrecision('bf16-true') resumes a run in 'bf16-mixed'") == lines
 
 
 def test_the_scheduler_is_refused_under_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import DTYPES, KINDS, master_weights, masters_of
 from small_models import Regression, loader, quiet_trainer, regression_batches, weights
@@ -104,11 +104,6 @@ def check(strategy: type[Any], module: nn.Module | None = None, **arguments: Any
     """Calls the check that ``convert_module`` makes, with a strategy that cannot run here."""
     defaults: dict[str, Any] = {"storage": "fp32", "fp32_gradients": False}
     check_strategy(object.__new__(strategy), module or nn.Linear(1, 1), **(defaults | arguments))
-
-
-def test_deepspeed_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="DeepSpeedStrategy, which makes optimizer and masters itself"):
-        check(DeepSpeedStrategy)
 
 
 def test_a_remainder_under_fsdp_is_refused() -> None:

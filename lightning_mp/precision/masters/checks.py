@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -70,11 +70,6 @@ def check_strategy(strategy: Strategy, module: nn.Module, *, storage: str, fp32_
         MisconfigurationException: with what to do instead.
     """
     name = type(strategy).__name__
-    if isinstance(strategy, DeepSpeedStrategy):
-        raise MisconfigurationException(
-            f"MasterWeightsPrecision cannot be used with {name}, which makes optimizer and masters itself."
-            " Use DeepSpeedStrategy with Trainer(precision=...), or strategy='ddp' or 'fsdp' with this plugin."
-        )
     if isinstance(strategy, FSDPStrategy):
         if storage == "remainder":
             raise MisconfigurationException(
