@@ -12,6 +12,7 @@ from huggingface_models import gpt2
 from lightning.pytorch.demos.boring_classes import BoringModel
 from memory_cells import IMPOSSIBLE, KEPT, OTHERS, PLUGINS, compare_on_one_device, compare_on_ranks
 from memory_models import MODELS, OPTIMIZERS, Decoder
+from processor import needs_16_bit_lstm
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
@@ -230,7 +231,7 @@ def test_an_optimizer_that_wants_a_trainer_is_refused_with_what_to_pass():
     assert estimate_memory(Planned(), torch.ones(2, 32), optimizer="sgd").peak.total_bytes > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_16_bit_lstm)])
 @pytest.mark.parametrize("shape", [(48, 8, 32, 64), (48, 8, 128, 64), (16, 16, 256, 256), (100, 4, 128, 512)])
 def test_what_an_lstm_of_the_cpu_keeps_for_itself_is_known(shape, dtype):
     steps, rows, width, hidden = shape

@@ -15,6 +15,7 @@ import torch
 from gloo import run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from processor import needs_16_bit_lstm
 from small_models import loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -184,7 +185,7 @@ CHANGES: list[Step] = [
     evaluates_in_inference_mode,
     unrolls_an_inner_loop,
     changes_between_two_backwards,
-    runs_a_recurrent_net,
+    pytest.param(runs_a_recurrent_net, marks=needs_16_bit_lstm),
     loads_other_weights,
     freezes_in_turn,
 ]

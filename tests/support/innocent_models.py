@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
+from processor import NO_16_BIT_LSTM, has_16_bit_lstm
 from small_models import adamw
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -222,6 +224,12 @@ class _Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.cell(x)[0].mean(1))
         return logits
+
+
+def _lstm() -> nn.Module:
+    if not has_16_bit_lstm():
+        pytest.skip(NO_16_BIT_LSTM)
+    return _Recurrent(nn.LSTM, num_layers=2, dropout=0.1)
 
 
 class _VAE(nn.Module):
@@ -551,7 +559,7 @@ INNOCENT_MODELS: dict[str, InnocentModel] = {
     ),
     "U-Net": _kind(_UNet, _segment, _masks),
     # oneDNN has no fp16 LSTM on most CPUs.
-    "LSTM": _kind(lambda: _Recurrent(nn.LSTM, num_layers=2, dropout=0.1), _classify, _sequences, ("bf16-mixed",)),
+    "LSTM": _kind(_lstm, _classify, _sequences, ("bf16-mixed",)),
     "bidirectional GRU": _kind(lambda: _Recurrent(nn.GRU, bidirectional=True), _classify, _sequences),
     "variational autoencoder": _kind(_VAE, _elbo, _vectors),
     "GAN, manual optimization": _gan(),
