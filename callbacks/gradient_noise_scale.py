@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -32,7 +33,7 @@ from lightning_mp.diagnostics.noise_scale.measurement import (
 )
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
-from lightning_mp.gradients.replication import gradient_replication
+from lightning_mp.gradients.replication import GradientReplication, gradient_replication
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.precision.base import GradientStepPrecision
@@ -65,8 +66,9 @@ class GradientNoiseScale(SettingsRepr, Callback):
     It only monitors. What it recommends rests on a model of training; the best batch sizes in measurements can differ
     by a factor of two and more, above all early in a run (Merrill et al. 2025, "Critical Batch Size Revisited").
 
-    Per step: one pass over the gradients during the first backward and one reduction of ten numbers; with Lightning's
-    own precision plugins one more pass before the step. Nothing waits for the device: numbers are read one step late.
+    Per step: one norm over the gradients after the first backward (during it, parameter by parameter, where DDP reduces
+    them at once: windows of one micro-batch) and one reduction of ten numbers; with Lightning's own precision plugins
+    one more pass before the step. Nothing waits for the device: numbers are read one step late.
 
     Args:
         average_steps: time constant of the averages, in optimizer steps. One step's estimate is mostly noise.
@@ -96,6 +98,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._closed: dict[int, ClosedNoiseWindow] = {}
         self._big_squares: dict[int, float] = {}
         self._handles: list[RemovableHandle] = []
+        self._norms_in_backward = False
         self._trainer: pl.Trainer | None = None
         self._ours = False
         self._sharded = False
@@ -222,8 +225,12 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if window is None or self._samples == 0:
             return
         window.is_countable &= self._samples is not None
-        if not window.micro_batches and self._is_available(trainer) and not self._sharded:
-            self._handles = [p.register_hook(window.add_norm) for p in _stepped(trainer) if p.requires_grad]
+        if not window.micro_batches and window.small_square is None and self._is_available(trainer):
+            stepped = _stepped(trainer)
+            is_own_afterwards = self._sharded or _accumulates_locally(trainer)
+            self._norms_in_backward = not is_own_afterwards or any(p.grad is not None for p in stepped)
+            if self._norms_in_backward:
+                self._handles = [p.register_hook(window.add_norm) for p in stepped if p.requires_grad]
         window.add(self._samples or 1, self._tokens, _weight(trainer))
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -232,17 +239,19 @@ class GradientNoiseScale(SettingsRepr, Callback):
         window = self._window
         if window is None or window.micro_batches != 1 or window.small_square is not None:
             return
-        if self._sharded and self._is_available(trainer):
-            seen = [parameter for parameter in _stepped(trainer) if parameter.grad is not None]
-            if not seen:
-                self._tell(
-                    "sharded gradients are reduced at the end of a window only, so there is no gradient of the first"
-                    " micro-batch alone. Use AccumulationScheduler(..., sync='micro_batch')."
-                )
-                return
-            square: Tensor | None = square_share(seen, gradient_replication(trainer))
-        else:
+        if not self._is_available(trainer):
+            return
+        seen = [parameter for parameter in _stepped(trainer) if parameter.grad is not None]
+        if self._sharded and not seen:
+            self._tell(
+                "sharded gradients are reduced at the end of a window only, so there is no gradient of the first"
+                " micro-batch alone. Use AccumulationScheduler(..., sync='micro_batch')."
+            )
+        if self._norms_in_backward:
             square = window.take_norms()
+        else:
+            ranks = gradient_replication(trainer) if self._sharded else GradientReplication(None, 1, 1)
+            square = square_share(seen, ranks) if seen else None
         if square is None:
             return
         # The loss was divided by the planned length of the window and multiplied by the loss scale.
@@ -393,6 +402,14 @@ class GradientNoiseScale(SettingsRepr, Callback):
 def _stepped(trainer: "pl.Trainer") -> list[Tensor]:
     """The optimizers' parameters: others may have a gradient, but none in the step, which the large norm is of."""
     return [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _accumulates_locally(trainer: "pl.Trainer") -> bool:
+    """Whether the gradients of the next backward are this rank's own when it ends, not reduced over ranks."""
+    model = trainer.strategy.model
+    return trainer.world_size == 1 or (
+        isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync
+    )
 
 
 def _weight(trainer: "pl.Trainer") -> float | Tensor:

@@ -17,6 +17,7 @@ __all__ = [
     "momentum_is_missing",
     "one_mesh_per_group",
     "refuse_without_dtensors",
+    "why_steps_wait",
 ]
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -28,6 +29,26 @@ _NOT_WITH_DTENSORS = (Adafactor, *(() if torch.__version__ >= "2.15" else (Rprop
 def applies_grad_scale(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own kernel divides gradients by ``optimizer.grad_scale`` and skips on ``found_inf``."""
     return private_api.supports_amp_scaling(optimizer)
+
+
+def why_steps_wait(optimizer: Optimizer) -> str | None:
+    """Why the host waits for the device in each step of this optimizer, in one sentence; None if it does not.
+
+    Masked updates would avoid the wait at a higher price: a copy of weights and state, and some 60 bytes per parameter
+    of memory traffic, in every step.
+
+    Example:
+        >>> weights = [nn.Parameter(torch.ones(1))]
+        >>> why_steps_wait(torch.optim.AdamW(weights, fused=True)) is None
+        True
+    """
+    if applies_grad_scale(optimizer):
+        return None
+    name = type(optimizer).__name__
+    reason = "so the host waits for the device once per step, to keep non-finite gradients out."
+    if "fused" in optimizer.defaults:
+        return f"{name} is not fused, {reason} {name}(fused=True) decides on the device and is faster."
+    return f"{name} cannot skip a step on the device, {reason} torch's AdamW, Adam, SGD and Adagrad can, fused=True."
 
 
 def momentum_is_missing(optimizer: Optimizer) -> bool:

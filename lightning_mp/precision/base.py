@@ -29,7 +29,7 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.data_ranks import num_data_ranks
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
-from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
+from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
@@ -186,6 +186,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self.scaler is not None:
             refuse_closures_under_a_scale(optimizer, self)
         refuse_without_dtensors(optimizer)
+        # With a loss scaler, Lightning's own plugins wait, too.
+        waits = why_steps_wait(optimizer) if self.scaler is None else None
+        if waits and self._trainer is not None and self._trainer.strategy.root_device.type != "cpu":
+            rank_zero_info(f"{self}: {waits}")
         if isinstance(optimizer, JointOptimizer) and self._trainer is not None and len(self._trainer.optimizers) < 2:
             optimizer.refuse_untaken_parameters(self._trainer.lightning_module)
         self._met |= {optimizer}

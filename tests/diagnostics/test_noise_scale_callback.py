@@ -421,11 +421,12 @@ class _Cost(TorchDispatchMode):
         super().__init__()
         self.parameter_bytes = sum(p.nbytes for p in module.parameters())
         self.shapes = {p.shape for p in module.parameters()}
-        self.norm_bytes = self.waits = 0
+        self.norm_bytes = self.waits = self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         self.waits += name == "aten::_local_scalar_dense"
+        self.operations += name not in VIEWS
         if "norm" in name and name not in VIEWS:
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.shape in self.shapes]
             self.norm_bytes += sum(t.nbytes for t in tensors)
@@ -463,6 +464,54 @@ def test_one_pass_per_step_and_no_wait(name: str, passes: int) -> None:
     for (norms_without, waits_without), (norms, waits) in zip(*costs, strict=True):
         assert norms - norms_without == passes
         assert waits == waits_without
+
+
+def operations_per_window(layers: int, callbacks: list[Callback], plugins: list[Any]) -> int:
+    class Deep(Regression):
+        def __init__(self) -> None:
+            super().__init__(still_fused)
+            self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)), self.net)
+
+    module = Deep()
+    mode = _Cost(module)
+
+    class Counting(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (4, 8):
+                (mode.__enter__ if batch_idx == 4 else lambda: mode.__exit__(None, None, None))()
+
+    trainer = quiet_trainer(callbacks=[*callbacks, Counting()], plugins=plugins, accumulate_grad_batches=4)
+    trainer.fit(module, loader(regression_batches(12)))
+    return mode.operations
+
+
+def test_the_number_of_its_operations_does_not_grow_with_the_model() -> None:
+    """One norm over all gradients of the first micro-batch, and small vectors: with 8 and 32 more tensors."""
+    added = []
+    for layers in (4, 16):
+        plugins = [PLUGINS["bf16"]() for _ in range(2)]
+        without, with_it = (
+            operations_per_window(layers, callbacks, plugin)
+            for callbacks, plugin in zip(([], [GradientNoiseScale()]), plugins, strict=True)
+        )
+        added.append(with_it - without)
+    assert added[0] == added[1] <= 30
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_were_not_empty_before_have_no_part_in_the_small_one(set_to_none: bool) -> None:
+    """A module that zeroes some gradients in place, and one that starts from another gradient: both measured alike."""
+    batches = regression_batches(8)
+
+    class Keeps(Regression):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            for parameter in self.parameters():
+                parameter.grad = None if set_to_none else torch.ones_like(parameter)
+
+    callback = Recording()
+    quiet_trainer(callbacks=[callback], accumulate_grad_batches=2).fit(Keeps(still), loader(batches))
+    expected = by_hand(Regression(), in_windows(batches, 2))
+    assert [row[0] for row in callback.given] == pytest.approx([row[0] for row in expected], rel=1e-5)
 
 
 # -- messages and life cycle -------------------------------------------------------------------------------------------

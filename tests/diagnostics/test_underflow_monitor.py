@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradient_counter import CountGradientTraffic
+from gradient_counter import VIEWS, CountGradientTraffic
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
+from lightning_mp.core import private_api
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
 
 SCALE = 2.0**10
@@ -301,6 +302,41 @@ def test_steps_that_are_not_observed_cost_nothing_and_no_step_waits(optimizer: A
         else:
             assert after.passes > before.passes
     assert [row.host_waits for row in always] == [row.host_waits for row in without]
+
+
+class _Operations(Callback):
+    """Counts all operations of each micro-batch."""
+
+    def __init__(self) -> None:
+        self.counts = [0]  # of the time before the first one
+
+    def on_train_start(self, *_: Any) -> None:
+        self.observing = private_api.observe_dispatch(self._count)
+        self.observing.__enter__()
+
+    def _count(self, operation: Any, *_: Any) -> None:
+        self.counts[-1] += operation._schema.name not in {*VIEWS, "aten::select", "aten::expand"}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counts.append(0)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.observing.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_an_observed_step_costs_at_most_28_operations_per_tensor(precision: str) -> None:
+    """And other steps none. The watch of 16-bit gradients in backward is among them, and what is paid once."""
+    counts = []
+    for monitors in ([], [UnderflowMonitor(every_n_steps=3)]):
+        module, count = Regression(fused_adamw), _Operations()
+        module.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)), module.net)
+        quiet_trainer(callbacks=[count, *monitors], plugins=autocast(precision)).fit(module, loader(BATCHES))
+        counts.append(count.counts)
+    added = [after - before for before, after in zip(*counts, strict=True)]
+    tensors = len(list(module.parameters()))
+    assert 0 < max(added) <= 28 * tensors
+    assert [added[step] for step in (2, 3, 5)] == [0] * 3
 
 
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])

@@ -1,5 +1,6 @@
 """AutocastPrecision against plain PyTorch loops, and what it refuses."""
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from gradient_counter import CountGradientTraffic
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
@@ -186,6 +188,44 @@ def test_promise_5_passes_over_gradients_and_host_waits(
     healthy = counter.rows[-2]
     assert healthy.passes == passes, healthy
     assert healthy.host_waits == waits, healthy
+
+
+class _SetUpAsOnCuda(SingleDeviceStrategy):
+    """The run is on the CPU; while the plugin is connected it is told otherwise."""
+
+    is_connecting = False
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cuda") if self.is_connecting else super().root_device
+
+    def setup_precision_plugin(self) -> None:
+        self.is_connecting = True
+        super().setup_precision_plugin()
+        self.is_connecting = False
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "text"),
+    [
+        ("bf16-mixed", adamw, "AdamW is not fused, so the host waits for the device once per step, to keep non-finite"),
+        ("bf16-mixed", partial(torch.optim.NAdam, lr=1e-3), "NAdam cannot skip a step on the device, so the host"),
+        ("bf16-mixed", fused_adamw, None),
+        ("16-mixed", adamw, None),  # Lightning's own waits, too
+    ],
+)
+def test_a_wait_that_stock_does_not_have_is_said_at_set_up(
+    precision: Any, optimizer: Any, text: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for strategy in (SingleDeviceStrategy(device="cpu"), _SetUpAsOnCuda(device="cpu")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            trainer = quiet_trainer(plugins=[AutocastPrecision(precision)], strategy=strategy, max_steps=1)
+            trainer.fit(Regression(optimizer), loader(regression_batches(1)))
+        told = [record.getMessage() for record in caplog.records if "waits for the device" in record.getMessage()]
+        expects_one = text is not None and isinstance(strategy, _SetUpAsOnCuda)
+        assert len(told) == expects_one
+        assert all(f"AutocastPrecision({precision!r}): {text}" in message for message in told)
 
 
 def test_bf16_without_a_normaliser_reads_the_gradients_once() -> None:

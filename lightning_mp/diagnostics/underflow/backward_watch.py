@@ -64,6 +64,7 @@ class BackwardWatch:
     def _clear(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._users: dict[Node, list[Node]] = {}
+        self._noted: list[Tensor] = []
         self._low_nodes: set[Node] = set()
 
     def attach(self, loss: Tensor) -> Self:
@@ -91,6 +92,9 @@ class BackwardWatch:
                 parameter = getattr(node, "variable", None)  # of the node that stores a gradient
                 if isinstance(parameter, Tensor):
                     (self._passed if self._passes(node) else self._kept).add(id(parameter))
+        if self._noted:
+            before = [] if self._largest is None else [self._largest]
+            self._largest = torch.stack([*before, *self._noted]).amax()
         self._clear()
 
     def is_kept_in_fp32(self, parameter: Tensor) -> bool:
@@ -119,8 +123,8 @@ class BackwardWatch:
         values = gradient_ops.local_shard(gradient)
         if not values.numel():
             return
-        largest = sent_to(torch.linalg.vector_norm(values, float("inf")), self._device, torch.float32)
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        largest = torch.linalg.vector_norm(values, float("inf"), dtype=torch.float32)
+        self._noted.append(sent_to(largest, self._device))
 
     def _passes(self, leaf: Node) -> bool:
         """Whether a gradient of this parameter may have been in 16 bit."""

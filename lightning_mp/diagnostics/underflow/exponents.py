@@ -68,26 +68,28 @@ def count_exponents(values: Tensor, factor: Tensor | float | None = None) -> tup
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     if isinstance(factor, Tensor):
         factor = sent_to(factor.detach(), flat.device, wide)
-    counts = torch.zeros(NUM_SLOTS, dtype=torch.int64, device=flat.device)
-    largest = torch.zeros((), dtype=wide, device=flat.device)
-    for chunk in flat.split(_CHUNK_VALUES):
-        if not chunk.numel():
-            continue
-        magnitude = chunk.to(wide).abs()
-        if factor is not None:
-            magnitude = magnitude * factor
-        finite = torch.isfinite(magnitude)
-        counts += _histogram(_slots(magnitude, finite))
-        largest = torch.maximum(largest, torch.where(finite, magnitude, 0.0).amax())
-    return counts, largest
+    if not flat.numel():
+        return flat.new_zeros(NUM_SLOTS, dtype=torch.int64), flat.new_zeros((), dtype=wide)
+    # Large tensors come in several chunks; the others, the most, are to cost few operations.
+    counted = [_count_chunk(chunk, wide, factor) for chunk in flat.split(_CHUNK_VALUES)]
+    if len(counted) == 1:
+        return counted[0]
+    return torch.stack([counts for counts, _ in counted]).sum(0), torch.stack([top for _, top in counted]).amax()
 
 
-def _slots(magnitude: Tensor, finite: Tensor) -> Tensor:
+def _count_chunk(chunk: Tensor, wide: torch.dtype, factor: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    magnitude = chunk.to(wide).abs()
+    if factor is not None:
+        magnitude = magnitude * factor
+    nonfinite = (magnitude < math.inf).logical_not_()  # also where it is nan
+    return _histogram(_slots(magnitude, nonfinite)), magnitude.masked_fill(nonfinite, 0.0).amax()
+
+
+def _slots(magnitude: Tensor, nonfinite: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(magnitude)  # magnitude = mantissa 2^exponent, mantissa in [1/2, 1)
-    bins = (exponent - LOWEST_EXPONENT).clamp_(0, _NUM_BINS - 1)
-    slots = _FIRST_SLOT + 2 * bins + (mantissa != 0.5)
-    slots = torch.where(magnitude == 0.0, 0, slots)
-    return torch.where(finite, slots, 1)
+    first = (exponent * 2).add_(_FIRST_SLOT - 2 * LOWEST_EXPONENT).clamp_(_FIRST_SLOT, NUM_SLOTS - 2)
+    slots = first.add_(mantissa != 0.5)
+    return slots.masked_fill_(magnitude == 0.0, 0).masked_fill_(nonfinite, 1)
 
 
 def _histogram(slots: Tensor) -> Tensor:
@@ -101,7 +103,8 @@ def _histogram(slots: Tensor) -> Tensor:
         index = index * num_copies + torch.arange(slots.numel(), device=slots.device) % num_copies
     counts = torch.zeros(NUM_SLOTS * num_copies, dtype=torch.int64, device=slots.device)
     ones = torch.ones((), dtype=torch.int64, device=slots.device).expand_as(index)
-    return counts.scatter_add_(0, index, ones).view(NUM_SLOTS, num_copies).sum(1)
+    counts.scatter_add_(0, index, ones)
+    return counts if num_copies == 1 else counts.view(NUM_SLOTS, num_copies).sum(1)
 
 
 @dataclass(frozen=True)

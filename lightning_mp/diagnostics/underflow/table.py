@@ -40,9 +40,9 @@ class ExponentTable:
         """Counts into a row, as :func:`lightning_mp.diagnostics.underflow.exponents.count_exponents` does."""
         counts, largest = count_exponents(values, factor)
         row = self._row_of[name]
-        self._counts[row] += sent_to(counts, self._counts.device)
+        self._counts[row].add_(sent_to(counts, self._counts.device))
         here = sent_to(largest, self._largest.device, self._largest.dtype)
-        self._largest[row] = torch.maximum(self._largest[row], here)
+        self._largest[row].clamp_(min=here)
         self.seen.add(name)
 
     def sum_over_ranks_(self, copies: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
