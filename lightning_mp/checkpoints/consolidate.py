@@ -12,7 +12,7 @@ from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, is_complete, mar
 from lightning_mp.checkpoints.folder_values import read_values
 from lightning_mp.checkpoints.sharded import REST, is_sharded_checkpoint
 
-__all__ = ["consolidate_checkpoint"]
+__all__ = ["consolidate_checkpoint", "read_folder"]
 
 # Under which the weights stand: Lightning's FSDPStrategy, and all others.
 _FSDP1_WEIGHTS, _WEIGHTS = "model", "state_dict"
@@ -57,14 +57,19 @@ def consolidate_checkpoint(folder: str | os.PathLike[str], file: str | os.PathLi
         raise ValueError(
             f"consolidate_checkpoint(..., {str(target)!r}): this exists already. Give another name, or delete it."
         )
-    shards = _read(source)
-    checkpoint = torch.load(source / REST, map_location="cpu", weights_only=False)
+    AtomicCheckpointIO().save_checkpoint(read_folder(source, weights_only=False), target)
+    return target
+
+
+def read_folder(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    """The whole checkpoint of a folder with shards, as a single file would hold it."""
+    shards = _read(folder, weights_only)
+    checkpoint: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = shards.pop(_FSDP1_WEIGHTS if _WEIGHTS not in shards else _WEIGHTS)
     states = [by_number(shards[key]) for key in sorted(shards, key=lambda key: int(key.removeprefix("optimizer_")))]
     if states:
         checkpoint["optimizer_states"] = states
-    AtomicCheckpointIO().save_checkpoint(checkpoint, target)
-    return target
+    return checkpoint
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": dict(sorted(values.items())), "param_groups": groups}
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path, weights_only: bool) -> dict[str, Any]:
     """All that the shards hold, as it was nested when it was saved."""
     # Brings seventy modules of torch along, so not at the top.
     from lightning_mp.checkpoints.checked_folder import CheckedReader
@@ -89,4 +94,4 @@ def _read(folder: Path) -> dict[str, Any]:
     metadata = CheckedReader(folder).read_metadata()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        return read_values(folder, metadata, lambda _: True, weights_only=False, no_dist=True)
+        return read_values(folder, metadata, lambda _: True, weights_only=weights_only, no_dist=True)

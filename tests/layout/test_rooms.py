@@ -13,7 +13,7 @@ ROW_OF_A_ROOM = re.compile(r"^\| (\d+) \| `(\w+)` \|", re.MULTILINE)
 FLOORS = [
     {"_version", "core"},
     {"checkpoints", "modules"},
-    {"flops", "gradients", "optimizers", "policy"},
+    {"flops", "gradients", "optimizers", "policy", "resume"},
     {
         "activation_checkpointing",
         "distributed",

@@ -60,7 +60,9 @@ def test_a_terminal_is_not_overrun_and_loses_nothing(capsys, monkeypatch, words)
     assert piped.count("\n") <= printed.count("\n")
 
 
-@pytest.mark.parametrize("command", ["", "demo", "plan", "advise", "memory", "compare", "fit", "layouts", "formats"])
+@pytest.mark.parametrize(
+    "command", ["", "demo", "plan", "advise", "memory", "compare", "fit", "layouts", "formats", "bits"]
+)
 def test_help_fits_into_a_terminal_but_for_the_examples(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

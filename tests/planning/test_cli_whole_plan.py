@@ -280,7 +280,7 @@ def test_every_verb_has_examples_and_json(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     verbs = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
-    assert {"demo", "plan", "advise", "memory", "formats", "fit", "layouts"} <= set(verbs)
+    assert {"demo", "plan", "advise", "memory", "formats", "fit", "layouts", "bits"} <= set(verbs)
     for verb in verbs:
         with pytest.raises(SystemExit) as exit_info:
             main([verb, "--help"])

@@ -1,0 +1,87 @@
+"""Hashes of each step of a run, in a file of JSON lines, and the first step at which two runs part."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["RECORDED_KINDS", "Parting", "first_parting", "read_records", "write_record"]
+
+#: What is hashed of a step, in the order in which it comes about.
+RECORDED_KINDS = ("batch", "loss", "gradient norm", "weights", "state")
+
+Records = Mapping[int, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step at which two runs part, and the kinds that differ in it, in the order of computation.
+
+    Attributes:
+        batch: number of the training batch, counted from 0 over all epochs.
+        step: optimizer step that the batch belongs to.
+        kinds: of :data:`RECORDED_KINDS`; empty if the runs are equal.
+        num_compared: batches that both runs recorded.
+    """
+
+    batch: int
+    step: int
+    kinds: tuple[str, ...]
+    num_compared: int
+
+
+def write_record(file: Path, batch: int, step: int, hashes: Mapping[str, int]) -> None:
+    """Appends one line."""
+    with file.open("a") as lines:
+        lines.write(json.dumps({"batch_number": batch, "step": step, **hashes}) + "\n")
+
+
+def read_records(file: Path) -> dict[int, dict[str, int]]:
+    """Hashes by batch number; what a resumed run did again counts as it was done last.
+
+    A last line that a kill has cut short is left out.
+
+    Raises:
+        ValueError: if a line is no such record.
+    """
+    records: dict[int, dict[str, int]] = {}
+    text = file.read_text()
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            batch = record.pop("batch_number")
+            if not all(type(value) is int for value in (batch, *record.values())):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if number == len(lines) and not text.endswith("\n"):
+                break
+            raise ValueError(
+                f"{file}, line {number}: not a record of ExactResume(record=...): {line[:60]!r}. Give the file that the"
+                " run wrote."
+            ) from None
+        records[batch] = record
+    return records
+
+
+def first_parting(first: Records, second: Records) -> Parting:
+    """Compares the batches that both runs have recorded.
+
+    Raises:
+        ValueError: if there are none.
+
+    Example:
+        >>> a = {0: {"step": 0, "batch": 1, "loss": 5}, 1: {"step": 1, "batch": 2, "loss": 6}}
+        >>> b = {0: {"step": 0, "batch": 1, "loss": 5}, 1: {"step": 1, "batch": 2, "loss": 7}}
+        >>> first_parting(a, b)
+        Parting(batch=1, step=1, kinds=('loss',), num_compared=2)
+    """
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        raise ValueError("The two files have no batch in common: they record other parts of a run.")
+    for batch in common:
+        left, right = first[batch], second[batch]
+        kinds = tuple(kind for kind in RECORDED_KINDS if left.get(kind) != right.get(kind))
+        if kinds or left.get("step") != right.get("step"):
+            return Parting(batch, left.get("step", 0), kinds or ("step",), len(common))
+    return Parting(common[-1], first[common[-1]].get("step", 0), (), len(common))
