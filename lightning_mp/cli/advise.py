@@ -28,8 +28,8 @@ _EXAMPLES = """\
 examples:
   lightning-mp advise
   lightning-mp advise --device t4 --params 100M --goal finetune
-  lightning-mp advise --device h100 --gpus 64 --config config.json --tokens-per-step 4M
-  lightning-mp advise --device a100 --memory-bytes 40GB --params 7B --goal adapters --yaml"""
+  lightning-mp advise --device h100 --gpus 64 --config config.json
+  lightning-mp advise --device a100 --params 7B --goal adapters --yaml"""
 
 _OPTIONS = {
     "device": "--device",

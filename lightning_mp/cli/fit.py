@@ -20,7 +20,8 @@ from lightning_mp.planning.scaling_laws.optimum import warn_far_outside
 
 _DESCRIPTION = """\
 Fit L(N, D) = E + A / N^alpha + B / D^beta to finished runs. The file is a CSV with a header: parameters, loss, and
-tokens or flops, separated by commas, semicolons or tabs; numbers may be written 1.3B or 1e21."""
+tokens or flops, separated by commas, semicolons or tabs; numbers may be written 1.3B or 1e21. Where the fit is not
+certified to be a minimum, that is said first and no plan is made."""
 
 _EXAMPLES = """\
 examples:
@@ -64,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_fit(fit, budget)
         if arguments.plot is not None:
             print(f"\nSaved the plot to {arguments.plot}.")
-        print_warnings(said)
+        print_warnings([text for text in said if text != fit.certificate.problem])
     return 0
 
 
@@ -78,7 +79,8 @@ def _fit(arguments: argparse.Namespace) -> tuple[ScalingLawFit, float]:
         arguments.runs, bootstrap_samples=arguments.samples, confidence=confidence, seed=arguments.seed
     )
     budget = budget or 10 * max(run.flops for run in fit.runs)
-    warn_far_outside(fit.law, *fit.law.frontier.optimum(budget))
+    if fit.certificate.converged:
+        warn_far_outside(fit.law, *fit.law.frontier.optimum(budget))
     if plot is not None:
         from lightning_mp.planning.scaling_laws.fit_plot import draw_fit
 
@@ -122,7 +124,9 @@ def _as_json(fit: ScalingLawFit, budget: float) -> dict[str, Any]:
             "largest_error": fit.held_out.largest_error,
             "mean_error": fit.held_out.mean_error,
         },
-        "plan": {
+        "plan": None
+        if not certificate.converged
+        else {
             "flops": budget,
             "parameters": parameters,
             "tokens": tokens,
@@ -136,7 +140,9 @@ def _as_json(fit: ScalingLawFit, budget: float) -> dict[str, Any]:
 
 
 def _print_fit(fit: ScalingLawFit, budget: float) -> None:
-    law, percent = fit.law, f"{100 * fit.confidence:g}%"
+    law, percent, certified = fit.law, f"{100 * fit.confidence:g}%", fit.certificate.converged
+    if not certified:
+        print_paragraph(f"NOT CERTIFIED, so there is no plan. {fit.certificate.problem}\n")
     (small, large), (short, long) = law.trained.parameters, law.trained.tokens
     print_paragraph(
         f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {len(fit.runs)} runs: {format_quantity(small)} to "
@@ -147,7 +153,7 @@ def _print_fit(fit: ScalingLawFit, budget: float) -> None:
     print_table(("constant", "value", f"{percent} from", "to"), rows)
     print("\n  a is the exponent of the best model size: N grows as C^a\n")
     certificate = fit.certificate
-    trust = "a minimum" if certificate.converged else "NOT CERTIFIED"
+    trust = "a minimum" if certified else "NOT CERTIFIED"
     gradient = f"gradient {certificate.gradient:.0e} of its terms"
     facts = [
         ("Certificate", f"{trust}: {certificate.agreeing} of {certificate.starts} starts agree, {gradient}"),
@@ -173,7 +179,8 @@ def _print_fit(fit: ScalingLawFit, budget: float) -> None:
             for outlier in fit.outliers
         ]
         print_table(("run", "parameters", "tokens", "loss", "predicted", "deviations"), outliers)
-    _print_optimum(fit, budget, percent)
+    if certified:
+        _print_optimum(fit, budget, percent)
 
 
 def _print_optimum(fit: ScalingLawFit, budget: float, percent: str) -> None:

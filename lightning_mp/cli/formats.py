@@ -10,9 +10,9 @@ from lightning_mp.core.number_formats import FORMATS, NumberFormat
 __all__ = ["add_formats_command"]
 
 _DESCRIPTION = """\
-Range and precision of each number format, computed from its bits. Below the smallest normal number precision is lost
-bit by bit; from half of the smallest subnormal number on everything is 0. Digits are decimal, epsilon is the step from
-1 to the next number."""
+Range and precision of each number format, computed from its bits: of the exponent and the mantissa (exp+man), and the
+sign. Below the smallest normal number precision is lost bit by bit; up to half of the smallest subnormal number
+everything rounds to 0. Digits are decimal; epsilon is the distance from 1 to the next number."""
 
 _EXAMPLES = """\
 examples:
@@ -36,13 +36,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"formats": [_as_json(row) for row in FORMATS.values()]})
         return 0
-    header = ("format", "bits", "exponent", "mantissa", "largest", "smallest normal", "subnormal", "digits", "epsilon")
+    header = ("format", "bits", "exp+man", "largest", "min normal", "subnormal", "digits", "epsilon")
     rows = [
         (
             row.name,
             str(row.bits),
-            str(row.exponent_bits),
-            str(row.mantissa_bits),
+            f"{row.exponent_bits}+{row.mantissa_bits}",
             _short(row.largest_finite),
             _short(row.smallest_normal),
             _short(row.smallest_subnormal),

@@ -16,6 +16,7 @@ from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_p
 __all__ = ["add_layouts_command"]
 
 _Row = tuple[ParallelPlan, str | None]
+_COLUMNS = ("layout", "GPUs", "fits", "sent", "step", "bound by")
 _VERDICTS = ("fits", "recomputed", "may fit", "does not fit")
 
 _DESCRIPTION = """\
@@ -25,21 +26,22 @@ may be written 1.3B, 1e21 or 300_000_000. For a run, its cost, ZeRO and experts 
 
 _EXAMPLES = """\
 examples:
-  lightning-mp layouts --params 8.03B --layers 32 --width 4096 --vocab 128256 --gpus 8,64
-  lightning-mp layouts --params 405B --layers 126 --width 16384 --vocab 128256 --tokens-per-step 16_777_216
-  lightning-mp layouts --params 1.3B --layers 24 --width 2048 --vocab 50257 --tied-head --machine "DGX A100" --json"""
+  lightning-mp layouts --params 8.03B --layers 32 --width 4096 --vocab 128256
+  lightning-mp layouts --params 7B --layers 32 --width 4096 --vocab 32000 --wide
+  lightning-mp layouts --params 124M --layers 12 --width 768 --vocab 50257 \\
+    --tied-head --machine "DGX A100" --json"""
 
 _CONVENTIONS = """\
-Fits: on GPUs of {memory}, by formulas for one micro-batch of a dense decoder with gates; "recomputed" fits when every
-block runs again in backward, "may fit" leaves it to the allocator. What does not fit comes last.
-
-M: micro-batches per data rank and step. Operations: collectives and sends of one GPU per step. GB: sent by one GPU per
-step, to its node and to other nodes, by two-level rings: (n - 1) / n of the whole for an all-gather or reduce-scatter,
-twice that for an all-reduce. Bubble: idle share of the step, (s - 1) / (M + s - 1) under GPipe and 1F1B. Compute:
-"palm" FLOPs at the chip's dense peak. Wire/compute: time on the slower link over time of computing, both at their
-peaks; above 1 it cannot be hidden. Step: GPipe and 1F1B are not shorter than this; "waiting" is for activations and in
-the bubble. TP reduces gradients of the residual stream in {dtype}: {whose}. TP with PP is
-calculated only: no strategy of this package runs it."""
+Fits: on GPUs of {memory}, calculated for one micro-batch of a dense decoder with gates; "recomputed" fits when every
+block is checkpointed, "may fit" depends on the allocator. What does not fit comes last. Sent: by one GPU per step.
+Step: at the peaks of the chip and its links, so no step is shorter; "waiting" is for activations and in the pipeline's
+bubble. No strategy of this package runs TP with PP."""
+_WIDE_CONVENTIONS = """\
+M: micro-batches per data rank and step. Operations: collectives and sends of one GPU per step. In node, between:
+bytes sent inside of a node and to other nodes, by two-level rings: (n - 1) / n of the whole for an all-gather or
+reduce-scatter, twice that for an all-reduce. Bubble: idle share of the step, (s - 1) / (M + s - 1) under GPipe and
+1F1B. Compute: "palm" FLOPs at the chip's dense peak. Wire/compute: time on the slower link over time of computing;
+above 1 it cannot be hidden. TP reduces gradients of the residual stream in {dtype}: {whose}."""
 
 _WHOSE = {
     "fp32": "as this package does; Megatron-LM does it in 16 bit (--tensor-reduce 16bit)",
@@ -93,6 +95,7 @@ def add_layouts_command(commands: "argparse._SubParsersAction[Any]") -> None:
     names = ", ".join(machine.name for machine in known_machines())
     machine.add_argument("--gpus", default="8,64,256,1024", metavar="N,N", help="default 8,64,256,1024")
     machine.add_argument("--machine", default="DGX H100", metavar="NAME", help=f"{names}; default DGX H100")
+    parser.add_argument("--wide", action="store_true", help="every column: micro-batches, operations, bubble")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -134,14 +137,15 @@ def _run(arguments: argparse.Namespace) -> int:
         f" {machine.inside_bytes_per_second / 1e9:g} GB/s inside it and {machine.between_bytes_per_second / 1e9:g} GB/s"
         " to other nodes.\n"
     )
-    _print_layouts(rows)
+    _print_layouts(rows, wide=arguments.wide)
     for text in left_out:
         print_paragraph(f"\nleft out: {text}")
     dtype = arguments.tensor_reduce_dtype
     memory = chip_memory_bytes(machine.chip)
     size_of_memory = f"{memory / 1e9:g} GB" if memory is not None else "an unknown size"
-    for text in _CONVENTIONS.format(dtype=dtype, whose=_WHOSE[dtype], memory=size_of_memory).split("\n\n"):
-        print_paragraph(f"\n{text}")
+    print_paragraph(f"\n{_CONVENTIONS.format(memory=size_of_memory)}" + ("" if arguments.wide else " More: --wide."))
+    if arguments.wide:
+        print_paragraph(f"\n{_WIDE_CONVENTIONS.format(dtype=dtype, whose=_WHOSE[dtype])}")
     return 0
 
 
@@ -198,40 +202,31 @@ def _rank(row: _Row) -> tuple[int, int]:
     return plan.layout.gpus, 0 if verdict is None else _VERDICTS.index(verdict)
 
 
-def _print_layouts(rows: list[_Row]) -> None:
+def _print_layouts(rows: list[_Row], *, wide: bool) -> None:
+    cells = [_cells(*row) for row in rows]
+    columns = [name for name in cells[0] if wide or name in _COLUMNS]
     print_table(
-        (
-            "layout",
-            "GPUs",
-            "fits",
-            "M",
-            "operations",
-            "GB inside",
-            "GB between",
-            "bubble",
-            "compute s",
-            "wire/compute",
-            "step s >=",
-            "bound by",
-        ),
-        [
-            (
-                plan.layout.name,
-                str(plan.layout.gpus),
-                verdict or "not known",
-                str(plan.micro_batches),
-                str(plan.operations),
-                f"{plan.inside_bytes / 1e9:.1f}",
-                f"{plan.between_bytes / 1e9:.1f}",
-                f"{plan.bubble:.0%}" if plan.bubble else "-",
-                f"{plan.compute_seconds:.2f}",
-                f"{plan.wire_to_compute_ratio:.2f}",
-                f"{plan.seconds_at_least:.2f}",
-                plan.bound_by,
-            )
-            for plan, verdict in rows
-        ],
+        columns,
+        [[row[name] for name in columns] for row in cells],
     )
+
+
+def _cells(plan: ParallelPlan, verdict: str | None) -> dict[str, str]:
+    return {
+        "layout": plan.layout.name,
+        "GPUs": str(plan.layout.gpus),
+        "fits": verdict or "not known",
+        "M": str(plan.micro_batches),
+        "operations": str(plan.operations),
+        "sent": f"{(plan.inside_bytes + plan.between_bytes) / 1e9:.1f} GB",
+        "in node": f"{plan.inside_bytes / 1e9:.1f} GB",
+        "between": f"{plan.between_bytes / 1e9:.1f} GB",
+        "bubble": f"{plan.bubble:.0%}" if plan.bubble else "-",
+        "compute": f"{plan.compute_seconds:.2f} s",
+        "wire/compute": f"{plan.wire_to_compute_ratio:.2f}",
+        "step": f"{plan.seconds_at_least:.2f} s",
+        "bound by": plan.bound_by,
+    }
 
 
 def _as_json(plan: ParallelPlan) -> dict[str, Any]:

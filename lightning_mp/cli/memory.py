@@ -9,9 +9,11 @@ from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, co
 from lightning_mp.cli.picture_file import check_picture
 from lightning_mp.cli.text import print_json, print_paragraph, print_table, print_warnings, run_with_one_line_errors
 from lightning_mp.core.quantities import format_bytes, format_quantity
-from lightning_mp.planning.memory.decoder_memory import DecoderMemory, decoder_memory
+from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory
 from lightning_mp.planning.memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
 from lightning_mp.planning.memory.precision_storage import PRECISIONS
+from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
 __all__ = ["add_memory_command"]
 
@@ -22,8 +24,10 @@ tensors: nothing is computed and no memory is used. With a shape or a config.jso
 _EXAMPLES = """\
 examples:
   lightning-mp memory --module my_project.model:example --precision bf16-mixed
-  lightning-mp memory --module my_project.model:example --strategy fsdp2 --ranks 8 --plot memory.png
-  lightning-mp memory --config config.json --sequences 4 --context 4096 --precision bf16-remainder
+  lightning-mp memory --module my_project.model:example --plot memory.png
+  lightning-mp memory --module my_project.model:example \\
+    --strategy fsdp2 --ranks 8
+  lightning-mp memory --config config.json --sequences 4 --context 4096
 
   example() returns (module, batch) or (module, batch, step), where step(module, batch) gives the loss."""
 
@@ -36,6 +40,8 @@ _OPTIONS = {
     "context_tokens": "--context",
     **SHAPE_OPTIONS,
 }
+
+_SHARDS = 8
 
 
 def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -138,6 +144,8 @@ def _as_json(answer: MemoryEstimate | DecoderMemory) -> dict[str, Any]:
 def _print(answer: MemoryEstimate | DecoderMemory, arguments: argparse.Namespace) -> None:
     if isinstance(answer, MemoryEstimate):
         print(answer)
+        if answer.device_type != "cpu":
+            _print_remedies_of_module(answer)
         if arguments.plot is not None:
             print(f"\nSaved the plot to {arguments.plot}.")
         return
@@ -149,5 +157,45 @@ def _print(answer: MemoryEstimate | DecoderMemory, arguments: argparse.Namespace
     )
     rows = [(part, format_bytes(size)) for part, size in answer.bytes_by_part.items()]
     print_table(("part", "bytes"), [*rows, ("sum", format_bytes(answer.total_bytes))])
+    print_paragraph(f"\nA GPU needs {_needs(answer)}: its allocator was not measured.")
+    _print_remedies(config, arguments)
+
+
+def _print_remedies(config: DecoderConfig, arguments: argparse.Namespace) -> None:
+    """What the same step takes with less, and where to look for more."""
+    step = {
+        "sequences": count_of(arguments.sequences, "sequences"),
+        "context_tokens": context_of(arguments.context_tokens, config),
+    }
+    shards = ParallelLayout(shards=_SHARDS)
+    changes: list[tuple[str, MemoryLayout, str]] = [
+        ("ActivationCheckpointing", MemoryLayout(checkpointed=True), arguments.precision),
+        (f"FSDP2Strategy on {_SHARDS} GPUs", MemoryLayout(shards), arguments.precision),
+        ("both", MemoryLayout(shards, checkpointed=True), arguments.precision),
+    ]
+    if arguments.precision in ("bf16-mixed", "bf16-masters"):
+        remainder = "MasterWeightsPrecision, storage remainder"
+        changes.insert(1, (remainder, MemoryLayout(), "bf16-remainder"))
+    rows = [(name, _needs(decoder_memory(config, to, precision=dtype, **step))) for name, to, dtype in changes]
+    print("\nIf it does not fit:\n")
+    print_table(("change", "GPU needs"), rows)
+    print_paragraph("\nEvery layout and which GPUs would do: lightning-mp plan with the same shape.")
+
+
+def _print_remedies_of_module(estimate: MemoryEstimate) -> None:
+    parts = dict(estimate.peak.bytes_by_part)
+    states = sum(parts.get(part, 0) for part in ("weights", "gradients", "masters", "optimizer states"))
+    if 2 * states > estimate.peak_bytes:
+        advice = (
+            "most of it is weights, gradients and states: shard them with FSDP2Strategy() (--strategy fsdp2 --ranks 8"
+        )
+        advice += " shows the effect), or use adapters"
+    else:
+        advice = "most of it is kept for backward: use a smaller micro-batch with accumulation, or"
+        advice += " ActivationCheckpointing(...) on the repeated blocks"
+    print_paragraph(f"If it does not fit: {advice}.")
+
+
+def _needs(answer: DecoderMemory) -> str:
     low, high = answer.reserved_bytes
-    print(f"\nA GPU needs {format_bytes(low)} to {format_bytes(high)}: its allocator was not measured.")
+    return f"{low / 1e9:.3g} to {high / 1e9:.3g} GB"

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 import textwrap
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 __all__ = ["OneLineParser"]
@@ -61,8 +62,15 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Prints one line and exits with code 2."""
+        """Prints one line and exits with code 2; a choice that resembles a known one is answered with that."""
+        choice = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if choice:
+            name, got, known = choice.groups()
+            near = get_close_matches(got, re.findall(r"[^\s',]+", known))
+            if near:
+                message = f"argument {name}: invalid choice: '{got}'. Did you mean {' or '.join(near)}?"
         first_word, space, rest = message.rstrip(".").partition(" ")
         if first_word.istitle():  # not the name of a class
             first_word = first_word.lower()
-        self.exit(2, f"{self.prog}: {first_word}{space}{rest}. See {self.prog} --help.\n")
+        end = "" if rest.endswith("?") else "."
+        self.exit(2, f"{self.prog}: {first_word}{space}{rest}{end} See {self.prog} --help.\n")

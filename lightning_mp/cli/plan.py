@@ -50,9 +50,10 @@ _EXAMPLES = """\
 examples:
   lightning-mp plan --flops 1e21
   lightning-mp plan --params 7B --device h100 --gpus 64
-  lightning-mp plan --params 8B --tokens 15T --device h100 --gpus 1024 --mfu 40% --price 2.5
+  lightning-mp plan --params 7B --device h100 --gpus 64 --wide
+  lightning-mp plan --params 8B --tokens 15T --device h100 --gpus 1024 --mfu 40%
   lightning-mp plan --cost 100_000 --price 2.5 --device h100 --mfu 40%
-  lightning-mp plan --config config.json --tokens 1T --device h100 --gpus 64 --precision bf16-masters
+  lightning-mp plan --config config.json --tokens 1T --device h100 --gpus 64
   lightning-mp plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T"""
 
 _OPTIONS = {
@@ -138,6 +139,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "--unique-tokens", metavar="U", help="all the tokens there are; beyond them, tokens are repeated"
     )
     parser.add_argument("--inference-tokens", metavar="T", help="of the model's life: the cheapest model with them")
+    parser.add_argument("--wide", action="store_true", help="every column: memory by part, bytes sent")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -147,7 +149,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**as_json(answer), "warnings": said})
     else:
-        print_answer(answer)
+        print_answer(answer, wide=arguments.wide)
         print_warnings(said)
     return 0
 

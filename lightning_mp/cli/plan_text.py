@@ -20,17 +20,21 @@ __all__ = ["as_json", "print_answer"]
 
 _TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")
 _NAMES_WIDTH = 40
-_MEMORY_CONVENTIONS = """\
-Memory: live tensors of the fullest GPU at the end of a forward of one sequence, by formulas; the range is for the
-allocator, which was not measured. Sequences: most per micro-batch and data rank that fit with the allocator at its
-worst. Step: of {tokens} tokens, not shorter than this at the chip's and the links' peaks. Hides: bytes on the wire
-take no longer than computing, and nothing is awaited. ZeRO-1 and 2 send as DeepSpeed does: gradients reduced into
-shards, by ZeRO-2 in every micro-batch, and new weights gathered. EP sends tokens to their experts and back, evenly
-distributed. No strategy of this package runs ZeRO-1, ZeRO-2, EP, and TP with PP."""
+_COLUMNS = ("layout", "GPU needs", "verdict", "sequences", "step")
+_CONVENTIONS = """\
+AC: activation checkpointing of every block. Memory is calculated for one sequence; the range covers the allocator,
+which was not measured. Sequences: the largest micro-batch of a data rank that fits. Step: {tokens} tokens at the peaks
+of the chip and its links, so no step is shorter. No strategy of this package runs ZeRO-1, ZeRO-2, EP, or TP with
+PP."""
+_WIDE_CONVENTIONS = """\
+Memory by part: live tensors of the fullest GPU at the end of a forward. Sent: by one GPU per step. Hidden: sending
+takes no longer than computing and nothing waits for it. ZeRO-1 and ZeRO-2 send as DeepSpeed does: gradients are reduced
+into shards, by ZeRO-2 in every micro-batch, and new weights are gathered. EP sends tokens to their experts and back,
+evenly distributed."""
 
 
-def print_answer(answer: "Answer") -> None:
-    """Every part that was asked about."""
+def print_answer(answer: "Answer", *, wide: bool = False) -> None:
+    """Every part that was asked about; `wide` is all columns of the layouts."""
     size = answer.optimum or answer.run
     assert size is not None
     if answer.optimum is not None:
@@ -48,7 +52,7 @@ def print_answer(answer: "Answer") -> None:
         unique = size.unique_tokens
         _print_inference(answer.inference, repeats=unique is not None and answer.inference.tokens > unique)
     if answer.layouts is not None:
-        _print_layouts(answer)
+        _print_layouts(answer, wide=wide)
     if answer.chips is not None:
         _print_chips(answer, answer.chips)
 
@@ -174,7 +178,7 @@ def _print_inference(best: InferenceAware, *, repeats: bool) -> None:
     )
 
 
-def _print_layouts(answer: "Answer") -> None:
+def _print_layouts(answer: "Answer", *, wide: bool) -> None:
     assert answer.layouts is not None
     has = f"of {answer.memory_bytes / 1e9:g} GB" if answer.memory_bytes else "whose memory is not known"
     config = answer.config
@@ -194,22 +198,11 @@ def _print_layouts(answer: "Answer") -> None:
         f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, on GPUs {has};"
         " those that do not fit come last:\n"
     )
-    print_table(
-        (
-            "layout",
-            "weights",
-            "states",
-            "activations",
-            "other",
-            "GPU needs",
-            "",
-            "sequences",
-            "GB sent",
-            "step s >=",
-            "hides",
-        ),
-        [_layout_row(choice) for choice in answer.layouts],
-    )
+    rows = [_layout_row(choice) for choice in answer.layouts]
+    columns = [name for name in rows[0] if wide or name in _COLUMNS]
+    if not wide:
+        rows = [row | {"layout": row["layout"].replace(", checkpointed", " + AC")} for row in rows]
+    print_table(columns, [[row[name] for name in columns] for row in rows])
     reasons: dict[str, list[str]] = {}
     for choice in answer.layouts:
         if choice.left_out:
@@ -218,7 +211,9 @@ def _print_layouts(answer: "Answer") -> None:
         said = reason.replace("`tokens_per_step`", "--tokens-per-step")
         print_paragraph(f"\nWithout a time: {'; '.join(names)}. {said[0].upper()}{said[1:].rstrip('.')}.")
     tokens = "no" if answer.tokens_per_step is None else format_quantity(answer.tokens_per_step)
-    print_paragraph(f"\n{_MEMORY_CONVENTIONS.format(tokens=tokens)}")
+    print_paragraph(f"\n{_CONVENTIONS.format(tokens=tokens)}" + ("" if wide else " --wide shows every column."))
+    if wide:
+        print_paragraph(f"\n{_WIDE_CONVENTIONS}")
 
 
 def _print_assumed(config: DecoderConfig | None) -> None:
@@ -267,22 +262,23 @@ def _print_chips(answer: "Answer", chips: list[ChipChoice]) -> None:
         print_paragraph(f"\nOn chips of {most / 1e9:g} GB and less it is not sure to fit.")
 
 
-def _layout_row(choice: LayoutChoice) -> tuple[str, ...]:
+def _layout_row(choice: LayoutChoice) -> dict[str, str]:
     parts, plan = choice.memory.bytes_by_part, choice.plan
     groups = (("weights",), ("gradients", "masters", "optimizer states"), ("activations",))
     shown = [sum(parts.get(part, 0) for part in PARTS if part in group) for group in groups]
     shown.append(choice.memory.total_bytes - sum(shown))
     low, high = (size / 1e9 for size in choice.memory.reserved_bytes)
-    return (
-        choice.layout.name,
-        *(format_bytes(size) for size in shown),
-        f"{low:.0f} to {high:.0f} GB",
-        choice.verdict or "-",
-        "-" if choice.largest_micro_batch is None else str(choice.largest_micro_batch),
-        "-" if plan is None else f"{(plan.inside_bytes + plan.between_bytes) / 1e9:.1f}",
-        "-" if plan is None else f"{plan.seconds_at_least:.2f}",
-        "-" if choice.hides is None else "yes" if choice.hides else "no",
-    )
+    sizes = zip(("weights", "states", "activations", "other"), map(format_bytes, shown), strict=True)
+    return {
+        "layout": choice.layout.name,
+        **dict(sizes),
+        "GPU needs": f"{low:.0f} to {high:.0f} GB",
+        "verdict": choice.verdict or "-",
+        "sequences": "-" if choice.largest_micro_batch is None else str(choice.largest_micro_batch),
+        "sent": "-" if plan is None else f"{(plan.inside_bytes + plan.between_bytes) / 1e9:.1f} GB",
+        "step": "-" if plan is None else f"{plan.seconds_at_least:.2f} s",
+        "hidden": "-" if choice.hides is None else "yes" if choice.hides else "no",
+    }
 
 
 def _flops(value: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _WIDEST = 120
+_PIPED = 80
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -54,24 +55,23 @@ def table_lines(rows: Sequence[Sequence[str]], room: int | None = None, left: Se
 
 
 def print_facts(facts: Sequence[tuple[str, str]], width: int = 20, indent: str = "  ") -> None:
-    """Prints a name and a text in each line; on a terminal, what is longer goes on below itself."""
+    """Prints a name and a text in each line; longer texts continue below themselves."""
     print(listed_facts(facts, width, indent))
 
 
 def listed_facts(facts: Sequence[tuple[str, str]], width: int, indent: str = "") -> str:
     """The same as one string."""
-    room, lines = terminal_columns(), []
+    lines = []
     for name, text in facts:
         first = f"{indent}{name:<{width}}  "
-        lines.append(first + text if room is None else _filled(text, room, first, len(first) * " "))
+        lines.append(_filled(text, text_columns(), first, len(first) * " "))
     return "\n".join(lines)
 
 
 def print_paragraph(text: str, indent: str = "") -> None:
-    """Prints text in lines as long as the terminal, and no longer than 120; newlines before and after it stay."""
+    """Prints filled text; newlines before and after it stay."""
     before, after = len(text) - len(text.lstrip("\n")), len(text) - len(text.rstrip("\n"))
-    columns = min(terminal_columns() or _WIDEST, _WIDEST)
-    print("\n" * before + _filled(text, columns, indent, indent) + "\n" * after)
+    print("\n" * before + _filled(text, text_columns(), indent, indent) + "\n" * after)
 
 
 def _filled(text: str, columns: int, first: str, others: str) -> str:
@@ -83,6 +83,11 @@ def _filled(text: str, columns: int, first: str, others: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def text_columns() -> int:
+    """The terminal's, at most 120; 80 in a file or a pipe."""
+    return min(terminal_columns() or _PIPED, _WIDEST)
 
 
 def terminal_columns() -> int | None:

@@ -27,8 +27,10 @@ interval and a verdict: not worse, worse, or how many more seeds it takes to tel
 _EXAMPLES = f"""\
 examples:
   lightning-mp compare
-  lightning-mp compare --module my_project.model:example --precision 32-true bf16-mixed bf16-masters
-  lightning-mp compare --params 20k --steps 200 --seeds 5 --file runs.jsonl --plot comparison.png
+  lightning-mp compare --module my_project.model:example \\
+    --precision 32-true bf16-mixed bf16-masters
+  lightning-mp compare --params 20k --steps 200 --seeds 5 \\
+    --file runs.jsonl --plot comparison.png
 
   example() returns (module, data) or (module, data, val_data): a LightningModule; a LightningDataModule, a loader or
   one batch; a loader to validate on. It is called once for each run, so that each seed has initial weights of its own.

@@ -14,6 +14,7 @@ import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import resources
 from itertools import chain
@@ -93,6 +94,24 @@ def find_chip(device_name: str) -> Chip | None:
     return next(chain(by_device, by_short_name), None)
 
 
+def similar_chips(device_name: str) -> str:
+    """The known chips whose names resemble the given one, as a sentence; else where the table is.
+
+    Example:
+        >>> similar_chips("h10")
+        'Similar: H100 SXM, H100 PCIe, H100 NVL.'
+        >>> similar_chips("abacus")
+        'The known chips are in lightning_mp.planning.known_chips().'
+    """
+    wanted = _SEPARATORS.sub("", device_name.lower()).removeprefix("nvidia")
+    whole = {chip.name: _SEPARATORS.sub("", chip.name.lower()) for chip in known_chips()}
+    starts = [name for name, spelled in whole.items() if len(wanted) > 1 and spelled.startswith(wanted)]
+    families = {spelling: chip.name for chip in reversed(known_chips()) for spelling in _spellings(chip.name)}
+    close = [families[spelling] for spelling in get_close_matches(wanted, families, n=5, cutoff=0.5)]
+    near = list(dict.fromkeys(starts or close))
+    return f"Similar: {', '.join(near)}." if near else "The known chips are in lightning_mp.planning.known_chips()."
+
+
 def _spellings(name: str) -> tuple[str, ...]:
     """Of a chip's short name: all of it, its family, its number; "rtx" alone is no family."""
     first, *rest = name.lower().split()
@@ -123,8 +142,7 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
     chip = find_chip(device_name)
     if chip is None:
         raise ValueError(
-            f"No peak FLOP/s are known for the device {device_name!r}, so it has no MFU. Known"
-            f" chips: {', '.join(chip.name for chip in known_chips())}. "
+            f"No peak FLOP/s are known for the device {device_name!r}, so it has no MFU. {similar_chips(device_name)} "
             "For another device, pass the dense figure of its datasheet instead, as in "
             "MFUMonitor(peak_flops=...)."
         )

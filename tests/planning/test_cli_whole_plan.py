@@ -49,7 +49,7 @@ def test_a_run_far_from_the_optimum_has_loss_time_and_cost(capsys):
     assert "times outside the models" in found["warnings"][0]
     printed = output(capsys, words).out
     assert "best of its compute" in printed
-    assert "1024 x H100 SXM, 989.4 TFLOP/s dense bf16 each, MFU 40% (as given):" in printed
+    assert "1024 x H100 SXM, 989.4 TFLOP/s dense bf16 each, MFU 40% (as given):" in words_of(printed)
     assert "20.6 days" in printed
     assert "30%" in output(capsys, "plan --flops 1EFLOP --device h100").out
 
@@ -67,9 +67,11 @@ def test_without_a_shape_the_answer_is_for_the_proportions_of_llama_2(capsys):
     assert (found["assumed_shape"]["layers"], found["assumed_shape"]["width"]) == (32, 4096)
     assert found["layouts"][0]["verdict"] == "fits"
     printed = output(capsys, words).out
-    assert "No shape was given. Assumed, in the proportions of Llama 2: 32 layers, width 4096, 32 heads" in printed
+    assumed = "No shape was given. Assumed, in the proportions of Llama 2: 32 layers, width 4096, 32 heads"
+    assert assumed in words_of(printed)
     assert "It fits: 15 of 20 layouts, of which FSDP 64 comes first." in printed
-    assert "It does not fit with this many GPUs; " in output(capsys, "plan --params 70B --device h100").out
+    printed = output(capsys, "plan --params 70B --device h100").out
+    assert "It does not fit with this many GPUs; " in words_of(printed)
     assert content(capsys, f"plan {SMALL} --tokens 1B --device h100")["assumed_shape"] is None
     assert "layouts" not in content(capsys, "plan --params 1M --device h100"), "the table of tokens has more"
 
@@ -92,7 +94,11 @@ def test_layouts_show_memory_the_wire_and_the_largest_micro_batch(capsys):
     assert first["inside_bytes"] > 0
     printed = output(capsys, words).out
     assert "ZeRO-2 8" in printed
-    assert "GPUs of 80 GB; those that do not fit come last" in printed
+    assert "GPUs of 80 GB; those that do not fit come last" in words_of(printed)
+    assert "weights" not in printed
+    assert "communication" not in printed
+    wide = output(capsys, f"{words} --wide").out
+    assert {"weights", "states", "activations", "other", "sent", "hidden"} < set(wide.split())
 
 
 def test_without_a_chip_the_answer_is_which_chips_would_do(capsys):
@@ -144,15 +150,17 @@ def test_without_known_links_recomputing_comes_last(capsys):
         assert [name.endswith("checkpointed") for name in part] == sorted(
             name.endswith("checkpointed") for name in part
         )
-    assert "16 GPUs would do: FSDP 16, checkpointed." in output(capsys, "plan --params 7B --device 4090 --gpus 4").out
+    printed = output(capsys, "plan --params 7B --device 4090 --gpus 4").out
+    assert "16 GPUs would do: FSDP 16, checkpointed." in words_of(printed)
 
 
 def test_steps_are_whole_sequences_on_any_number_of_gpus(capsys):
     found = content(capsys, "plan --params 1B --device h100 --gpus 24")
     assert (found["tokens_per_step"] % (24 * 4096), found["tokens_per_step"] // 2**22) == (0, 1)
     assert all(row["seconds_at_least"] for row in found["layouts"])
-    assert "Step: of 4.23M tokens, not shorter" in output(capsys, "plan --params 1B --device h100 --gpus 24").out
-    odd = output(capsys, "plan --params 1B --device h100 --gpus 24 --tokens-per-step 1M").out
+    printed = words_of(output(capsys, "plan --params 1B --device h100 --gpus 24").out)
+    assert "Step: 4.23M tokens at the peaks" in printed
+    odd = words_of(output(capsys, "plan --params 1B --device h100 --gpus 24 --tokens-per-step 1M").out)
     assert "--tokens-per-step (1000000) is no multiple of 4096 tokens in a micro-batch on 24 data ranks" in odd
 
 
@@ -212,7 +220,7 @@ def test_inference_makes_the_model_smaller(capsys):
 
 
 def test_inference_beside_repeated_data_says_what_it_leaves_out(capsys):
-    printed = output(capsys, "plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T").out
+    printed = words_of(output(capsys, "plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T").out)
     assert "(Sardana et al. 2024). Repeated tokens count as new ones in this." in printed
 
 
@@ -225,16 +233,23 @@ def test_memory_measures_a_module_and_draws_it(capsys, monkeypatch):
     printed = output(capsys, f"{words} --plot step.svg").out
     assert "masters" in printed
     assert "Saved the plot to step.svg." in printed
+    assert "If it does not fit: " in printed
     assert Path("step.svg").exists()
 
 
 def test_memory_of_a_shape_is_a_formula(capsys):
     found = content(capsys, f"memory {SMALL} --sequences 8 --context 1024")
     assert found["bytes_by_part"]["weights"] == found["bytes_by_part"]["optimizer states"] / 2
-    assert "by formulas" in output(capsys, f"memory {SMALL}").out
+    printed = output(capsys, f"memory {SMALL}").out
+    assert "by formulas" in words_of(printed)
+    assert re.search(r"ActivationCheckpointing +([\d.]+) to ([\d.]+) GB", printed)
+    assert "FSDP2Strategy on 8 GPUs" in printed
+    assert "remainder" in printed
+    assert "remainder" not in output(capsys, f"memory {SMALL} --precision 16-mixed").out
 
 
 TRAINS = ("compare", "demo")
+READS_RUNS = ("bits",)
 MY_MODEL = """
 import torch
 def example():
@@ -242,9 +257,9 @@ def example():
 """
 
 
-@pytest.mark.parametrize("verb", ["advise", "compare", "demo", "fit", "formats", "layouts", "memory", "plan"])
-def test_every_example_of_the_help_runs(capsys, monkeypatch, verb):
-    """Those that train for minutes are parsed."""
+@pytest.mark.parametrize("verb", ["advise", "bits", "compare", "demo", "fit", "formats", "layouts", "memory", "plan"])
+def test_every_example_of_the_help_runs_in_80_columns(capsys, monkeypatch, verb):
+    """Those that train for minutes, or read what such runs wrote, are parsed."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.syspath_prepend(".")
     Path("my_project").mkdir()
@@ -256,15 +271,19 @@ def test_every_example_of_the_help_runs(capsys, monkeypatch, verb):
     Path("runs.csv").write_text("\n".join(lines))
     with pytest.raises(SystemExit):
         main([verb, "--help"])
-    examples = re.findall(r"^  (lightning-mp .+)$", capsys.readouterr().out, re.MULTILINE)
+    examples = re.findall(r"^  (lightning-mp .+)$", capsys.readouterr().out.replace("\\\n", ""), re.MULTILINE)
     assert examples
     for example in examples:
         words = shlex.split(example.partition(" > ")[0])[1:]
         assert words[0] == verb
         with monkeypatch.context() as patched:
-            if verb in TRAINS:
+            if verb in (*TRAINS, *READS_RUNS):
                 patched.setattr(OneLineParser, "parse_args", _parsed_only)
             assert main(words) == 0, example
+        shown = capsys.readouterr().out
+        if not {"--wide", "--json", "--yaml"} & set(words):
+            too_long = [line for line in shown.splitlines() if len(line) > 80 and "lightning_mp import" not in line]
+            assert too_long == [], example
 
 
 def _parsed_only(parser, words):

@@ -168,7 +168,7 @@ HOURS = {"device_hours": 10, "device": "h100", "mfu": 0.4}
         ({**HOURS, "mfu": 0}, "`mfu` must be a positive finite number"),
         ({**HOURS, "mfu": 400}, "at most 1, got 400.$"),
         ({**HOURS, "device_hours": -3}, "`device_hours` must be a positive finite number"),
-        ({**HOURS, "device": "h900"}, "No peak FLOP/s are known for the device 'h900'. Known chips: V100 SXM2"),
+        ({**HOURS, "device": "h900"}, "No peak FLOP/s are known for the device 'h900'. Similar: H800 SXM, H200 SXM"),
         ({**HOURS, "device": "T4", "dtype": "bf16"}, "No bf16 peak is known for T4. Known for it: fp32, fp16"),
         ({"flops": 1e21, "repetition": ExponentialDecay()}, "`repetition` says .* Pass `unique_tokens`"),
         ({"tokens": 1e10, "unique_tokens": 1e9}, "`unique_tokens` needs a compute budget, got `tokens`"),

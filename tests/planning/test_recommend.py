@@ -228,7 +228,7 @@ def test_without_a_name_torch_is_asked(monkeypatch, name, capability, generation
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"device": "h900"}, "`device` 'h900' is not known. Use cpu, mps or one of V100 SXM2, "),
+        ({"device": "h900"}, "`device` 'h900' is not known. Similar: H800 SXM, H200 SXM"),
         ({"goal": "distill"}, "`goal` must be one of pretrain, finetune, adapters, gan, inference, got 'distill'"),
         ({"gpus": 0}, "`gpus` must be a whole number, 1 or more, got 0"),
         ({"device": "mps", "gpus": 2}, "`gpus` is for CUDA devices, got 2 of MPS. Leave it out"),

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from lightning_mp.flops.hardware import find_chip, known_chips
+from lightning_mp.flops.hardware import find_chip, similar_chips
 from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.scaling_laws.device_budget import chip_of
 
@@ -80,10 +80,9 @@ def named_device(name: str) -> DeviceTraits:
     try:
         chip = chip_of(name)
     except ValueError:
-        names = ", ".join(chip.name for chip in known_chips())
         raise ValueError(
-            f"`device` {name!r} is not known. Use cpu, mps or one of {names}; for the device of this machine, leave it"
-            " out."
+            f"`device` {name!r} is not known. {similar_chips(name)} Use cpu, mps or a chip; for the device of this"
+            " machine, leave it out."
         ) from None
     formats = frozenset(chip.peak_flops) & _ADA
     return DeviceTraits(chip.name, "cuda", generation_of(chip.name), formats, chip_memory_bytes(chip.name))

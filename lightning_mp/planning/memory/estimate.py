@@ -103,7 +103,7 @@ class MemoryEstimate:
         rows.append(("sum", format_bytes(self.end_of_forward.total_bytes), format_bytes(self.peak_bytes)))
         low, high = self.reserved_bytes
         lines = [
-            f"Live tensors on {where}, {self.precision}; the peak is in the {self.peak.phase}",
+            f"Live tensors on {where}, {self.precision}; peak in the {self.peak.phase}",
             f"  {'':<22}{'end of forward':>16}{'peak':>14}",
             *(f"  {part:<22}{at_end:>16}{at_peak:>14}" for part, at_end, at_peak in rows),
         ]

@@ -6,7 +6,7 @@ from typing import SupportsFloat
 import torch
 
 from lightning_mp.core.quantities import parse_fraction, parse_quantity
-from lightning_mp.flops.hardware import Chip, find_chip, known_chips, rate_column
+from lightning_mp.flops.hardware import Chip, find_chip, rate_column, similar_chips
 
 _SECONDS_PER_HOUR = 3600
 
@@ -95,7 +95,7 @@ def chip_of(device: str) -> Chip:
     chip = find_chip(device)
     if chip is None:
         raise ValueError(
-            f"No peak FLOP/s are known for the device {device!r}. "
-            f"Known chips: {', '.join(row.name for row in known_chips())}. For another, give the FLOPs themselves."
+            f"No peak FLOP/s are known for the device {device!r}. {similar_chips(device)} For another, give the FLOPs "
+            "themselves."
         )
     return chip

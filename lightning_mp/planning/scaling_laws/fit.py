@@ -154,18 +154,8 @@ def _from_many_starts(logs: LogRuns) -> tuple[Tensor, Certificate]:
         on_bound=on_bound,
         converged=bool(solutions.converged[best]) and agreeing >= _AGREEING_SHARE * len(start) and not on_bound,
     )
-    if on_bound:
-        warnings.warn(
-            "The runs do not determine the law: E, alpha or beta ran into its bound. Add runs that differ more in size "
-            "and length.",
-            stacklevel=3,
-        )
-    elif not certificate.converged:
-        warnings.warn(
-            f"The fit is not certified: {agreeing} of {len(start)} starts agree and the gradient is "
-            f"{certificate.gradient:.1e} of its terms. Look for wrong runs, or add more.",
-            stacklevel=3,
-        )
+    if not certificate.converged:
+        warnings.warn(certificate.problem, stacklevel=3)
     return solutions.theta[best], certificate
 
 

@@ -39,7 +39,10 @@ def draw_fit(fit: ScalingLawFit, path: str | Path, flops: float | None = None) -
 
 
 def build_figure(fit: ScalingLawFit, flops: float | None = None) -> "Figure":
-    """Two panels: loss against parameters at equal compute; best parameters and tokens against compute."""
+    """Two panels: loss against parameters at equal compute; best parameters and tokens against compute.
+
+    A fit that is not certified has the first one only, and says so in its title.
+    """
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -49,6 +52,10 @@ def build_figure(fit: ScalingLawFit, flops: float | None = None) -> "Figure":
         # Not pyplot: it would choose a window system and keep the figure alive.
         figure = Figure(figsize=(12, 5.2), layout="constrained")
         FigureCanvasAgg(figure)
+        if not fit.certificate.converged:
+            figure.suptitle(f"NOT CERTIFIED\n{fit.certificate.problem}", color="tab:red", wrap=True)
+            _draw_iso_flops(figure.subplots(), fit)
+            return figure
         curves, frontier = figure.subplots(1, 2)
         _draw_iso_flops(curves, fit)
         _draw_frontier(frontier, fit, end)

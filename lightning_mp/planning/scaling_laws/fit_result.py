@@ -35,6 +35,21 @@ class Certificate:
     converged: bool
     """Whether the best solution is a minimum, reached from a tenth of the starts, inside the bounds."""
 
+    @property
+    def problem(self) -> str:
+        """Why the fit is not certified, and what to do; empty where it is."""
+        if self.on_bound:
+            return (
+                "The runs do not determine the law: E, alpha or beta ran into its bound. Add runs that differ more in "
+                "size and length."
+            )
+        if self.converged:
+            return ""
+        return (
+            f"The fit is not certified: {self.agreeing} of {self.starts} starts agree and the gradient is "
+            f"{self.gradient:.1e} of its terms. Look for wrong runs, or add more."
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
