@@ -163,7 +163,7 @@ def _print(answer: MemoryEstimate | DecoderMemory, arguments: argparse.Namespace
 
 def _print_remedies(config: DecoderConfig, arguments: argparse.Namespace) -> None:
     """What the same step takes with less, and where to look for more."""
-    step = {
+    step: dict[str, Any] = {
         "sequences": count_of(arguments.sequences, "sequences"),
         "context_tokens": context_of(arguments.context_tokens, config),
     }
