@@ -82,8 +82,8 @@ class CallbackMetrics(Callback):
     ) -> None:
         """Logs if Lightning is about to."""
         self._has_run = True
-        step = private_loop_api.logger_step(trainer)
         every = _every_n_steps(trainer)
+        step = private_loop_api.logger_step(trainer)
         if every and ((step + 1) % every == 0 or trainer.should_stop) and not private_loop_api.is_accumulating(trainer):
             self._log(trainer, step, self._numbers())
         elif self._is_monitored:

@@ -223,7 +223,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
             total_steps=lambda: self._estimated_stepping_batches(trainer),
         )
         # From now on `trainer.estimated_stepping_batches` is right, also in `configure_optimizers`.
-        trainer.accumulate_grad_batches = controller.settings.at_rest()
+        trainer.accumulate_grad_batches = controller.settings.idle_value()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns, as Lightning does, where the module's own hooks are called once per window only."""

@@ -99,7 +99,7 @@ class AccumulateGradBatches(ScheduledWindows):
         window._closes = closes
         return window
 
-    def _remainder(self, value: int) -> int:
+    def __rmod__(self, value: int) -> int:
         if value == self._batch_idx:
             return int(not self._opens)
         if value == self._batch_idx + 1:

@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.accumulation.across_epochs import CarryOverEpochs, another_epoch_follows
-from lightning_mp.accumulation.declined_batch import DeclinedBatches
+from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
+from lightning_mp.accumulation.partial_state import mean_over_ranks, why_gradients_are_elsewhere
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.patches import Patches
@@ -20,7 +22,7 @@ from lightning_mp.optimizer_step.closures import cannot_do_without_its_closure
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 
-__all__ = ["DeferredCheckpoints", "AccumulationBoundary", "refuse_repeated_losses", "repeated_losses"]
+__all__ = ["AccumulationBoundary", "another_epoch_follows", "refuse_repeated_losses", "repeated_losses"]
 
 
 def refuse_repeated_losses(trainer: "pl.Trainer") -> None:
@@ -77,6 +79,10 @@ class AccumulationBoundary:
         close: called when the open window was closed between two micro-batches.
         checkpoints_wait: ``ModelCheckpoint`` writes at the ends of windows only.
         carries_over: windows may go on in the next epoch.
+
+    Attributes:
+        acts_at_ends: whether :meth:`end` has something to do.
+        before_step: to be called before each step of an optimizer; None if there is nothing to do.
     """
 
     def __init__(
@@ -91,12 +97,15 @@ class AccumulationBoundary:
         carries_over: bool = False,
     ) -> None:
         self._trainer = trainer
-        self._min_steps = private_loop_api.min_steps_of(trainer)
+        self._loop = trainer.fit_loop.epoch_loop
+        self._min_steps = self._loop.min_steps
         self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, sync)
         if checkpoints_wait:
             DeferredCheckpoints(trainer, is_open).attach()
         self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if carries_over else None
         self._frequency: LearningRateFrequency | None = None
+        self.acts_at_ends = self._reductions is not None or carries_over
+        self.before_step: Callable[[], Any] | None = None
         DeclinedBatches(trainer, pl_module, is_open, self._goes_on, close)
         self._wording = _StopAtTheEnd(trainer)
         self._logger = lightning_logger()
@@ -106,29 +115,28 @@ class AccumulationBoundary:
         """Training starts: by now every monitor is there. With outcomes, skipped steps do not count."""
         if StepOutcomeDispatcher.of(self._trainer) is None:
             self._frequency = LearningRateFrequency(self._trainer, lambda: 0).attach()
-
-    def before_step(self) -> None:
-        """An optimizer is about to step; a fit may have been given other schedulers since the last one."""
-        if self._frequency is not None:
-            self._frequency.attach()
+            self.before_step = self._frequency.attach  # a fit may have been given other schedulers since the last one
 
     def begin(self, *, closes: bool, last_of_epoch: bool = False) -> None:
         """A micro-batch begins; ``closes`` if the optimizer steps after it."""
         if self._carry_over is not None and last_of_epoch and not closes:
             self._carry_over.hide()
-        self._reductions.end()  # of a micro-batch that was declined
+        if self._reductions is not None:
+            self._reductions.end()  # of a micro-batch that was declined
         # Lightning leaves the loop after any micro-batch once `should_stop` is set, but not before `min_steps`.
         end = self._trainer.global_step + 1
         is_asked_for = closes or (self._min_steps is not None and self._min_steps >= end)
-        private_loop_api.set_min_steps(self._trainer, self._min_steps if is_asked_for else _EndOfWindow(end))
-        self._reductions.begin(closes=closes)
+        self._loop.min_steps = self._min_steps if is_asked_for else _EndOfWindow(end)
+        if self._reductions is not None:
+            self._reductions.begin(closes=closes)
 
     def _goes_on(self) -> bool:
         return self._carry_over is not None and another_epoch_follows(self._trainer)
 
     def end(self) -> None:
         """The micro-batch is over."""
-        self._reductions.end()
+        if self._reductions is not None:
+            self._reductions.end()
         if self._carry_over is not None:
             self._carry_over.show()
 
@@ -141,8 +149,9 @@ class AccumulationBoundary:
     def detach(self) -> None:
         """Leaves everything as it was."""
         self._logger.removeFilter(self._wording)
-        private_loop_api.set_min_steps(self._trainer, self._min_steps)
-        self._reductions.detach()
+        self._loop.min_steps = self._min_steps
+        if self._reductions is not None:
+            self._reductions.detach()
         if self._carry_over is not None:
             self._carry_over.detach()
         if self._frequency is not None:
@@ -219,3 +228,133 @@ class DeferredCheckpoints:
             " were validated. Validate at the ends of windows (val_check_interval a multiple of the micro-batches per"
             " step), save_weights_only=True, or use AccumulationScheduler(save_partial_gradients=True)."
         )
+
+
+def another_epoch_follows(trainer: "pl.Trainer") -> bool:
+    """Whether this epoch is not the last of ``max_epochs``."""
+    return trainer.max_epochs in (None, -1) or trainer.current_epoch + 1 < trainer.max_epochs
+
+
+class CarryOverEpochs:
+    """Keeps Lightning from making an optimizer step at the end of an epoch while a window is open.
+
+    Lightning steps with the last micro-batch of every epoch. While that micro-batch runs, the epoch is made to look
+    endless. When it is over the epoch ends as always:
+    schedulers that count epochs step, validation runs, ``on_train_epoch_end`` is called. Two things that Lightning does
+    there, in the belief that a step was made, are held back: it zeroes the gradients for validation, and it counts a
+    step for the x axis of loggers.
+
+    Args:
+        trainer: the Trainer that fits.
+        pl_module: its module.
+        is_open: whether a window is open after the last micro-batch.
+
+    Raises:
+        MisconfigurationException: with a ``ReduceLROnPlateau`` per step, which Lightning steps at the end of an epoch,
+            too.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", is_open: Callable[[], bool]) -> None:
+        if any(config.interval == "step" and config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+            raise MisconfigurationException(
+                "AccumulationScheduler(carry_over=True) cannot be used with ReduceLROnPlateau at interval='step',"
+                " which Lightning steps at the end of every epoch as well. Use interval='epoch', or leave carry_over"
+                " out."
+            )
+        self._trainer = trainer
+        self._is_open = is_open
+        self._hidden: tuple[float, bool] | None = None
+        self._zero_grad = Patches.of(trainer).replace(
+            pl_module, "on_validation_model_zero_grad", self._zero_grad_unless_open
+        )
+
+    def hide(self) -> None:
+        """The micro-batch that begins is the last of its epoch, and its window stays open."""
+        self._hidden = private_loop_api.replace_end_of_epoch(self._trainer, (float("inf"), False))
+
+    def show(self) -> None:
+        """If an end was hidden: the micro-batch is over, and the epoch ends now."""
+        if self._hidden is None:
+            return
+        self._show()
+        self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        private_loop_api.take_back_a_logged_step(self._trainer)
+
+    def detach(self) -> None:
+        """Leaves everything as it was."""
+        self._show()
+
+    def _show(self) -> None:
+        if self._hidden is not None:
+            private_loop_api.replace_end_of_epoch(self._trainer, self._hidden)
+            self._hidden = None
+
+    def _zero_grad_unless_open(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self._is_open() else self._zero_grad.original(*args, **kwargs)
+
+
+class DeclinedBatches:
+    """Makes the step of an open window when the module declines the next micro-batch and the rest of its epoch.
+
+    Lightning leaves the epoch without a step. The gradient so far would go into a window of the next epoch, or be lost
+    where there is none. Here it is reduced over ranks, which the last micro-batch would have done, and stepped with.
+    Where a strategy does not expose it, an error says so.
+
+    Args:
+        trainer: the Trainer that fits.
+        pl_module: its module.
+        is_open: whether a window was open before the micro-batch at hand.
+        carries_over: whether the window is to go on in the next epoch.
+        close: called when the window is closed.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        is_open: Callable[[], bool],
+        carries_over: Callable[[], bool],
+        close: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._pl_module = pl_module
+        self._is_open = is_open
+        self._carries_over = carries_over
+        self._close = close
+        name = "on_train_batch_start"
+        has_own = getattr(type(pl_module), name) is not getattr(pl.LightningModule, name) or name in vars(pl_module)
+        self._method = Patches.of(trainer).replace(pl_module, name, self._ask) if has_own else None
+
+    def _ask(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._method is not None
+        was_open = self._is_open()
+        response = self._method.original(*args, **kwargs)
+        if response == -1 and was_open and not self._carries_over():
+            reason = why_gradients_are_elsewhere(self._trainer)
+            if reason:
+                rank_zero_warn(
+                    f"on_train_batch_start returned -1 inside an accumulation window, which continues in the next"
+                    f" epoch or, after the last one, is lost: {reason} Return -1 where a window opens, or use"
+                    " DDPStrategy."
+                )
+            else:
+                self._step()
+        return response
+
+    def _step(self) -> None:
+        means = mean_over_ranks(self._pl_module)
+        if not means:
+            self._close()  # no micro-batch of it had a loss
+            return
+        for name, gradient in means.items():
+            self._pl_module.get_parameter(name).grad = gradient
+        batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
+        planned = int(self._trainer.accumulate_grad_batches)
+        self._trainer.accumulate_grad_batches = AccumulateGradBatches(
+            planned, batch_idx=batch_idx, opens=False, closes=True
+        )
+        private_loop_api.step_without_a_batch(self._trainer, batch_idx, self._nothing_to_do)
+        self._close()
+
+    def _nothing_to_do(self) -> Tensor:
+        return torch.zeros((), device=self._pl_module.device)

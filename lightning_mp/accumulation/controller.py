@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.accumulation import transitions
+from lightning_mp.accumulation import windows
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches, LightningWindows
-from lightning_mp.accumulation.across_epochs import another_epoch_follows
-from lightning_mp.accumulation.boundary import AccumulationBoundary, refuse_repeated_losses, repeated_losses
-from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
+from lightning_mp.accumulation.boundary import (
+    AccumulationBoundary,
+    another_epoch_follows,
+    refuse_repeated_losses,
+    repeated_losses,
+)
+from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter, look_at_first_loss
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_of_a_lost_gradient
+from lightning_mp.accumulation.schedule import Progress
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.accumulation.state import AccumulationState, DataLayout, MicroBatch
+from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core import private_api
 from lightning_mp.gradients import gradient_ops
-from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.closures import evaluates_its_closure_once
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.tokens import batch_tokens
@@ -56,14 +59,17 @@ class AccumulationController(Callback):
     ``n_ref`` is the count of the run's first micro-batch on rank 0. Where all micro-batches are alike, or a step is one
     micro-batch, every factor is exactly 1, and a full window equals Lightning's to the last bit.
 
-    What is decided stands in the pure functions of ``lightning_mp.accumulation.transitions``. The controller calls them
-    from Lightning's hooks and keeps what they return. Others read it, and call its methods; they never write to it.
+    The pure functions of ``lightning_mp.accumulation.windows`` decide. The controller calls them from Lightning's hooks
+    and keeps what they return. Others read it, and call its methods; they never write to it.
 
     Attributes:
         settings: how this fit accumulates. Callbacks fill it in until training starts, then it is frozen.
         state: where the run stands; replaced, never changed.
         counter: totals of all windows closed so far; they come from the device one window late.
     """
+
+    #: Our precision plugins need not make true gradients for the controller: they normalise themselves.
+    needs_gradients = False
 
     def __init__(self, micro_batches: int = 1) -> None:
         self.settings = AccumulationSettings(micro_batches)
@@ -73,7 +79,7 @@ class AccumulationController(Callback):
         self._meter: MicroBatchMeter | None = None
         self._loss_average: LossAverage | None = None
         self._count_check: CountCheck | None = None
-        self._has_looked = self._is_plugins = False
+        self._has_looked = self._weighs = self._is_plugins = False
         self._boundary: AccumulationBoundary | None = None
         self._before_steps: list[Callable[[], None]] = []
         # Of a checkpoint, until training starts.
@@ -120,7 +126,7 @@ class AccumulationController(Callback):
     @property
     def budget(self) -> TokenBudget | None:
         """Where the run ends as things stand; None without a budget."""
-        return transitions.current_budget(self.settings, self.state)
+        return windows.current_budget(self.settings, self.state)
 
     @property
     def is_open(self) -> bool:
@@ -156,15 +162,6 @@ class AccumulationController(Callback):
         """
         self._before_steps.append(function)
 
-    def announce_step(self) -> None:
-        """An optimizer is about to step, or to skip its step; precision plugins call this, too."""
-        for function in self._before_steps:
-            function()
-
-    def needs_gradients(self, step_index: int) -> bool:
-        """Our precision plugins need not make true gradients for the controller: they normalise themselves."""
-        return False
-
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -186,7 +183,7 @@ class AccumulationController(Callback):
                 pl_module,
                 self.settings.sync,
                 lambda: self.is_open,
-                lambda: setattr(self, "state", transitions.close_early(self.state)),
+                lambda: setattr(self, "state", windows.close_early(self.state)),
                 checkpoints_wait=not self.settings.saves_partial_gradients,
                 carries_over=self.settings.carries_over,
             )
@@ -199,7 +196,8 @@ class AccumulationController(Callback):
         if self._boundary is None:
             return
         self._boundary.start()
-        self.before_each_step(self._boundary.before_step)
+        if self._boundary.before_step is not None:
+            self.before_each_step(self._boundary.before_step)
         before, layout = self.state.layout, DataLayout.of(trainer)
         growth = layout.ratio_to(before) if before not in (None, layout) else None
         self.state = self.state.in_layout(layout)
@@ -216,18 +214,19 @@ class AccumulationController(Callback):
                 saved = saved.resized(growth)
             saved.restore_gradients(trainer, pl_module)
             totals = saved.totals_of_rank(is_global_zero=trainer.is_global_zero, same_layout=growth is None)
-            self.state = transitions.resume_window(self.state, saved.planned, saved.position, totals)
+            self.state = windows.resume_window(self.state, saved.planned, saved.position, totals)
 
     def end_at(self, tokens: int) -> None:
         """Ends this fit on so many tokens, in place of its budget if it has one; from the next micro-batch on."""
-        self.state = transitions.end_at(self.state, tokens)
+        self.state = windows.end_at(self.state, tokens)
         assert self.budget is not None
         is_spent = is_spent_already(self.budget, self.counter, 0, None, had_ended=False)
         self.state = replace(self.state, budget_reached=is_spent)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Settles the counter."""
-        self._restore_labels()
+        if self._meter is not None:
+            self._meter.restore_labels()
         self.counter.settle()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -241,15 +240,16 @@ class AccumulationController(Callback):
     def release(self, trainer: "pl.Trainer") -> None:
         """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
         if not self.settings.follows_trainer:
-            trainer.accumulate_grad_batches = self.settings.at_rest()
-        self._restore_labels()
+            trainer.accumulate_grad_batches = self.settings.idle_value()
+        if self._meter is not None:
+            self._meter.restore_labels()
         if self._boundary is not None:
             self._boundary.detach()
         self.settings = AccumulationSettings(self.settings.constant)
         self._meter = self._boundary = None
         self._loss_average, self._count_check, self._has_looked = None, None, False
         self._before_steps = []
-        self.state = replace(transitions.close_early(self.state), micro_batch=None)
+        self.state = replace(windows.close_early(self.state), micro_batch=None)
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
@@ -259,33 +259,41 @@ class AccumulationController(Callback):
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
         if self.settings.weighting is None:
             return
-        self._restore_labels()
-        if self.settings.follows_trainer:
+        if self._meter is not None and self._meter.has_trimmed:
+            self._meter.restore_labels()
+        settings = self.settings
+        if settings.follows_trainer:
             if not pl_module.automatic_optimization:
                 return
             if batch_idx % int(trainer.accumulate_grad_batches) == 0:
-                self.state = transitions.close_early(self.state)
+                self.state = windows.close_early(self.state)
         elif self._meter is None:
             self._meter = self._look_at_first(trainer, pl_module, batch)
-        opens = not self.is_open
-        progress = self.state.progress(self.counter, epoch=trainer.current_epoch, step=trainer.global_step)
-        self.state = transitions.open_window(self.settings, self.state, progress)
+        meter, opens, ends_run = self._meter, not self.state.window.is_open, False
+        if meter is None:
+            measure = Measure(1, 0, 0, divisor=batch_tokens.declared_divisor(batch))
+        else:
+            measure = meter.weighting.measure(batch)
+            budget = None if settings.budget is None and self.state.end_tokens is None else self.budget
+            if budget is not None or meter.looks_at_rows:
+                measure, ends_run = meter.look(batch, measure, self.state.window, budget)
         ends_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
-        measure, ends_run = Measure(1, 0, 0, divisor=batch_tokens.declared_divisor(batch)), False
-        if self._meter is not None:
-            measure, ends_run = self._meter.measure(batch, self.state.window, self.budget)
-        micro_batch = MicroBatch(
-            measure, ends_run, ends_epoch, another_epoch_follows(trainer), is_repeated=trainer.current_epoch > 0
-        )
-        self.state = transitions.begin_micro_batch(self.settings, self.state, micro_batch)
-        window = self.state.window
-        if self.settings.follows_trainer:
+        another_follows = settings.carries_over and another_epoch_follows(trainer)
+        micro_batch = MicroBatch(measure, ends_run, ends_epoch, another_follows, is_repeated=trainer.current_epoch > 0)
+        if opens:
+            progress = Progress(epoch=trainer.current_epoch, step=trainer.global_step)
+            if meter is not None and meter.schedule_counts:
+                progress = self.state.counted(progress, self.counter)
+            self.state = windows.open_window(settings, self.state, progress)
+        self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
+        if settings.follows_trainer:
             return
-        trainer.accumulate_grad_batches = AccumulateGradBatches(
-            window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=self.settings.total_steps
-        )
+        window = self.state.window
         if self._boundary is not None:
             self._boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
+        trainer.accumulate_grad_batches = AccumulateGradBatches(
+            window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=settings.total_steps
+        )
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted.
@@ -300,27 +308,26 @@ class AccumulationController(Callback):
                 return
             raise repeated_losses(trainer.optimizers)
         self._measure_loss(trainer, loss)
-        reference = self.state.reference_items
-        if reference is None:
+        if self.state.reference_items is None:
             assert self.measure is not None
             # Once per run, so the wait does not matter.
             reference = float(trainer.strategy.broadcast(float(self.measure.items) or 1.0))
-        self.state = transitions.add_micro_batch(self.state, reference)
-        if self.weight_by is None or transitions.makes_the_step(self.state):
-            return
-        factor = transitions.loss_factor(self.state)
-        if isinstance(factor, Tensor):
-            loss.mul_(factor.to(loss.device))
-        elif factor != 1.0:
-            loss.mul_(factor)
+            self.state = replace(self.state, reference_items=reference)
+        if self._weighs and not windows.is_single_micro_batch_step(self.state):
+            factor = windows.loss_factor(self.state)
+            if isinstance(factor, Tensor):
+                loss.mul_(factor.to(loss.device))
+            elif factor != 1.0:
+                loss.mul_(factor)
+        assert self.state.reference_items is not None
+        self.state = windows.add_micro_batch(self.state, self.state.reference_items)
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
         """With a stock precision plugin: normalises the gradient here. Ours has done it already."""
         totals = self.window_totals(pl_module.device)
-        factor = self.close_window(gradient_ops.sum_over_ranks_(totals)) if totals is not None else None
-        self.announce_step()
+        factor = self.close_window(gradient_ops.sum_over_ranks_(totals) if totals is not None else None)
         if factor is not None:
             parameters = gradient_ops.parameters_with_gradient(optimizer)
             gradient_ops.multiply_([gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None], factor)
@@ -329,7 +336,7 @@ class AccumulationController(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Records the tokens of a skipped step, which only plugins of this package and OverflowMonitor report."""
-        if outcome.skipped:
+        if not outcome.stepped:
             self.counter.skip_last_window()
 
     def on_train_batch_end(
@@ -338,8 +345,8 @@ class AccumulationController(Callback):
         """Moves on to the next micro-batch, or ends the run."""
         if self.settings.weighting is None:
             return
-        self.state = transitions.end_micro_batch(self.state)
-        if self._boundary is not None:
+        self.state = windows.end_micro_batch(self.state)
+        if self._boundary is not None and self._boundary.acts_at_ends:
             self._boundary.end()
         assert self.state.micro_batch is not None
         if self.state.micro_batch.ends_run and self._is_spent():
@@ -353,9 +360,11 @@ class AccumulationController(Callback):
         measure, average = micro_batch.measure, self._loss_average
         if not self._has_looked:
             self._has_looked = True
-            average = self._loss_average = self._look_at_loss(trainer, measure, loss)
+            average, self._count_check = look_at_first_loss(trainer, self.settings, self.weighting, measure, loss)
+            self._loss_average = average
             if average is None and self._meter is not None:
                 self._meter.weighs_rows()
+            self._weighs = self.weight_by is not None
         if self._count_check is not None:
             self._count_check.check(loss, measure.items)
         if average is not None:
@@ -371,45 +380,7 @@ class AccumulationController(Callback):
             )
         elif self.settings.follows_trainer:
             measure = replace(measure, divisor=None)
-        self.state = self.state.changed(micro_batch=replace(micro_batch, measure=measure))
-
-    def _look_at_loss(self, trainer: "pl.Trainer", measure: Measure, loss: Tensor) -> "LossAverage | None":
-        """Decides with the first loss what micro-batches weigh, on all ranks alike, and reports it."""
-        from lightning_mp.tokens.loss_average import CountCheck, LossAverage
-
-        weighting = self.weighting
-        asked = self.settings.weighting
-        assert asked is not None
-        assert weighting is not None
-        if is_pipelined(trainer) or (asked.weight_by is None and not self.settings.weighs_by_loss):
-            return None
-        found = [average for average in LossAverage.of(loss) if average.count(loss) is not None]
-        if asked.weight_by is not None and (asked.weight_by != "auto" or asked.count is not None):
-            if len(found) == 1 and found[0].is_over_targets and weighting.weight_by == "token":
-                self._count_check = CountCheck(found[0], "their target tokens" if asked.count is None else "count=")
-            return None
-        shows = bool(trainer.strategy.reduce_boolean_decision(len(found) == 1, all=True))
-        by_default = f"are weighted by their number of {weighting.weight_by}s" if asked.weight_by else "weigh the same"
-        if len(found) > 1:
-            numbers = " and ".join(f"{float(average.count(loss) or 0):g}" for average in found)
-            rank_zero_warn(
-                f"The loss adds means over different numbers, {numbers} in the first micro-batch, so the gradient of"
-                f" several micro-batches is not that of one large batch: they {by_default}. Divide the sums of all"
-                " terms by the same number, or use one micro-batch per step."
-            )
-        elif shows:
-            counted = float(found[0].count(loss) or 0)
-            is_same = asked.weight_by == "auto" and counted == float(measure.items)
-            what = f"their number of {weighting.weight_by}s" if is_same else "what their loss averages over"
-            rank_zero_info(
-                f"Micro-batches that make a step together are weighted by {what}, {counted:g} in the first one."
-            )
-        else:
-            rank_zero_info(
-                f"Micro-batches that make a step together {by_default}: the loss does not show what it averages over"
-                " (a sum, or compiled). AccumulationScheduler(count=...) weights them by a number that you count."
-            )
-        return found[0] if shows else None
+        self.state = replace(self.state, micro_batch=replace(micro_batch, measure=measure))
 
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
@@ -422,8 +393,8 @@ class AccumulationController(Callback):
         totals = self.state.window.totals
         return totals.tensor(device) if totals is not None and totals.micro_batches else None
 
-    def close_window(self, totals: Tensor) -> Tensor | None:
-        """Books a window.
+    def close_window(self, totals: Tensor | None) -> Tensor | None:
+        """Books a window, if there is one, before an optimizer steps or skips its step.
 
         Args:
             totals: :meth:`window_totals` summed over all ranks.
@@ -431,20 +402,21 @@ class AccumulationController(Callback):
         Returns:
             The factor that makes the gradient the exact mean, a scalar tensor; None if it is known to be 1.
         """
+        factor = None
         local, micro_batch = self.state.window.totals, self.state.micro_batch
-        assert local is not None
-        self.state = transitions.take_totals(self.state)
-        num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        # Ranks that share their data (tensor parallel) have counted it once each.
-        totals_once = totals / (num_ranks // self._num_data_ranks)
-        is_repeated = micro_batch is not None and micro_batch.is_repeated
-        self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
-        if self.weight_by is None or transitions.makes_the_step(self.state):
-            return None
-        expected_items = transitions.expected_items(self.state, num_ranks)
-        if num_ranks == 1 and local.host_items == expected_items:
-            return None
-        return expected_items / torch.where(totals[0] > 0, totals[0], 1.0)
+        if totals is not None:
+            assert local is not None
+            num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+            # Ranks that share their data (tensor parallel) have counted it once each.
+            totals_once = totals / (num_ranks // self._num_data_ranks)
+            if self.weight_by is not None:
+                factor = windows.normalisation(self.state, totals, num_ranks)
+            self.state = windows.take_totals(self.state)
+            is_repeated = micro_batch is not None and micro_batch.is_repeated
+            self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
+        for function in self._before_steps:
+            function()
+        return factor
 
     # -- what a micro-batch needs of its Trainer -----------------------------------------------------------------------
 
@@ -459,10 +431,6 @@ class AccumulationController(Callback):
             size = trainer.strategy.broadcast(meter.weighting.size(batch, schedule.units))
             self.state = self.state.measured(*(self._num_data_ranks * count for count in size))
         return meter
-
-    def _restore_labels(self) -> None:
-        if self._meter is not None:
-            self._meter.restore_labels()
 
     def _is_spent(self) -> bool:
         """Whether the budget is spent for good: if skipped tokens are to be made up for, the last step must count."""
@@ -498,7 +466,7 @@ class AccumulationController(Callback):
     def continue_from(self, reference_items: float) -> None:
         """Weighs as the run did whose checkpoint a precision plugin has read."""
         if self.state.reference_items is None:
-            self.state = self.state.changed(reference_items=reference_items)
+            self.state = replace(self.state, reference_items=reference_items)
 
     def state_dict(self) -> dict[str, Any]:
         """The token counter and where the run stands; nothing where a plugin alone has it weigh, which saves that."""

@@ -1,23 +1,29 @@
-"""Measures the micro-batches of one fit, and trims the one in which its budget ends."""
+"""What the first batch and the first loss of a fit settle: how micro-batches are measured, and what they weigh."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.accumulation.state import Window
+from lightning_mp.accumulation.windows import Window
 from lightning_mp.distributed.data_ranks import data_rank, num_data_ranks
+from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import BudgetLimiter, OpenWindow, TokenBudget
-from lightning_mp.tokens.counter import TokenCounter
-from lightning_mp.tokens.loss_weighting import Measure
+from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
+from lightning_mp.tokens.loss_weighting import Measure, Weighting
 from lightning_mp.tokens.ragged_batches import RaggedBatches
 
-__all__ = ["MicroBatchMeter"]
+if TYPE_CHECKING:
+    from lightning_mp.tokens.loss_average import CountCheck, LossAverage
+
+__all__ = ["MicroBatchMeter", "look_at_first_loss"]
 
 
 class MicroBatchMeter:
-    """Settles with the first batch how all of them are measured.
+    """Settles with the first batch how all of them are measured; trims the one in which the budget ends.
 
     Args:
         trainer: the Trainer that fits.
@@ -28,6 +34,9 @@ class MicroBatchMeter:
 
     Attributes:
         weighting: how micro-batches are measured.
+        schedule_counts: whether the lengths of windows follow samples or tokens.
+        looks_at_rows: whether :meth:`look` is to see each of them, also without a budget.
+        has_trimmed: whether :meth:`look` may have trimmed the last one.
 
     Raises:
         MisconfigurationException: if tokens are needed and cannot be counted.
@@ -48,6 +57,9 @@ class MicroBatchMeter:
             needs_tokens=settings.needs_tokens,
             needs_samples=settings.needs_samples,
         )
+        self.schedule_counts = settings.schedule is not None and not settings.schedule.units <= {"epoch", "step"}
+        self.looks_at_rows = self.weighting.counts_rows
+        self.has_trimmed = False
         self._trainer = trainer
         self._device = pl_module.device
         self._limiter = BudgetLimiter(counter, self.weighting)
@@ -61,18 +73,18 @@ class MicroBatchMeter:
         self._unlooked: Any = None
         self._is_alone = num_data_ranks(trainer) == 1
 
-    def measure(self, batch: Any, window: Window, budget: TokenBudget | None) -> tuple[Measure, bool]:
-        """Measures a micro-batch, and trims it if the budget ends in it.
+    def look(self, batch: Any, measure: Measure, window: Window, budget: TokenBudget | None) -> tuple[Measure, bool]:
+        """Looks at the rows of a micro-batch, and trims it if the budget ends in it.
 
         Args:
             batch: the micro-batch that begins.
-            window: the open window to which it belongs.
+            measure: of it.
+            window: the one that is open, or was last.
             budget: where the run ends.
 
         Returns:
             What is left of it, and whether the run ends with it.
         """
-        measure = self.weighting.measure(batch)
         if self.weighting.takes_rows(batch):
             if self._awaits_loss:
                 self._unlooked = batch
@@ -80,12 +92,14 @@ class MicroBatchMeter:
                 self._ragged.look(batch)
         if budget is None:
             return measure, False
+        position, totals = (window.position, window.totals) if window.is_open else (0, AccumulationTotals())
         # What other ranks hold is not known without asking them.
         certain_tokens = measure.input_tokens if self._is_alone else 0
-        if self._limiter.is_far_from_the_end(budget, window.position, certain_tokens):
+        if self._limiter.is_far_from_the_end(budget, position, certain_tokens):
             return measure, False
-        assert window.totals is not None
-        here = OpenWindow(window.totals, window.position, measure, data_rank(self._trainer), self._device)
+        assert totals is not None
+        here = OpenWindow(totals, position, measure, data_rank(self._trainer), self._device)
+        self.has_trimmed = True
         ends_run, measure = self._limiter.begin_micro_batch(budget, here, batch)
         return measure, ends_run
 
@@ -97,4 +111,58 @@ class MicroBatchMeter:
 
     def restore_labels(self) -> None:
         """Puts the labels back into a trimmed batch: the data set may hold the very same container."""
+        self.has_trimmed = False
         self._limiter.restore_labels()
+
+
+def look_at_first_loss(
+    trainer: "pl.Trainer",
+    settings: AccumulationSettings,
+    weighting: Weighting | None,
+    measure: Measure,
+    loss: Tensor,
+) -> "tuple[LossAverage | None, CountCheck | None]":
+    """Decides with the first loss what micro-batches weigh, on all ranks alike, and reports it.
+
+    Args:
+        trainer: the Trainer that fits.
+        settings: what was asked for, with a weighting.
+        weighting: how batches are measured.
+        measure: of the first one.
+        loss: its loss.
+
+    Returns:
+        Where all losses are averaged, if micro-batches weigh that; a check of what they weigh, if the user chose it.
+    """
+    from lightning_mp.tokens.loss_average import CountCheck, LossAverage
+
+    asked = settings.weighting
+    assert asked is not None
+    assert weighting is not None
+    if is_pipelined(trainer) or (asked.weight_by is None and not settings.weighs_by_loss):
+        return None, None
+    found = [average for average in LossAverage.of(loss) if average.count(loss) is not None]
+    if asked.weight_by is not None and (asked.weight_by != "auto" or asked.count is not None):
+        if len(found) == 1 and found[0].is_over_targets and weighting.weight_by == "token":
+            return None, CountCheck(found[0], "their target tokens" if asked.count is None else "count=")
+        return None, None
+    shows = bool(trainer.strategy.reduce_boolean_decision(len(found) == 1, all=True))
+    by_default = f"are weighted by their number of {weighting.weight_by}s" if asked.weight_by else "weigh the same"
+    if len(found) > 1:
+        numbers = " and ".join(f"{float(average.count(loss) or 0):g}" for average in found)
+        rank_zero_warn(
+            f"The loss adds means over different numbers, {numbers} in the first micro-batch, so the gradient of"
+            f" several micro-batches is not that of one large batch: they {by_default}. Divide the sums of all"
+            " terms by the same number, or use one micro-batch per step."
+        )
+    elif shows:
+        counted = float(found[0].count(loss) or 0)
+        is_same = asked.weight_by == "auto" and counted == float(measure.items)
+        what = f"their number of {weighting.weight_by}s" if is_same else "what their loss averages over"
+        rank_zero_info(f"Micro-batches that make a step together are weighted by {what}, {counted:g} in the first one.")
+    else:
+        rank_zero_info(
+            f"Micro-batches that make a step together {by_default}: the loss does not show what it averages over"
+            " (a sum, or compiled). AccumulationScheduler(count=...) weights them by a number that you count."
+        )
+    return found[0] if shows else None, None

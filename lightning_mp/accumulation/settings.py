@@ -19,7 +19,7 @@ __all__ = ["AccumulationSettings"]
 class AccumulationSettings:
     """The settings of one ``fit``. Callbacks fill them in before it starts; from then on they cannot be changed.
 
-    What does change during a fit is in :class:`lightning_mp.accumulation.state.AccumulationState`.
+    What does change during a fit is in :class:`lightning_mp.accumulation.windows.AccumulationState`.
 
     Attributes:
         constant: micro-batches per window without a schedule: ``Trainer(accumulate_grad_batches=...)``.
@@ -117,7 +117,7 @@ class AccumulationSettings:
         self.carries_over = carry_over
         self.total_steps = total_steps
 
-    def at_rest(self) -> int:
+    def idle_value(self) -> int:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
         return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
 

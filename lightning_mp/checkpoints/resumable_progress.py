@@ -103,12 +103,10 @@ class ResumableProgress(Callback):
         if saves_on_exception or private_loop_api.fetches_ahead(trainer):
             self._before_fetches.append(self._at_start)
 
-        def keep() -> None:
-            if saves_on_exception or private_loop_api.fetches_ahead(trainer):
-                # A copy: a loader may hand out what its next fetch changes.
-                self._before_fetches.append(deepcopy(private_loop_api.loader_states(trainer)))
+        def keep(states: list[dict[str, Any]]) -> None:
+            self._before_fetches.append(deepcopy(states))  # a loader may hand out what its next fetch changes
 
-        private_loop_api.before_each_fetch(trainer, keep)
+        private_loop_api.before_each_fetch(trainer, keep, always=saves_on_exception)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Lets ``ReduceLROnPlateau`` see the metric of a resumed epoch."""

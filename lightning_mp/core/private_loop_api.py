@@ -25,27 +25,15 @@ __all__ = [
     "is_accumulating",
     "loader_states",
     "logger_step",
-    "min_steps_of",
     "replace_end_of_epoch",
     "rewinds_weights",
     "set_device_property",
     "set_max_steps",
-    "set_min_steps",
     "set_sampler_epoch",
     "step_without_a_batch",
     "take_back_a_logged_step",
     "uses_distributed_sampler",
 ]
-
-
-def min_steps_of(trainer: "pl.Trainer") -> int | None:
-    """Optimizer steps before which the fit loop ignores ``trainer.should_stop``."""
-    return trainer.fit_loop.epoch_loop.min_steps
-
-
-def set_min_steps(trainer: "pl.Trainer", steps: int | None) -> None:
-    """Moves the step before which the fit loop ignores ``trainer.should_stop``."""
-    trainer.fit_loop.epoch_loop.min_steps = steps
 
 
 def set_max_steps(trainer: "pl.Trainer", steps: int) -> None:
@@ -183,11 +171,15 @@ def fetches_ahead(trainer: "pl.Trainer") -> bool:
     return fetcher is not None and fetcher.length is None
 
 
-def before_each_fetch(trainer: "pl.Trainer", function: Callable[[], None]) -> None:
-    """Calls ``function`` before a training loader is asked for a batch, except for the first one of a fit."""
+def before_each_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None], *, always: bool) -> None:
+    """Calls ``function`` with the states of the training loaders before one is asked for a batch.
+
+    Not for the first batch of a fit; and only where loaders are fetched from ahead, unless ``always``.
+    """
 
     def before() -> None:
-        function()
+        if always or fetches_ahead(trainer):
+            function(loader_states(trainer))
         patch.original()
 
     patch = Patches.of(trainer).replace(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)

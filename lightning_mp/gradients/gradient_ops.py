@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -134,6 +135,7 @@ def replicas_of(gradients: Iterable[Tensor], *, ranks_per_parameter: int, plain_
     ]
 
 
+@cache
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Where sums of squares and token counts are kept: float64, but float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -37,20 +37,7 @@ class GradientSync(Protocol):
         ...
 
 
-class _LeftToTheStrategy:
-    """DDP reduces in the last micro-batch of a window by itself; FSDP in every one."""
-
-    def begin(self, *, closes: bool) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def detach(self) -> None:
-        pass
-
-
-class _StaticGraphDDP(_LeftToTheStrategy):
+class _StaticGraphDDP:
     """``DDP(static_graph=True)`` learns its graph in the first backward, which has to reduce, or torch asserts."""
 
     def __init__(self) -> None:
@@ -65,6 +52,12 @@ class _StaticGraphDDP(_LeftToTheStrategy):
                 " unit='step')."
             )
         self._learnt = True
+
+    def end(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        pass
 
 
 class _FSDP2Sync:
@@ -106,8 +99,10 @@ class _FSDP1Sync:
         self._stack.close()
 
 
-def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> GradientSync:
-    """What carries out ``sync`` for the strategy of this run. Prints what it costs under sharding.
+def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> GradientSync | None:
+    """What carries out ``sync`` for the strategy of this run; None if the strategy does it by itself.
+
+    DDP reduces in the last micro-batch of a window, FSDP in every one. Prints what ``sync`` costs under sharding.
 
     Args:
         trainer: after its strategy has wrapped the model.
@@ -132,7 +127,7 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
                 " them more than once per window would cost time for nothing. Leave sync out."
             )
         static = isinstance(model, DistributedDataParallel) and model.static_graph
-        return _StaticGraphDDP() if static else _LeftToTheStrategy()
+        return _StaticGraphDDP() if static else None
     unsharded, sharded = unsharded_gradient_bytes(model)
     if sync == "micro_batch":
         rank_zero_info(
@@ -140,7 +135,7 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
             f" {sharded / 1e9:.3g} GB per rank; sync='window' would reduce once per window and keep"
             f" {unsharded / 1e9:.3g} GB."
         )
-        return _LeftToTheStrategy()
+        return None
     rank_zero_info(
         f"Gradient accumulation: gradients are reduced once per window; until then every rank keeps them unsharded,"
         f" {unsharded / 1e9:.3g} GB. If that does not fit, sync='micro_batch' keeps {sharded / 1e9:.3g} GB and"

@@ -31,7 +31,7 @@ def who_is_shown_gradients(
     """Who looks at the gradients before this step; who does may change them.
 
     The pack's own callbacks only read. They answer ``needs_gradients(step_index)`` themselves, so that nothing is paid
-    on other steps.
+    on other steps; ``needs_gradients = False`` means on no step.
 
     Args:
         callbacks: those of the Trainer.
@@ -50,7 +50,7 @@ def who_is_shown_gradients(
                 callback, Callback, "on_before_optimizer_step"
             ):
                 return "writers"
-        elif needs_gradients(step_index):
+        elif needs_gradients and needs_gradients(step_index):
             shown = "readers"
     return shown
 

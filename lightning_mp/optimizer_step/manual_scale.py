@@ -37,7 +37,7 @@ def _gradients_of(optimizer: Optimizer) -> Mapping[Tensor, tuple[Tensor, int]]:
 
 
 def update_scale(scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], left: LeftGradients) -> None:
-    """Updates the scale after a batch, if one of the optimizers has stepped in it.
+    """Updates the scale after a batch in which an optimizer has stepped.
 
     Gradients that wait for a step of their optimizer change with the scale, so that its window has one scale. That may
     be an optimizer that has stepped in this batch, and then seen another backward.
@@ -47,8 +47,6 @@ def update_scale(scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer]
         optimizers: of the run.
         left: of those that have seen a backward since they stepped.
     """
-    if not private_api.has_stepped(scaler):
-        return
     waiting = list(dict.fromkeys(p for optimizer in optimizers for p in _waiting(scaler, optimizer, left)))
     before = private_api.grad_scaler_scale(scaler)
     before = before.clone() if before is not None else None

@@ -212,6 +212,7 @@ class StepOutcomeDispatcher:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        asking = self._who_asks()
         found_inf, loss_scale, grad_norm, items = pending.numbers.read()
         outcome = StepOutcome(
             step_index=pending.step_index,
@@ -226,19 +227,16 @@ class StepOutcomeDispatcher:
         self.skipped_steps += skipped
         self._learning_rate.settle(skipped=skipped)
         self._averaging.settle(skipped=skipped)
-        self._tell(pending.optimizer, outcome)
-
-    def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
-        for callback in self._who_asks():
+        for callback in asking:
             hook = callback.on_after_optimizer_step  # type: ignore[attr-defined]
             if type(self._profiler) is PassThroughProfiler:
-                hook(self._trainer, self._pl_module, optimizer, outcome)
+                hook(self._trainer, self._pl_module, pending.optimizer, outcome)
                 continue
             with self._profiler.profile(f"[Callback]{callback.state_key}.on_after_optimizer_step"):
-                hook(self._trainer, self._pl_module, optimizer, outcome)
+                hook(self._trainer, self._pl_module, pending.optimizer, outcome)
         module_hook = getattr(self._pl_module, "on_after_optimizer_step", None)
         if module_hook is not None:
-            module_hook(optimizer, outcome)
+            module_hook(pending.optimizer, outcome)
 
     def _who_asks(self) -> list[Callback]:
         """Callbacks that have the hook; looked for again when the Trainer's list is another."""

@@ -128,7 +128,16 @@ class AutocastPrecision(FullWeightsPrecision):
         self._check_device(root)
         if self.eval_precision != self.precision:
             self._check_eval_precision(root, module)
-        self._start_run(AutocastRun(module, root, self.dtype, policy=self.policy, cache_weights=self.cache_weights))
+        self._start_run(
+            AutocastRun(
+                module,
+                root,
+                self.dtype,
+                eval_dtype=_DTYPES.get(self.eval_precision),
+                policy=self.policy,
+                cache_weights=self.cache_weights,
+            )
+        )
         return module
 
     def teardown(self) -> None:
@@ -174,12 +183,8 @@ class AutocastPrecision(FullWeightsPrecision):
         device_type = torch.device(self.device or self._ran_on or "cpu").type
         return torch.autocast(device_type, self.dtype, cache_enabled=self.cache_weights)
 
-    def _steps_in(self, loop: str) -> AbstractContextManager[None]:
-        """Autocast, with the policy in force; outside of training in ``eval_precision``."""
+    def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
         dtype = _DTYPES.get(self.precision if loop == "train" else self.eval_precision)
-        if self._run is not None:
-            return self._run.forward(dtype)
-        # After a run, where nothing but autocast is left.
         if dtype is None:
             return nullcontext()
         return torch.autocast(self._ran_on or "cpu", dtype, cache_enabled=self.cache_weights)

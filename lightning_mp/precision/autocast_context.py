@@ -1,7 +1,9 @@
 """One run of one model under autocast: forwards inside of it, backwards and steps outside, a policy in force."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -35,6 +37,7 @@ class AutocastRun:
         device_type: of the run.
         dtype: the 16-bit dtype.
         policy: rules to apply to the model.
+        eval_dtype: that of steps outside of training; None for fp32.
         opaque: see :class:`~lightning_mp.policy.applied.AppliedPolicy`.
         cache_weights: whether torch casts a trainable weight once per forward, or at every use.
 
@@ -50,16 +53,22 @@ class AutocastRun:
         device_type: str,
         dtype: torch.dtype,
         *,
+        eval_dtype: torch.dtype | None,
         policy: PrecisionPolicy | None = None,
         opaque: Iterable[nn.Module] = (),
         cache_weights: bool = False,
     ) -> None:
         self._device_type = device_type
         self._cache_weights = cache_weights
-        self._dtype = dtype
+        self.dtype, self.eval_dtype = dtype, eval_dtype
         self._applied: AppliedPolicy | None = None
         self._compiled: AbstractContextManager[None] | None = None
+        #: No autocast, for optimizer steps.
+        self.outside: Callable[[], torch.autocast] = partial(torch.autocast, device_type, dtype, enabled=False)
+        #: No autocast for backwards: each operation's backward runs in the dtype of its forward.
+        self.backward: Callable[[], AbstractContextManager[Any]] = self.outside
         if policy is not None:
+            self.backward = self._backward_under_policy
             _check_what_is_gathered(policy.resolve(model), model, dtype)
             self._applied = AppliedPolicy(policy, model, device_type, opaque)
         else:
@@ -91,17 +100,11 @@ class AutocastRun:
             self._compiled = compiled
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """No autocast: each operation's backward runs in the dtype of its forward.
-
-        The policy is in force for what activation checkpoints compute again; they bring the autocast of their forward.
-        """
-        with self.outside(), self._applied.in_force(self._dtype) if self._applied is not None else _NOTHING:
+    def _backward_under_policy(self) -> Iterator[None]:
+        """The policy is in force for what activation checkpoints compute again, under the autocast of their forward."""
+        assert self._applied is not None
+        with self.outside(), self._applied.in_force(self.dtype):
             yield
-
-    def outside(self) -> torch.autocast:
-        """No autocast, for optimizer steps."""
-        return torch.autocast(self._device_type, self._dtype, enabled=False)
 
     def detach(self) -> None:
         """Gives every module its own forward back."""

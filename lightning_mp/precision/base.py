@@ -1,8 +1,8 @@
 """The base of our precision plugins: accepted by every stock strategy, it ends each step with the gradient epilogue."""
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -229,23 +229,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if run is not None:
             run.detach()
 
-    # -- casts that FSDPPrecision makes and mixed precision does not ---------------------------------------------------
+    # -- without the casts that FSDPPrecision makes and mixed precision does not ---------------------------------------
 
-    def convert_input(self, data: Any) -> Any:
-        """Leaves inputs as they are: autocast casts where an operation wants it."""
-        return data
-
-    def convert_output(self, data: Any) -> Any:
-        """Leaves outputs as they are."""
-        return data
-
-    def tensor_init_context(self) -> AbstractContextManager[None]:
-        """Tensors are made in the default dtype."""
-        return nullcontext()
-
-    def module_init_context(self) -> AbstractContextManager[None]:
-        """Modules are made in the default dtype."""
-        return nullcontext()
+    convert_input = Precision.convert_input
+    convert_output = Precision.convert_output
+    tensor_init_context = Precision.tensor_init_context
+    module_init_context = Precision.module_init_context
 
     # -- what steps run in ---------------------------------------------------------------------------------------------
 
@@ -290,6 +279,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         return None
 
     def _steps_in(self, loop: str) -> AbstractContextManager[None]:
+        """Autocast, with the policy in force; only autocast after a run."""
+        run = self._run
+        if run is None:
+            return self._steps_after_a_run(loop)
+        return run.forward(run.dtype if loop == "train" else run.eval_dtype)
+
+    def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     def _outside_forward(self) -> AbstractContextManager[Any]:
@@ -370,16 +366,15 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if optimizer in self._trainer.optimizers or holds_parameters_of(optimizer, module):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
 
-    @contextmanager
-    def train_step_context(self) -> Generator[None, None, None]:
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
         """The forward context; a batch of manual optimization begins here, and the last one's scale update is made."""
+        context = self.forward_context()
         self._update_scale_of_last_batch()
-        with self.forward_context():
-            yield
+        return context
 
     def _update_scale_of_last_batch(self) -> None:
         left, self._left = self._left, {}
-        if self.scaler is not None:
+        if self.scaler is not None and private_api.has_stepped(self.scaler):
             update_scale(self.scaler, self._trainer.optimizers if self._trainer is not None else [], left)
 
     # -- clipping ------------------------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ class Float8Precision(FullWeightsPrecision):
                     module,
                     self._device_type,
                     torch.bfloat16,
+                    eval_dtype=torch.bfloat16,
                     policy=self.policy,
                     opaque=self._conversion.linears,
                 )
@@ -193,9 +194,8 @@ class Float8Precision(FullWeightsPrecision):
             return "its layers are ordinary ones again"
         return super()._why_not_after_a_run()
 
-    def _steps_in(self, loop: str) -> AbstractContextManager[None]:
-        """Autocast, with the policy in force."""
-        return self._run.forward(torch.bfloat16) if self._run is not None else self.autocast_context_manager()
+    def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
+        return self.autocast_context_manager()
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":

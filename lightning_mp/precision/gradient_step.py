@@ -148,17 +148,16 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     controller = plan.controller
     scale, unscaled_found = plan.loss_scale()
     shown_to = who_is_shown_gradients(private_api.callbacks_of(trainer), model, trainer.global_step)
+    totals = controller.window_totals(model.device) if controller is not None else None
     step.epilogue = epilogue = plan.epilogue(scale, in_kernel=in_kernel, unscaled_found=unscaled_found)
     algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
     limit = trainer.gradient_clip_val if shown_to == "nobody" and model.automatic_optimization else None
 
     # Reduce: gradients are read once; their norm and the items of the window are added over all ranks.
-    totals = epilogue.reduce(controller.window_totals(model.device) if controller is not None else None)
+    totals = epilogue.reduce(totals)
 
     # Decide and plan: from here on every rank knows whether the step is skipped, and by what gradients are multiplied.
-    normalisation = controller.close_window(totals) if controller is not None and totals is not None else None
-    if controller is not None:
-        controller.announce_step()
+    normalisation = controller.close_window(totals) if controller is not None else None
     by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
     epilogue.plan(normalisation, limit if by_norm else None)
 

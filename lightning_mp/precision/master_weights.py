@@ -201,7 +201,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         check_sharding_units(module, in_float32)
         check_parametrizations(module, self.precision, in_float32)
         if self.policy is not None:
-            self._start_run(AutocastRun(module, device_type, self.dtype, policy=self.policy))
+            self._start_run(AutocastRun(module, device_type, self.dtype, eval_dtype=self.dtype, policy=self.policy))
         check_half_range(module, self.dtype, in_float32)
         if isinstance(strategy, FSDPStrategy):
             return module

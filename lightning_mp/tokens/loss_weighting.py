@@ -126,11 +126,16 @@ class Weighting:
             input_tokens if nonpad_tokens is None else nonpad_tokens,
         )
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether :meth:`takes_rows` can be true of any batch."""
+        return self.weight_by == "sample" or self.count is samples_of or (self.counts_samples and self.count is None)
+
     def takes_rows(self, batch: Any) -> bool:
         """Whether samples matter, and nothing but the first tensor tells how many a batch has."""
         if self.weight_by == "sample" or self.count is samples_of:
             return True
-        return self.counts_samples and self.count is None and batch_tokens.find_labels(batch) is None
+        return self.counts_rows and batch_tokens.find_labels(batch) is None
 
     def size(self, batch: Any, units: Set[str]) -> tuple[int, int]:
         """Samples, and tokens with padding, that a batch presents on this rank; 0 for what ``units`` does not name."""

@@ -18,11 +18,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches, sgd
 
 from lightning_mp import AccumulationScheduler
-from lightning_mp.accumulation import transitions
+from lightning_mp.accumulation import windows as transitions
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.schedule import Progress, Thresholds
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.accumulation.state import AccumulationState, MicroBatch, Window
+from lightning_mp.accumulation.windows import AccumulationState, MicroBatch, Window
 from lightning_mp.tokens.budget import TokenBudget, split_last_batch
 from lightning_mp.tokens.counter import AccumulationTotals
 from lightning_mp.tokens.loss_weighting import Measure

@@ -408,10 +408,10 @@ def test_the_loop_keeps_its_limits_where_the_seams_write_them():
     progress = trainer.fit_loop.epoch_loop.batch_progress
     known = vars(trainer.fit_loop).keys() | vars(trainer.fit_loop.epoch_loop).keys() | vars(progress).keys()
     assert {"max_batches", "min_steps", "max_steps", "is_last_batch"} <= known
-    assert private_loop_api.min_steps_of(trainer) == 3
-    private_loop_api.set_min_steps(trainer, None)
+    assert trainer.fit_loop.epoch_loop.min_steps == 3
+    trainer.fit_loop.epoch_loop.min_steps = None
     private_loop_api.set_max_steps(trainer, 7)
-    assert (private_loop_api.min_steps_of(trainer), trainer.max_steps) == (None, 7)
+    assert (trainer.min_steps, trainer.max_steps) == (None, 7)
     before = private_loop_api.replace_end_of_epoch(trainer, (4, True))
     assert (trainer.fit_loop.max_batches, trainer.is_last_batch) == (4, True)
     assert private_loop_api.replace_end_of_epoch(trainer, before) == (4, True)

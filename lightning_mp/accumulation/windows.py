@@ -1,0 +1,299 @@
+"""Accumulation windows: where a run is, and how each micro-batch changes that. Immutable state and pure functions.
+
+.. code-block:: text
+
+    open_window          a micro-batch comes, and no window is open
+    begin_micro_batch    it is counted, and trimmed where the budget ends in it: does the optimizer step after it?
+    add_micro_batch      its loss comes to backward
+    take_totals          the optimizer steps with the window's gradient
+    end_micro_batch      it is over: the window is closed, or stays open
+
+    close_early          the window closes between two micro-batches
+    resume_window        a checkpoint was written inside of a window
+    end_at               the run is to end elsewhere
+
+The accumulation controller calls them. A checkpoint holds the run's own numbers; those of an open window are saved with
+its gradient (:class:`lightning_mp.accumulation.partial_state.PartialAccumulation`), because without that the window is
+lost. The totals of closed windows are in the token counter.
+"""
+
+from collections.abc import Set
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_mp.accumulation.schedule import Progress
+from lightning_mp.accumulation.settings import AccumulationSettings
+from lightning_mp.core.saved_state import COUNT, FLAG, POSITIVE, checked_state, or_none
+from lightning_mp.distributed.data_ranks import num_data_ranks
+from lightning_mp.tokens.budget import TokenBudget
+from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
+from lightning_mp.tokens.loss_weighting import Measure
+
+
+@dataclass(frozen=True)
+class DataLayout:
+    """How a batch of all ranks is made up.
+
+    Attributes:
+        data_ranks: ranks that see different data.
+        batch_size: samples that the data loader gives each of them; None where it has no such attribute.
+    """
+
+    data_ranks: int
+    batch_size: int | None
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer") -> Self:
+        """That of a Trainer whose data are set up."""
+        batch_size = getattr(trainer.train_dataloader, "batch_size", None)
+        return cls(num_data_ranks(trainer), batch_size if isinstance(batch_size, int) and batch_size > 0 else None)
+
+    def ratio_to(self, other: "DataLayout") -> float:
+        """How many times as large a micro-batch over all ranks is as in another layout.
+
+        Example:
+            >>> DataLayout(2, 4).ratio_to(DataLayout(1, 4)), DataLayout(2, 2).ratio_to(DataLayout(1, 4))
+            (2.0, 1.0)
+        """
+        ranks = self.data_ranks / other.data_ranks
+        known = self.batch_size is not None and other.batch_size is not None
+        return ranks * self.batch_size / other.batch_size if known else ranks  # type: ignore[operator]  # both known
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What is known of a micro-batch when it begins.
+
+    Attributes:
+        measure: its items and tokens on this rank, after it was trimmed.
+        ends_run: the token budget ends in it.
+        ends_epoch: it is the last of its epoch.
+        another_epoch_follows: and that epoch is not the last of the run.
+        is_repeated: it is not of the first epoch.
+    """
+
+    measure: Measure
+    ends_run: bool = False
+    ends_epoch: bool = False
+    another_epoch_follows: bool = False
+    is_repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of one optimizer step.
+
+    Attributes:
+        planned: micro-batches that it is to have.
+        position: those that are over.
+        is_open: the last one left it open.
+        closes: the optimizer steps after the micro-batch at hand.
+        totals: of those that came to backward on this rank; None once the optimizer step has taken them.
+    """
+
+    planned: int = 1
+    position: int = 0
+    is_open: bool = False
+    closes: bool = False
+    totals: AccumulationTotals | None = None
+
+
+@dataclass(frozen=True)
+class AccumulationState:
+    """Where a run stands.
+
+    Attributes:
+        reference_items: what the run's first micro-batch weighs on rank 0; None before it.
+        layout: the data's layout in which the sizes below were measured; None before the first micro-batch.
+        micro_batch_samples: samples of the first micro-batch in that layout, over all ranks; 0 if it is not needed.
+        micro_batch_tokens: the same for tokens, padding included.
+        budget_reached: whether the run has ended on its budget.
+        end_tokens: where this fit ends, if not where its settings say; it is saved by the callback that asked for it.
+        window: the window at hand, or the last one.
+        micro_batch: the micro-batch at hand, or the last one.
+    """
+
+    reference_items: float | None = None
+    layout: DataLayout | None = None
+    micro_batch_samples: int = 0
+    micro_batch_tokens: int = 0
+    budget_reached: bool = False
+    end_tokens: int | None = None
+    window: Window = Window()
+    micro_batch: MicroBatch | None = None
+
+    def in_layout(self, layout: DataLayout) -> "AccumulationState":
+        """The state for a run that goes on in a layout: in another one, sizes are measured again."""
+        if self.layout in (None, layout):
+            return replace(self, layout=layout)
+        return replace(self, layout=layout, micro_batch_samples=0, micro_batch_tokens=0)
+
+    def measured(self, samples: int, tokens: int) -> "AccumulationState":
+        """The state once the first micro-batch was seen."""
+        return replace(self, micro_batch_samples=samples, micro_batch_tokens=tokens)
+
+    def lacks_sizes(self, units: Set[str]) -> bool:
+        """Whether a schedule in these units needs the size of a micro-batch, and it is not known."""
+        return bool(units & {"sample", "token"}) and not self.micro_batch_samples and not self.micro_batch_tokens
+
+    def counted(self, progress: Progress, counter: TokenCounter) -> Progress:
+        """With the samples and tokens of a run, for a schedule that counts them."""
+        return replace(
+            progress,
+            samples=counter.samples_before_last_window,
+            tokens=counter.tokens_before_last_window,
+            micro_batch_samples=self.micro_batch_samples,
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, for a checkpoint."""
+        return {
+            "reference_items": self.reference_items,
+            "layout": None if self.layout is None else asdict(self.layout),
+            "micro_batch_samples": self.micro_batch_samples,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "budget_reached": self.budget_reached,
+        }
+
+    @classmethod
+    def read(cls, saved: Any) -> Self:
+        """From a checkpoint.
+
+        Raises:
+            ValueError: if an entry is missing or cannot be.
+        """
+        kinds = {
+            "reference_items": or_none(POSITIVE),
+            "micro_batch_samples": COUNT,
+            "micro_batch_tokens": COUNT,
+            "budget_reached": FLAG,
+        }
+        state = checked_state(saved, kinds, "accumulation windows")
+        layout = state.get("layout")
+        if layout is not None:
+            ranks = {"data_ranks": POSITIVE, "batch_size": or_none(POSITIVE)}
+            layout = DataLayout(**checked_state(layout, ranks, "the layout of data over ranks"))
+        return cls(layout=layout, **{name: state[name] for name in kinds})
+
+
+def open_window(settings: AccumulationSettings, state: AccumulationState, progress: Progress) -> AccumulationState:
+    """The state in which a micro-batch finds an open window: the one that is open, or else a new one.
+
+    Example:
+        >>> state = open_window(AccumulationSettings(constant=4), AccumulationState(), Progress())
+        >>> state.window.planned, state.window.position
+        (4, 0)
+    """
+    if state.window.is_open:
+        return state
+    planned = settings.constant if settings.schedule is None else settings.schedule.micro_batches(progress)
+    return replace(state, window=Window(planned, totals=AccumulationTotals()))
+
+
+def begin_micro_batch(
+    settings: AccumulationSettings, state: AccumulationState, micro_batch: MicroBatch
+) -> AccumulationState:
+    """The state while a micro-batch runs: it closes its window if that is full, or if nothing comes after it."""
+    window = state.window
+    goes_on = settings.carries_over and micro_batch.another_epoch_follows
+    closes = micro_batch.ends_run or (micro_batch.ends_epoch and not goes_on) or window.position + 1 >= window.planned
+    return replace(state, window=replace(window, closes=closes), micro_batch=micro_batch)
+
+
+def add_micro_batch(state: AccumulationState, reference_items: float) -> AccumulationState:
+    """The loss of the micro-batch at hand comes to backward: it counts.
+
+    Args:
+        state: the state while it runs.
+        reference_items: taken if it is the first of the run.
+    """
+    assert state.micro_batch is not None
+    assert state.window.totals is not None
+    m, window = state.micro_batch.measure, state.window
+    totals = state.window.totals.plus(m.items, m.tokens, m.input_tokens, m.samples, m.nonpad_tokens)
+    reference = reference_items if state.reference_items is None else state.reference_items
+    return replace(state, reference_items=reference, window=replace(window, totals=totals))
+
+
+def take_totals(state: AccumulationState) -> AccumulationState:
+    """The optimizer steps: the window's totals are taken, and count once."""
+    return replace(state, window=replace(state.window, totals=None))
+
+
+def end_micro_batch(state: AccumulationState) -> AccumulationState:
+    """The micro-batch at hand is over."""
+    window = state.window
+    return replace(state, window=replace(window, position=window.position + 1, is_open=not window.closes))
+
+
+def close_early(state: AccumulationState) -> AccumulationState:
+    """The open window closes between two micro-batches; whether a step was made of it is not recorded here."""
+    return replace(state, window=replace(state.window, is_open=False, totals=None))
+
+
+def resume_window(
+    state: AccumulationState, planned: int, position: int, totals: AccumulationTotals
+) -> AccumulationState:
+    """The run goes on inside of a window that was saved open."""
+    return replace(state, window=Window(planned, position, is_open=True, totals=totals))
+
+
+def current_budget(settings: AccumulationSettings, state: AccumulationState) -> TokenBudget | None:
+    """The budget on which the run ends, if there is one: that of its settings, or the one of :func:`end_at`."""
+    budget, tokens = settings.budget, state.end_tokens
+    if tokens is None:
+        return budget
+    return TokenBudget(tokens, "ceil") if budget is None else replace(budget, tokens=tokens)
+
+
+def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
+    """The run ends on so many tokens, in place of its budget if it has one; whether they are reached is not known."""
+    return replace(state, end_tokens=tokens, budget_reached=False)
+
+
+def is_single_micro_batch_step(state: AccumulationState) -> bool:
+    """Whether the micro-batch at hand is the whole step: its loss is the mean already, and nothing is multiplied.
+
+    Multiplying and dividing again would move fp16 gradients by what its items are over those of the run's first one.
+    """
+    if state.window.planned != 1 or state.micro_batch is None:
+        return False
+    return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None
+
+
+def loss_factor(state: AccumulationState) -> float | Tensor:
+    """What the loss of the micro-batch at hand is multiplied by: its items over those of the run's first one."""
+    assert state.micro_batch is not None
+    assert state.reference_items is not None
+    measure = state.micro_batch.measure
+    divisor = measure.items if measure.divisor is None else measure.divisor
+    return divisor / state.reference_items
+
+
+def expected_items(state: AccumulationState, num_ranks: int) -> float:
+    """Items of the window over all ranks, if all its micro-batches were like the run's first and none were missing."""
+    assert state.reference_items is not None
+    return num_ranks * state.reference_items * state.window.planned
+
+
+def normalisation(state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
+    """By what the gradient of the window is multiplied to be the exact mean, a scalar tensor; None if that is 1.
+
+    Args:
+        state: before :func:`take_totals`.
+        totals: of the window, summed over all ranks.
+        num_ranks: of the job.
+    """
+    local = state.window.totals
+    assert local is not None
+    if is_single_micro_batch_step(state):
+        return None
+    expected = expected_items(state, num_ranks)
+    if num_ranks == 1 and local.device[0] is None and local.host[0] == expected:
+        return None
+    return expected / torch.where(totals[0] > 0, totals[0], 1.0)
