@@ -38,6 +38,7 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.manual_scale import LeftGradients, left_gradients, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
+from lightning_mp.optimizers.schedule_free import EvaluatedWeights
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
 from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or_skip
@@ -69,6 +70,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     _step: GradientStep | None = None
     _dispatcher: StepOutcomeDispatcher | None = None
+    _evaluated: EvaluatedWeights | None = None
     _trainer: "pl.Trainer | None" = None
     _run: AutocastRun | None = None
     _shown_table: str = ""
@@ -158,6 +160,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._plans = {}
             self._step_hook = register_optimizer_step_pre_hook(self._notice_step)  # also for steps of an inner one
             self._dispatcher = StepOutcomeDispatcher(self._trainer, self._trainer.lightning_module).attach(optimizers)
+            self._evaluated = EvaluatedWeights(self._trainer, optimizers)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -165,7 +168,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         _explain_folder(sys.exception())
         dispatcher, self._dispatcher = self._dispatcher, None
         self._note_reference_items()
-        self._trainer, self._plans, self._planned_for = None, {}, None
+        self._trainer, self._plans, self._planned_for, self._evaluated = None, {}, None, None
         with ExitStack() as stack:  # the last one first
             stack.callback(super().teardown)
             if dispatcher is not None:
@@ -206,6 +209,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self._dispatcher is not None:
             self._dispatcher.settle_before_saving(optimizer)
         self._connect_late(optimizer)
+        if self._evaluated is not None:
+            self._evaluated.join(optimizer)
 
     def _connect_late(self, optimizer: Optimizer) -> None:
         """What a plugin does to the optimizers of a fit in ``connect``."""
