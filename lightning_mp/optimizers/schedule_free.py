@@ -6,11 +6,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
+from lightning_mp.modules.norms import BATCH_NORMS
 from lightning_mp.optimizers.joint import JointOptimizer
 
 __all__ = ["EvaluatedWeights", "has_evaluated_weights"]
@@ -128,7 +128,9 @@ def _nothing() -> None:
 
 
 def _tell_of_batch_norm(module: nn.Module, optimizer: Optimizer) -> None:
-    names = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+    names = [
+        name for name, part in module.named_modules() if isinstance(part, BATCH_NORMS) and part.track_running_stats
+    ]
     if names:
         rank_zero_info(
             f"{type(optimizer).__name__} evaluates averaged weights, and the running statistics of {listed(names, 2)}"
