@@ -22,7 +22,7 @@ _VERDICTS = ("fits", "recomputed", "may fit", "does not fit")
 _DESCRIPTION = """\
 Bytes on the wire, pipeline bubble and shortest possible time of one optimizer step of a decoder, for the usual ways to
 divide it over GPUs, and whether it fits. A calculation from published peaks and formulas: nothing is measured. Numbers
-may be written 1.3B, 1e21 or 300_000_000. For a run, its cost, ZeRO and experts see lightning-mp plan."""
+may be written 1.3B, 1e21 or 300_000_000. For a run and its cost see lightning-mp plan."""
 
 _EXAMPLES = """\
 examples:

@@ -24,13 +24,10 @@ _COLUMNS = ("layout", "GPU needs", "verdict", "sequences", "step")
 _CONVENTIONS = """\
 AC: activation checkpointing of every block. Memory is calculated for one sequence; the range covers the allocator,
 which was not measured. Sequences: the largest micro-batch of a data rank that fits. Step: {tokens} tokens at the peaks
-of the chip and its links, so no step is shorter. No strategy of this package runs ZeRO-1, ZeRO-2, EP, or TP with
-PP."""
+of the chip and its links, so no step is shorter. No strategy of this package runs TP with PP."""
 _WIDE_CONVENTIONS = """\
 Memory by part: live tensors of the fullest GPU at the end of a forward. Sent: by one GPU per step. Hidden: sending
-takes no longer than computing and nothing waits for it. ZeRO-1 and ZeRO-2 send as DeepSpeed does: gradients are reduced
-into shards, by ZeRO-2 in every micro-batch, and new weights are gathered. EP sends tokens to their experts and back,
-evenly distributed."""
+takes no longer than computing and nothing waits for it."""
 
 
 def print_answer(answer: "Answer", *, wide: bool = False) -> None:

@@ -1,12 +1,12 @@
 """Operations of a training step of any module, counted as it runs: forward, backward, and what is run again.
 
 torch's own formulas (``torch.utils.flop_counter``) count matrix products, convolutions and attention, two operations
-per multiply-add. Norms, activations, softmax and the optimizer are not counted. Five things differ from
+per multiply-add. Norms, activations, softmax and the optimizer are not counted. These things differ from
 ``FlopCounterMode``:
 
 * attention on the CPU, grouped products (mixture of experts), matrix-vector products, fused recurrent layers and
   ``nn.Bilinear`` are counted; it misses them;
-* a product with a sparse matrix takes two operations per stored element and column, not those of a dense one;
+* a product with a sparse matrix is not counted as one with a dense matrix; it is named as unknown;
 * what an activation checkpoint runs again is kept apart, and counted as far as it runs: a non-reentrant checkpoint
   stops as soon as backward has what it needs, so the last product of a block is usually not repeated;
 * a fused attention kernel multiplies queries and keys a second time in its backward. That is counted as run again, so
@@ -68,7 +68,7 @@ class FlopCount:
         by_format: forward and backward by the format of the products' inputs, such as ``{"bf16": ..., "fp32": ...}``;
             TF32 counts as fp32.
         unknown: names of operations that no formula is known for: those from outside of torch, and those of torch that
-            multiply (FFTs, solvers, products of two sparse matrices). They count as 0. Give a formula by
+            multiply (FFTs, solvers, products of sparse matrices). They count as 0. Give a formula by
             ``torch.utils.flop_counter.register_flop_formula``.
     """
 

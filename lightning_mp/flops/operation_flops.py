@@ -11,7 +11,6 @@ from torch.utils.flop_counter import flop_registry
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.flops.packed_attention import PACKED_FORMULAS, packed_score_flops
 from lightning_mp.flops.recurrent_flops import RECURRENT_FORMULAS
-from lightning_mp.flops.sparse_flops import SPARSE_FORMULAS, is_sparse
 
 __all__ = ["multiplies", "operation_flops", "score_flops"]
 
@@ -21,8 +20,8 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
     By torch's own formulas (``torch.utils.flop_counter``, and what was added to it by ``register_flop_formula``), and
     by ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector,
-    fused recurrent layers, ``nn.Bilinear``), takes for dense (products with a sparse matrix), or multiplies by the
-    number of groups (the gradient of a grouped convolution's weight).
+    fused recurrent layers, ``nn.Bilinear``), or multiplies by the number of groups (the gradient of a grouped
+    convolution's weight). Products with a sparse matrix are not known: torch's formulas take it for dense.
 
     Args:
         packet: the operation, all overloads alike: ``torch.ops.aten.mm``.
@@ -38,9 +37,8 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     """
     if _multiplies_integers(packet, args):
         return None
-    if any(is_sparse(value) for value in args[:3]):
-        sparse_formula = SPARSE_FORMULAS.get(_name(packet))
-        return None if sparse_formula is None else sparse_formula(*args, **kwargs)
+    if _takes_sparse(args):
+        return None
     formula = (
         _CORRECTED_FORMULAS.get(packet)
         or PACKED_FORMULAS.get(str(packet))
@@ -59,7 +57,11 @@ def multiplies(packet: Any, args: Sequence[Any]) -> bool:
         (True, False)
     """
     name = _name(packet)
-    return name in _MULTIPLYING or (name in SPARSE_FORMULAS and any(is_sparse(value) for value in args[:3]))
+    return name in _MULTIPLYING or (name in _MULTIPLYING_SPARSE and _takes_sparse(args))
+
+
+def _takes_sparse(args: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.layout in _SPARSE_LAYOUTS for value in args[:3])
 
 
 def score_flops(packet: Any, args: Sequence[Any]) -> int:
@@ -218,6 +220,11 @@ _MISSING_FORMULAS: Mapping[Any, Callable[..., int]] = {
         _attention_backward,
     ),
 }
+_SPARSE_LAYOUTS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_MULTIPLYING_SPARSE = {
+    "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "_sparse_addmm", "_sparse_mm_reduce_impl",
+    "_sparse_mm_reduce_impl_backward", "sparse_sampled_addmm",
+}  # fmt: skip
 _MULTIPLYING = {
     "_sparse_sparse_matmul", "sspaddmm", "_spsolve", "_cslt_sparse_mm", "_sparse_semi_structured_mm",
     "_sparse_semi_structured_addmm", "_sparse_semi_structured_linear", "_sparse_semi_structured_apply_dense",

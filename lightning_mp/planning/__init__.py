@@ -15,7 +15,6 @@ from lightning_mp.planning.memory.estimate import MemoryEstimate
 from lightning_mp.planning.memory.latent_attention import LatentAttention
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
@@ -48,7 +47,6 @@ __all__ = [
     "DecoderMemory",
     "DecoderSize",
     "DeviceTraits",
-    "ExpertTraffic",
     "ExponentialDecay",
     "FlopsConvention",
     "Frontier",

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import get_args
 
 from lightning_mp.core.arguments import whole_number
@@ -18,7 +17,6 @@ from lightning_mp.planning.memory.decoder_memory import (
 )
 from lightning_mp.planning.memory.precision_storage import PrecisionStorage, find_precision
 from lightning_mp.planning.parallelism.communication import Precision
-from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
 from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
 
@@ -110,9 +108,8 @@ def choose_layouts(
     near = machine.gpus_per_node if machine is not None else _GPUS_PER_NODE
     choices = []
     for base in usual_layouts(gpus, near, layers=config.layers):
-        stages = (0, 1, 2) if base.copies > 1 and base.shards == 1 else (0,)
-        for zero, ranks, again in product(stages, _expert_ranks(config, base.data_ranks), checkpointed):
-            layout = MemoryLayout(base, zero, ranks, again)
+        for again in checkpointed:
+            layout = MemoryLayout(base, again)
             plan, left_out = None, None
             if machine is not None:
                 try:
@@ -208,8 +205,7 @@ def enough_gpus(
 
 
 def _is_run_here(layout: MemoryLayout) -> bool:
-    both = layout.layout.tensor > 1 and layout.layout.stages > 1
-    return layout.zero_stage == 0 and layout.expert_ranks == 1 and not both
+    return layout.layout.tensor == 1 or layout.layout.stages == 1
 
 
 def _sequences_of_all(choice: LayoutChoice) -> int:
@@ -236,9 +232,6 @@ def _plan(
     dtype: str | None,
 ) -> ParallelPlan:
     precision = _on_the_wire(row.name)
-    traffic = None
-    if layout.expert_ranks > 1:
-        traffic = ExpertTraffic(layout.expert_ranks, config.routed_weights // config.layers, config.active_experts)
     plan = plan_parallelism(
         config.size,
         layout.layout,
@@ -246,8 +239,6 @@ def _plan(
         tokens_per_step=step,
         context_tokens=context_tokens,
         precision=precision,
-        zero_stage=layout.zero_stage,
-        experts=traffic,
         recomputed=layout.checkpointed,
     )
     planned = peak_flops(machine.chip, matmul_format(precision) or row.compute_dtype)
@@ -266,14 +257,6 @@ def _met_share(config: DecoderConfig, context_tokens: int) -> float:
         for weights in (all_weights - (config.parameters - config.active_parameters), all_weights)
     )
     return met / planned
-
-
-def _expert_ranks(config: DecoderConfig, data_ranks: int) -> tuple[int, ...]:
-    """All data ranks that divide the experts, or none."""
-    fitting = [
-        n for n in range(2, data_ranks + 1) if data_ranks % n == 0 and config.experts and config.experts % n == 0
-    ]
-    return (1, max(fitting)) if fitting else (1,)
 
 
 def _on_the_wire(name: str) -> Precision:

@@ -1,8 +1,6 @@
 """The formulas of what a step sends, against operations and bytes counted on real processes (gloo)."""
 
 from collections import Counter
-from dataclasses import replace
-from math import prod
 from typing import Any
 
 import fsdp2_runs as runs
@@ -24,7 +22,6 @@ from lightning_mp.language_model.gpt import Block
 from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.strategies import ReducedPrecisionDDPStrategy
 
@@ -258,38 +255,6 @@ def sent(transfers: list[Transfer]) -> float:
     return sum(part.bytes_sent for part in transfers)
 
 
-def test_zero_sends_as_much_as_ddp_and_its_second_stage_in_every_micro_batch():
-    """Rajbhandari et al. 2020, section 7.2: stages 1 and 2 send 2 numbers per parameter, as DDP does."""
-
-    def stage(zero_stage: int, micro_batches: int) -> float:
-        arguments = {"tokens_per_micro_batch": 64, "micro_batches": micro_batches, "zero_stage": zero_stage}
-        return sent(communication_per_step(SIZE, ParallelLayout(copies=8), **arguments))
-
-    assert stage(0, 1) == stage(1, 1) == stage(2, 1) == pytest.approx(2 * 7 / 8 * 4 * SIZE.parameters)
-    assert stage(0, 4) == stage(1, 4) == stage(0, 1)
-    assert stage(2, 4) == pytest.approx(5 / 2 * stage(0, 1))
-
-
-@pytest.mark.parametrize(("copies", "shards"), [(16, 1), (1, 16), (2, 8), (8, 2)])
-def test_experts_are_reduced_among_the_ranks_that_hold_the_same_ones(copies, shards):
-    """16 data ranks, experts divided over 4 or 8 of them: all else is reduced over all, an expert over the others."""
-    layout = ParallelLayout(copies=copies, shards=shards)
-    mixture = replace(SIZE, block_matmul_weights=SIZE.block_matmul_weights + 8 * 1024)
-    for ranks in (4, 8):
-        experts = ExpertTraffic(ranks=ranks, weights=8 * 1024, active=2)
-        parts = communication_per_step(mixture, layout, tokens_per_micro_batch=64, experts=experts)
-        dense = communication_per_step(SIZE, layout, tokens_per_micro_batch=64)
-        tokens = [part for part in parts if part.collective == "all_to_all"]
-        assert [(part.ranks, part.count) for part in tokens] == [(ranks, 4 * SIZE.layers)]
-        assert tokens[0].payload_bytes == 64 * 2 * SIZE.width * 2
-        assert [part for part in parts if part in dense] == dense, "what is no expert is sent as without experts"
-        own = [part for part in parts if "experts" in part.what and part not in tokens and "gradients" in part.what]
-        reduced = prod(part.ranks for part in own)
-        assert reduced == layout.data_ranks // ranks, own
-        assert all(part.payload_bytes <= 4 * SIZE.layers * 8 * 1024 // ranks for part in own)
-    assert Transfer("", "all_to_all", 1600, 16).bytes_by_link(8) == (700, 800)
-
-
 @pytest.mark.parametrize("schedule", [Schedule1F1B, pytest.param(ScheduleGPipe, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_pipeline_sends_activations_and_their_gradients(stages, schedule):
@@ -343,7 +308,6 @@ def test_sockets_send_what_the_factors_say(ranks):
             operations = {
                 "all_reduce": lambda: dist.all_reduce(whole),
                 "all_gather": lambda: dist.all_gather(list(whole.chunk(ranks)), part),
-                "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
                 "send": send,
             }
             sent = {}
@@ -407,11 +371,3 @@ def test_wrong_arguments_are_refused():
         ParallelLayout(stages=2, shards=2)
     with pytest.raises(ValueError, match=r"ParallelLayout\(tensor=0\): it must be a whole number, 1 or more"):
         ParallelLayout(tensor=0)
-    with pytest.raises(ValueError, match="`zero_stage` 1 is for copies without shards, got FSDP 2"):
-        communication_per_step(SIZE, two, tokens_per_micro_batch=8, zero_stage=1)
-    with pytest.raises(ValueError, match="`zero_stage` must be 0, 1 or 2, got 3. Stage 3 is shards of a layout"):
-        communication_per_step(SIZE, ParallelLayout(copies=2), tokens_per_micro_batch=8, zero_stage=3)
-    with pytest.raises(ValueError, match="Experts on 4 ranks do not divide the 2 data ranks"):
-        communication_per_step(SIZE, two, tokens_per_micro_batch=8, experts=ExpertTraffic(4, 8, 1))
-    with pytest.raises(ValueError, match="Count them in it"):
-        communication_per_step(SIZE, two, tokens_per_micro_batch=8, experts=ExpertTraffic(2, 10**9, 1))

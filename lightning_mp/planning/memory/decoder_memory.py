@@ -2,8 +2,7 @@
 
 Formulas, for questions that are asked before there is a module; with a module
 :func:`~lightning_mp.planning.memory.estimate.estimate_memory` measures. Layouts are those of
-:class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout` with three things beside: the stage of ZeRO
-among copies, expert parallelism among data ranks, and recomputed blocks.
+:class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout`, with or without recomputed blocks.
 """
 
 from collections.abc import Mapping
@@ -31,40 +30,24 @@ class MemoryLayout:
 
     Attributes:
         layout: over how many ranks, and how.
-        zero_stage: among copies: 0 divides nothing, 1 optimizer states and masters, 2 gradients too. Shards (FSDP) are
-            stage 3.
-        expert_ranks: data ranks over which the experts of a mixture are divided.
         checkpointed: every block keeps only its input and runs again in backward.
 
     Raises:
-        ValueError: a number is out of range, or sizes do not divide each other.
+        ValueError: an argument is of another type.
     """
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
-    zero_stage: int = 0
-    expert_ranks: int = 1
     checkpointed: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, ParallelLayout):
             raise ValueError(f"`layout` must be a planning.ParallelLayout, got {self.layout!r}.")
-        whole_number(self.expert_ranks, "expert_ranks")
         true_or_false(self.checkpointed, "checkpointed")
-        if self.zero_stage not in (0, 1, 2):
-            raise ValueError(f"`zero_stage` must be 0, 1 or 2, got {self.zero_stage!r}. Stage 3 is shards of a layout.")
-        if self.layout.data_ranks % self.expert_ranks:
-            raise ValueError(
-                f"`expert_ranks` must divide the {self.layout.data_ranks} data ranks, got {self.expert_ranks!r}."
-            )
 
     @property
     def name(self) -> str:
-        """As one says it, such as "ZeRO-1 8" or "FSDP 8, checkpointed"."""
-        name = self.layout.name
-        if self.zero_stage and self.layout.copies > 1:
-            name = name.replace("DDP", f"ZeRO-{self.zero_stage}")
-        experts = f" x EP {self.expert_ranks}" if self.expert_ranks > 1 else ""
-        return f"{name}{experts}{', checkpointed' if self.checkpointed else ''}"
+        """As one says it, such as "DDP 8" or "FSDP 8, checkpointed"."""
+        return f"{self.layout.name}{', checkpointed' if self.checkpointed else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +109,17 @@ def decoder_memory(
         arXiv:2205.05198 (activations); Narayanan et al. 2021, arXiv:2104.04473 (micro-batches in a pipeline).
 
     Example:
-        ZeRO's figure 1: 7.5 billion parameters, 64 GPUs, 16-bit weights with fp32 masters and Adam.
+        Figure 1 of ZeRO, its first and last bar: 7.5 billion parameters, 64 GPUs, 16-bit weights, fp32 masters, Adam.
 
         >>> config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
-        >>> for stage in (0, 1, 2):
-        ...     layout = MemoryLayout(ParallelLayout(copies=64), zero_stage=stage)
-        ...     parts = decoder_memory(config, layout, context_tokens=1, precision="16-masters").bytes_by_part
+        >>> for layout in (ParallelLayout(copies=64), ParallelLayout(shards=64)):
+        ...     parts = decoder_memory(
+        ...         config, MemoryLayout(layout), context_tokens=1, precision="16-masters"
+        ...     ).bytes_by_part
         ...     states = sum(parts[name] for name in ("weights", "gradients", "masters", "optimizer states"))
         ...     print(round(states / config.parameters, 2))
         16.0
-        4.19
-        2.22
+        0.25
     """
     layout = layout or MemoryLayout()
     tokens = whole_quantity(sequences, "sequences") * whole_quantity(context_tokens, "context_tokens")
@@ -152,20 +135,13 @@ def decoder_memory(
     ranks = layout.layout
     if config.layers % ranks.stages:
         raise ValueError(f"`layers` ({config.layers}) cannot be divided evenly over {ranks.stages} stages.")
-    dense, experts = _weights_of_rank(config, layout)
-
-    def per_rank(divided_over: int) -> float:
-        # What expert parallelism has divided already is divided over fewer ranks.
-        return dense / divided_over + experts / max(1.0, divided_over / layout.expert_ranks)
-
-    with_states = ranks.shards * (ranks.copies if layout.zero_stage >= 1 else 1)
-    with_gradients = ranks.shards * (ranks.copies if layout.zero_stage >= 2 else 1)
+    weights = _weights_of_rank(config, layout)
     parts: dict[Part, float] = {
-        "weights": row.weight_bytes * per_rank(ranks.shards),
-        "gradients": row.weight_bytes * per_rank(with_gradients),
-        "masters": row.master_bytes * per_rank(with_states),
-        "optimizer states": states * row.optimizer_state_itemsize() * per_rank(with_states),
-        **_of_weights_in_use(config, layout, row, dense + experts),
+        "weights": row.weight_bytes * weights / ranks.shards,
+        "gradients": row.weight_bytes * weights / ranks.shards,
+        "masters": row.master_bytes * weights / ranks.shards,
+        "optimizer states": states * row.optimizer_state_itemsize() * weights / ranks.shards,
+        **_of_weights_in_use(config, layout, row, weights),
     }
     parts |= _of_activations(config, layout, row, tokens, micro_batches, sequence_parallel)
     return DecoderMemory({part: ceil(parts[part]) for part in PARTS if parts.get(part)})
@@ -208,15 +184,12 @@ def largest_micro_batch(
     return low
 
 
-def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> tuple[float, float]:
-    """Of the fullest stage, the first or the last, before sharding: all but experts, and experts."""
+def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> float:
+    """Of the fullest stage, the first or the last, before sharding."""
     size, ranks = config.size, layout.layout
-    experts = config.routed_weights / config.layers
-    layers = config.layers / ranks.stages
-    dense = (size.block_matmul_weights - experts) / ranks.tensor + size.block_norm_weights
+    blocks = config.layers / ranks.stages * (size.block_matmul_weights / ranks.tensor + size.block_norm_weights)
     ends = size.table_weights + size.head_weights if ranks.stages == 1 else max(size.table_weights, size.head_weights)
-    outside = ends / ranks.tensor + size.other_weights
-    return layers * dense + outside, layers * experts / layout.expert_ranks / ranks.tensor
+    return blocks + ends / ranks.tensor + size.other_weights
 
 
 def _of_weights_in_use(
@@ -228,10 +201,9 @@ def _of_weights_in_use(
         in_products = weights - size.other_weights - config.layers / ranks.stages * size.block_norm_weights
         in_products -= 0 if size.head_weights == 0 else size.table_weights / ranks.tensor
         casts = row.activation_bytes * in_products if row.autocast and not row.fp8 else 0.0
-        buckets = row.weight_bytes * weights if ranks.copies > 1 and layout.zero_stage == 0 else 0.0
+        buckets = row.weight_bytes * weights if ranks.copies > 1 else 0.0
         return {"weight casts": max(0.0, casts), "communication buffers": buckets}
-    experts = config.routed_weights / config.layers
-    block = (size.block_matmul_weights - experts + experts / layout.expert_ranks) / ranks.tensor
+    block = size.block_matmul_weights / ranks.tensor
     head = row.activation_bytes * size.head_weights / ranks.tensor
     outside = head + row.weight_bytes * (size.table_weights / ranks.tensor + size.other_weights)
     return {

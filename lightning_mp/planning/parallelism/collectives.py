@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 __all__ = ["Collective", "Transfer"]
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Transfer:
     """The operation."""
     payload_bytes: int
     """S of one operation: the tensor that all ranks have after an all-gather, before a reduce-scatter, and otherwise
-    always; of an all-to-all what one rank has for all."""
+    always."""
     ranks: int
     """n: how many take part; 2 for a send."""
     count: int = 1
@@ -85,8 +85,6 @@ class Transfer:
             return inside, self.bytes_sent - inside
         near, nodes = self._places(gpus_per_node)
         whole = self.payload_bytes * self.count
-        if self.collective == "all_to_all":
-            return whole * (near - 1) / self.ranks, whole * (self.ranks - near) / self.ranks
         return float(self._factor(near) * whole), float(self._factor(nodes) * whole / near)
 
     def _factor(self, ranks: int) -> Fraction:

@@ -5,15 +5,11 @@ optimizer step. Counted are operations per rank and optimizer step; what one sen
 :mod:`~lightning_mp.planning.parallelism.collectives`::
 
     DDP         1 all-reduce of all gradients (in buckets)                      Li et al. 2020, arXiv:2006.15704
-    ZeRO-1      1 reduce-scatter of all gradients, 1 all-gather of weights      Rajbhandari et al. 2020,
-    ZeRO-2      M reduce-scatters, as gradients are kept in shards; the same    arXiv:1910.02054, section 7
     FSDP        2 M all-gathers of each block's weights (M if they are kept),   Zhao et al. 2023, arXiv:2304.11277;
-                M of the rest; 1 reduce-scatter of gradients, or M              Rajbhandari et al. 2020, ZeRO-3 and 2
+                M of the rest; 1 reduce-scatter of gradients, or M
     HSDP        the same among shards, and an all-reduce of the shards' gradients among copies
     TP          M (2 L + 1) all-reduces of t w in forward, and in backward,     Shoeybi et al. 2019, arXiv:1909.08053
                 M 2 small ones for the loss
-    EP          M 4 L all-to-alls of the tokens, gradients of experts among     Lepikhin et al. 2020, arXiv:2006.16668
-                the data ranks that hold the same ones
     PP          M sends forward and M backward per boundary of stages           Narayanan et al. 2021, arXiv:2104.04473
 
 Weights are gathered as :class:`~lightning_mp.strategies.FSDP2Strategy` does: in "mixed" precisions those of products in
@@ -25,13 +21,11 @@ counted are a few bytes per step: the precision plugin's all-reduce of the norm,
 on, and under FSDP the comparison of the units that ranks have run.
 """
 
-from dataclasses import replace
 from typing import Literal, get_args
 
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic, token_transfers
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
 __all__ = ["Precision", "TensorReduceDtype", "communication_per_step"]
@@ -53,8 +47,6 @@ def communication_per_step(
     reduced_gradients: bool = False,
     sequence_parallel: bool = False,
     tensor_reduce_dtype: TensorReduceDtype = "fp32",
-    zero_stage: int = 0,
-    experts: ExpertTraffic | None = None,
     recomputed: bool = False,
 ) -> list[Transfer]:
     """Everything that the busiest rank sends in one optimizer step, in the order of the table above.
@@ -74,10 +66,8 @@ def communication_per_step(
             arXiv:2205.05198, section 4.2.2) up to the formats.
         tensor_reduce_dtype: under tensor parallelism in ``"*-mixed"``, in which format gradients of the residual stream
             are reduced: "fp32" as this package does, or "16bit" as Megatron-LM does.
-        zero_stage: among copies without shards: 1 or 2 as DeepSpeed does it, no strategy of this package.
-        experts: of a mixture, divided over data ranks.
-        recomputed: every block runs again in backward, up to the input of its last product: the reductions and the
-            all-to-alls on the way are made again.
+        recomputed: every block runs again in backward, up to the input of its last product: the reductions on the way
+            are made again.
 
     Raises:
         ValueError: an argument is unknown or no count, or sizes do not divide each other.
@@ -92,29 +82,16 @@ def communication_per_step(
         gradients: matrix products of blocks, 1 reduce_scatter of 2.0 GB
     """
     _check(size, layout, precision, gradient_sync, tensor_reduce_dtype, tokens_per_micro_batch, micro_batches)
-    _check_zero_and_experts(size, layout, zero_stage, experts)
     low = 4 if precision.startswith("32") else 2
     wide = 2 if precision.endswith("-true") and low == 2 else 4
     found: list[Transfer] = []
     syncs = 1 if gradient_sync == "window" else micro_batches
     if layout.shards > 1:
         gathers = micro_batches * (2 if reshard_after_forward else 1)
-        found += _sharded(size, layout, low, wide, experts, gathers=gathers, micro_batches=micro_batches, syncs=syncs)
+        found += _sharded(size, layout, low, wide, gathers=gathers, micro_batches=micro_batches, syncs=syncs)
     elif layout.copies > 1:
         gradient_bytes = 2 if reduced_gradients else wide
-        found += _among_copies(size, layout, experts, gradient_bytes, wide, zero_stage, micro_batches)
-    if experts is not None:
-        found.append(
-            token_transfers(
-                experts,
-                layers=size.layers // layout.stages * micro_batches,
-                width=size.width,
-                tokens=tokens_per_micro_batch,
-                itemsize=low,
-                stride=layout.tensor,
-                recomputed=recomputed,
-            )
-        )
+        found.append(_among_copies(size, layout, gradient_bytes))
     if layout.tensor > 1:
         stream = low if tensor_reduce_dtype == "16bit" else wide
         tokens = tokens_per_micro_batch
@@ -147,63 +124,29 @@ def _sharded(
     layout: ParallelLayout,
     low: int,
     wide: int,
-    experts: ExpertTraffic | None,
     *,
     gathers: int,
     micro_batches: int,
     syncs: int,
 ) -> list[Transfer]:
     split, shards, copies = layout.tensor, layout.shards, layout.copies
-    rows = [(*unit, shards, copies, split) for unit in _units(_without(size, experts), split, low, wide)]
-    if experts is not None:
-        # A rank shards its own experts over the ranks that hold the same ones: places of a node first.
-        own = experts.weights // experts.ranks // split
-        among = max(1, shards // experts.ranks)
-        replicas = layout.data_ranks // experts.ranks // among
-        rows.append(("experts", own, low, size.layers, True, among, replicas, split * experts.ranks))
     found = []
-    for name, n, itemsize, k, inner, among, replicas, stride in rows:
+    for name, n, itemsize, k, inner in _units(size, split, low, wide):
         times = k * (gathers if inner else micro_batches)
-        found.append(Transfer(f"weights: {name}", "all_gather", n * itemsize, among, times, stride))
-        found.append(Transfer(f"gradients: {name}", "reduce_scatter", 4 * n, among, k * syncs, stride))
-        shard, far = 4 * n // among, stride * among
-        found.append(Transfer(f"gradients: {name}, among copies", "all_reduce", shard, replicas, k * syncs, far))
+        found.append(Transfer(f"weights: {name}", "all_gather", n * itemsize, shards, times, split))
+        found.append(Transfer(f"gradients: {name}", "reduce_scatter", 4 * n, shards, k * syncs, split))
+        shard, far = 4 * n // shards, split * shards
+        found.append(Transfer(f"gradients: {name}, among copies", "all_reduce", shard, copies, k * syncs, far))
     return sorted((t for t in found if t.ranks > 1), key=lambda t: ("weights" not in t.what, "copies" in t.what))
 
 
-def _without(size: DecoderSize, experts: ExpertTraffic | None) -> DecoderSize:
-    """What every rank has a share of, however experts are divided."""
-    left = size.block_matmul_weights - (experts.weights if experts is not None else 0)
-    return replace(size, block_matmul_weights=left)
-
-
-def _among_copies(
-    size: DecoderSize,
-    layout: ParallelLayout,
-    experts: ExpertTraffic | None,
-    gradient_bytes: int,
-    weight_bytes: int,
-    zero_stage: int,
-    micro_batches: int,
-) -> list[Transfer]:
-    of_all = _without(size, experts)
-    blocks = of_all.layers // layout.stages * (of_all.block_matmul_weights // layout.tensor + of_all.block_norm_weights)
+def _among_copies(size: DecoderSize, layout: ParallelLayout, gradient_bytes: int) -> Transfer:
+    blocks = size.layers // layout.stages * (size.block_matmul_weights // layout.tensor + size.block_norm_weights)
     # Of a pipeline the first stage, which has the table; a tied head is a copy of it on the last one.
     first = size.table_weights // layout.tensor + size.other_weights
     outside = first + (size.head_weights // layout.tensor if layout.stages == 1 else 0)
-    groups = [("", blocks + outside, layout.copies, layout.tensor)]
-    if experts is not None:
-        own = size.layers // layout.stages * experts.weights // experts.ranks // layout.tensor
-        groups.append((" of experts", own, layout.copies // experts.ranks, layout.tensor * experts.ranks))
-    found = []
-    for name, n, ranks, stride in groups:
-        if zero_stage == 0:
-            found.append(Transfer(f"gradients{name}", "all_reduce", gradient_bytes * n, ranks, stride=stride))
-            continue
-        times = micro_batches if zero_stage == 2 else 1
-        found.append(Transfer(f"gradients{name}", "reduce_scatter", gradient_bytes * n, ranks, times, stride))
-        found.append(Transfer(f"weights{name}", "all_gather", weight_bytes * n, ranks, stride=stride))
-    return [transfer for transfer in found if transfer.ranks > 1]
+    payload = gradient_bytes * (blocks + outside)
+    return Transfer("gradients", "all_reduce", payload, layout.copies, stride=layout.tensor)
 
 
 def _activations(
@@ -269,22 +212,3 @@ def _check(
     ):
         if whole % parts:
             raise ValueError(f"`{name}` ({whole}) cannot be divided evenly over {parts} {unit}.")
-
-
-def _check_zero_and_experts(
-    size: DecoderSize, layout: ParallelLayout, zero_stage: int, experts: ExpertTraffic | None
-) -> None:
-    if zero_stage not in (0, 1, 2):
-        raise ValueError(f"`zero_stage` must be 0, 1 or 2, got {zero_stage!r}. Stage 3 is shards of a layout.")
-    if zero_stage and layout.shards > 1:
-        raise ValueError(f"`zero_stage` {zero_stage} is for copies without shards, got {layout.name}. Leave it out.")
-    if experts is None:
-        return
-    if layout.data_ranks % experts.ranks:
-        raise ValueError(f"Experts on {experts.ranks} ranks do not divide the {layout.data_ranks} data ranks.")
-    if layout.shards > 1 and layout.shards % experts.ranks and experts.ranks % layout.shards:
-        raise ValueError(f"Experts on {experts.ranks} ranks and {layout.shards} shards do not divide each other.")
-    if experts.weights > size.block_matmul_weights:
-        raise ValueError(
-            f"Experts of {experts.weights} weights are in a block of {size.block_matmul_weights}. Count them in it."
-        )

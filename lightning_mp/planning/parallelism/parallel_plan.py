@@ -29,7 +29,6 @@ from lightning_mp.flops.hardware import matmul_format, peak_flops
 from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.communication import Precision, TensorReduceDtype, communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.expert_traffic import ExpertTraffic
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
@@ -104,8 +103,6 @@ def plan_parallelism(
     sequences_per_gpu: int = 1,
     precision: Precision = "bf16-mixed",
     tensor_reduce_dtype: TensorReduceDtype = "fp32",
-    zero_stage: int = 0,
-    experts: ExpertTraffic | None = None,
     recomputed: bool = False,
 ) -> ParallelPlan:
     """What one optimizer step of a decoder sends and takes at least, under one layout.
@@ -119,10 +116,7 @@ def plan_parallelism(
         sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is split over, so that layouts compare
             at equal activations.
         precision: as in the Trainer.
-        tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`, as for
-            the next two.
-        zero_stage: among copies.
-        experts: of a mixture, divided over data ranks. Computing is counted for all weights of ``size``.
+        tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`.
         recomputed: every block runs again in backward, a third more computing.
 
     Raises:
@@ -148,8 +142,6 @@ def plan_parallelism(
         micro_batches=micro_batches,
         precision=precision,
         tensor_reduce_dtype=tensor_reduce_dtype,
-        zero_stage=zero_stage,
-        experts=experts,
         recomputed=recomputed,
     )
     flops = flops_per_token(
