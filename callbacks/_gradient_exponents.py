@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
+from lightning_mp.core.ranks import world_size
 from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 from lightning_mp.gradients import gradient_ops
@@ -59,7 +60,7 @@ def count_gradients(
             table.add(name, parameter.grad, factor)
     ranks = gradient_replication(trainer)
     copies = ranks.copies([p if p.grad is None else p.grad for p in parameters], parameters)
-    together = dist.get_world_size(ranks.group) if dist.is_available() and dist.is_initialized() else 1
+    together = world_size(ranks.group)
     if ranks.ranks_per_parameter == together and any(number < together for number in copies):
         table.sum_over_ranks_(copies, ranks.group)
     return table
@@ -84,7 +85,7 @@ def largest_on_any_rank(
     if watch is not None and watch.largest is not None:
         largest = watch.largest.reshape(1) * (1.0 if factor is None else factor)
         largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=gradient_replication(trainer).group)
     return largest
 

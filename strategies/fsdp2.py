@@ -33,6 +33,7 @@ from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.namespace_hint import NamespaceHint
+from lightning_mp.core.precisions import low_dtype
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.distributed.sharding_rules import Shard, read_resharding, read_shard, unit_names
@@ -41,7 +42,7 @@ from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
 from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, forget_a_step_that_failed
-from lightning_mp.strategies.fsdp2_model import LOW_DTYPES, STEPS, ForwardMethods, shard_model
+from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,
     refuse_own_parallelism,
@@ -296,7 +297,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         rounded = [dtype for unit in units if (dtype := private_sharding_api.sharding_param_dtype(unit)) is not None]
         precision = str(self.precision_plugin.precision)
-        if rounded and rounded[0] != LOW_DTYPES.get(precision):
+        if rounded and rounded[0] != low_dtype(precision):
             raise MisconfigurationException(
                 f"The model is sharded already and gathers weights in {rounded[0]}, and precision is now {precision!r}."
                 " Use the precision that it was sharded for, or a new model."

@@ -14,28 +14,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.messages import listed
+from lightning_mp.core.precisions import low_dtype
 from lightning_mp.distributed.all_gather_dtypes import gathered_dtypes
 from lightning_mp.distributed.materialize import Materialiser, not_initialisable
 from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
 from lightning_mp.distributed.sharding_rules import refuse_half_of_a_tie
 from lightning_mp.modules.class_forward import class_forward
-from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
-__all__ = ["LOW_DTYPES", "STEPS", "ForwardMethods", "shard_model", "units_for"]
+__all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
 
 #: Methods of a LightningModule that begin with a forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-#: In which dtype weights are gathered, by the plugin's precision.
-LOW_DTYPES = {
-    "16-mixed": torch.float16,
-    "bf16-mixed": torch.bfloat16,
-    "fp8-mixed": torch.bfloat16,
-    "16-true": torch.float16,
-    "bf16-true": torch.bfloat16,
-}
 
 
 def shard_model(
@@ -103,7 +95,7 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
     """The units with the dtypes that a precision plugin wants, inner ones first."""
     precision = str(plugin.precision)
     policy = getattr(plugin, "policy", None)
-    low = LOW_DTYPES.get(precision)
+    low = low_dtype(precision)
     if getattr(plugin, "eval_precision", precision) != precision:
         low = None  # what is gathered in 16 bit could not be evaluated in fp32
     if low is not None and precision.endswith("-mixed"):
@@ -154,7 +146,7 @@ def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[
     roots: list[str] = []
     for name, part in named_modules(module):
         has_forward = class_forward(part) is not None
-        inside = any(name.startswith(f"{root}.") for root in (*roots, *names))
+        inside = any(is_inside(name, root) for root in (*roots, *names))
         if name and has_forward and not inside and name not in names and next(part.parameters(), None) is not None:
             roots.append(name)
     parts = dict(named_modules(module))

@@ -17,6 +17,7 @@ from lightning_mp.cli.model_shape import (
 from lightning_mp.cli.plan_text import as_json, print_answer
 from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
 from lightning_mp.core.number_formats import number_format
+from lightning_mp.core.precisions import PRECISIONS, find_precision
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.flops.hardware import Chip
 from lightning_mp.planning.layout_choice import (
@@ -30,7 +31,6 @@ from lightning_mp.planning.layout_choice import (
 from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import MemoryLayout
-from lightning_mp.planning.memory.precision_storage import PRECISIONS, find_precision
 from lightning_mp.planning.scaling_laws.device_budget import chip_of, device_budget, dtype_on
 from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware, inference_aware_optimum
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal

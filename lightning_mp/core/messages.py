@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from lightning.fabric.utilities.rank_zero import rank_zero_module
 
-__all__ = ["ABOUT_DTYPES", "lightning_logger", "listed"]
+__all__ = ["ABOUT_DTYPES", "lightning_logger", "listed", "text_table"]
 
 #: Words in torch's errors about two dtypes, or about a dtype that an operation does not have.
 ABOUT_DTYPES = ("dtype", "scalar type", "should be the same", "not implemented for")
@@ -26,3 +26,15 @@ def lightning_logger() -> logging.Logger:
     """Where Lightning's messages go: to whichever of ``lightning`` and ``pytorch_lightning`` was imported last."""
     logger: logging.Logger = rank_zero_module.log
     return logger
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, a rule below its head.
+
+    Example:
+        >>> text_table(("name", "dtype"), [("net.0", "fp32")])
+        ['name   dtype', '------------', 'net.0  fp32']
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
+    return [lines[0], "-" * (sum(widths) + 2 * (len(head) - 1)), *lines[1:]]

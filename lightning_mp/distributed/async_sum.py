@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.ranks import world_size
 from lightning_mp.gradients.gradient_ops import accumulation_dtype, sum_over_ranks_
 
 __all__ = ["AsyncAnyRank", "AsyncAllReduce"]
@@ -30,7 +30,7 @@ class AsyncAllReduce:
     def add(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """Hands in numbers and returns the sums of the call before. To be called on all ranks."""
         before = self.arrived()
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if world_size() == 1:
             # What several ranks had handed in before a resume is still to be told.
             self._sums = [0.0] * len(before)
             return [number + left for number, left in zip(numbers, before, strict=True)]

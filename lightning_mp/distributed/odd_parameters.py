@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_mp.core.messages import listed
-from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.sharding_units import ShardingUnit
 
 __all__ = ["refuse_odd_parameters", "units_of_one_dtype"]
@@ -90,7 +90,7 @@ def units_of_one_dtype(model: nn.Module, units: Sequence[ShardingUnit]) -> list[
             names = [name for name, dtypes in dtypes_of.items() if dtype in dtypes]
             for name in names:
                 _refuse_a_mixture(name, dtype, set(_all_dtypes(modules[name], taken)))
-            outermost = [n for n in names if not any(n != other and n.startswith(f"{other}.") for other in names)]
+            outermost = [n for n in names if not any(other and is_inside(n, other) for other in names)]
             found.append(ShardingUnit(tuple(outermost), _policy(unit, dtype)))
             rest = tuple(name for name in rest if name not in outermost)
         if rest:

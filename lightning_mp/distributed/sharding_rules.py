@@ -9,7 +9,7 @@ from torch import nn
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.class_forward import class_forward
-from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
 __all__ = [
@@ -126,7 +126,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     names_of = _names_of_parameters(model)
     found: list[str] = []
     for name, module in named_modules(model):
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or any(_is_inside(name, unit) for unit in found):
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or any(is_inside(name, unit) for unit in found):
             continue
         classes = Counter(type(child) for child in module.children() if _is_called(child) and _has_parameters(child))
         for child_name, child in module.named_children():
@@ -195,14 +195,10 @@ def _shared_with_outside(unit: str, model: nn.Module, names_of: dict[int, list[s
     itself = dict(modules)[unit]
     places = [name for name, module in modules if module is itself]
     for names in names_of.values():
-        inside = [name for name in names if any(_is_inside(name, place) for place in places)]
+        inside = [name for name in names if any(name == place or is_inside(name, place) for place in places)]
         if inside and len(inside) < len(names):
             return inside[0], next(name for name in names if name not in inside)
     return None
-
-
-def _is_inside(name: str, unit: str) -> bool:
-    return name == unit or name.startswith(f"{unit}.")
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from types import MappingProxyType
 import torch
 
 from lightning_mp.core.number_formats import number_format
+from lightning_mp.core.precisions import format_of
 
 _RATE_COLUMNS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 _SEPARATORS = re.compile(r"[\s_-]+")
@@ -163,9 +164,10 @@ def matmul_format(precision: str, *, tf32: bool = False) -> str | None:
         >>> matmul_format("16-true"), matmul_format("32-true", tf32=True), matmul_format("fp8-mixed")
         ('fp16', 'tf32', 'fp8')
     """
-    bits = str(precision).partition("-")[0]
-    known = {"bf16": "bf16", "16": "fp16", "32": "tf32" if tf32 else "fp32", "64": "fp64", "fp8": "fp8"}
-    return "fp8" if str(precision).startswith("transformer-engine") else known.get(bits)
+    if str(precision).startswith("transformer-engine"):
+        return "fp8"
+    found = format_of(str(precision))
+    return "tf32" if found == "fp32" and tf32 else found
 
 
 def device_peak(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.messages import listed
+from lightning_mp.core.ranks import world_size
 
 __all__ = ["AgreedUnits"]
 
@@ -83,7 +84,7 @@ class AgreedUnits:
     @classmethod
     def of(cls, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> Self | None:
         """Watches a model that FSDP shards over several ranks; None for any other."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if world_size() == 1:
             return None
         if not any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
             return None

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_mp.core.ranks import world_size
 from lightning_mp.gradients.gradient_ops import (
     LocalGradients,
     accumulation_dtype,
@@ -72,7 +73,7 @@ class GradientReplication:
     @classmethod
     def every_rank(cls, group: ProcessGroup | None = None) -> Self:
         """All ranks of a group hold the same parameters, as under DDP; None for all ranks of the job."""
-        size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        size = world_size(group)
         return cls(group, size, size)
 
     @classmethod

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["named_modules", "near_misses", "parameter_names", "unwrapped_name"]
+__all__ = ["is_inside", "named_modules", "near_misses", "parameter_names", "unwrapped_name"]
 
 # Components that wrappers put into the names of modules: torch.compile, FSDP1, checkpoint_wrapper.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -33,6 +33,16 @@ def unwrapped_name(name: str) -> str:
         'body.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Whether a module or parameter is inside of another module, by their names; "" is the model, which has all inside.
+
+    Example:
+        >>> is_inside("blocks.1.up", "blocks.1"), is_inside("blocks.10", "blocks.1"), is_inside("head", "")
+        (True, False, True)
+    """
+    return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 def parameter_names(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.core import private_sharding_api
+from lightning_mp.core.ranks import world_size
 from lightning_mp.modules.stage_placeholder import full_model
 
 __all__ = ["WholeParameter", "agreed_count", "whole_parameters"]
@@ -125,7 +126,7 @@ def agreed_count(count: int, device: torch.device, what: str) -> int:
     Raises:
         ValueError: on all ranks, if they differ.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if world_size() == 1:
         return count
     ends = torch.tensor([count, -count], dtype=torch.int64, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)

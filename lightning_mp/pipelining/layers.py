@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.modules.names import near_misses, unwrapped_name
+from lightning_mp.modules.names import is_inside, near_misses, unwrapped_name
 
 __all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers", "run_layers"]
 
@@ -152,7 +152,7 @@ def _fitting(module: nn.Module, pattern: str, parts: Mapping[str, nn.Module]) ->
     found = [(name, part) for name, part in parts.items() if name and fnmatchcase(name, pattern)]
     # By names only: after the split other classes stand in some of the places.
     # A glob also matches what is inside the modules that it matches.
-    outer = [(name, part) for name, part in found if not any(name.startswith(f"{other}.") for other, _ in found)]
+    outer = [(name, part) for name, part in found if not any(is_inside(name, other) for other, _ in found)]
     if not outer:
         raise MisconfigurationException(
             f"{type(module).__name__}.pipeline_layers: {pattern!r} matches no"
@@ -164,7 +164,7 @@ def _fitting(module: nn.Module, pattern: str, parts: Mapping[str, nn.Module]) ->
 def _refuse_nested(layers: Iterable[Layer]) -> None:
     every = {name for layer in layers for name in layer.module_names}
     for name in sorted(every):
-        inside = sorted(other for other in every if other.startswith(f"{name}.") or (not name and other))
+        inside = sorted(other for other in every if is_inside(other, name))
         if inside:
             raise MisconfigurationException(
                 f"pipeline_layers: {inside[0]} is inside of {name or 'the module itself'}, and both are in layers. Name"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import matmul_format, peak_flops, rate_column
 from lightning_mp.planning.memory.chip_memory import check_memory_bytes, chips_by_memory
@@ -15,7 +16,6 @@ from lightning_mp.planning.memory.decoder_memory import (
     decoder_memory,
     largest_micro_batch,
 )
-from lightning_mp.planning.memory.precision_storage import PrecisionStorage, find_precision
 from lightning_mp.planning.parallelism.communication import Precision
 from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
@@ -88,7 +88,7 @@ def choose_layouts(
         memory_bytes: of one GPU; None leaves the verdicts out.
         context_tokens: length of a sequence.
         tokens_per_step: over all GPUs.
-        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
         dtype: format of matrix products, for the peak that bounds a step; None is that of ``precision``, fp32 without
             TF32 in "32-true".
         checkpointed: with and without recomputed blocks.
@@ -162,7 +162,7 @@ def choose_chips(
         config: the model.
         gpus: how many.
         context_tokens: length of a sequence.
-        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
 
     Raises:
         ValueError: a precision is unknown, or a number is not positive.
@@ -228,7 +228,7 @@ def _plan(
     machine: Machine,
     step: int,
     context_tokens: int,
-    row: PrecisionStorage,
+    row: PrecisionSpec,
     dtype: str | None,
 ) -> ParallelPlan:
     precision = _on_the_wire(row.name)

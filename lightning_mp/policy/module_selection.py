@@ -9,7 +9,7 @@ from torchmetrics import Metric
 
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.class_forward import class_forward, takes_hooks
-from lightning_mp.modules.names import named_modules, near_misses
+from lightning_mp.modules.names import is_inside, named_modules, near_misses
 from lightning_mp.policy.rules import LOW, Rule
 
 __all__ = ["ModulePattern", "as_patterns", "select_modules"]
@@ -79,7 +79,7 @@ def select_modules(
     outer = [name for name in candidates if name in wanted and not _is_inside(name, wanted)]
     for pattern, names in zip(patterns, matches, strict=True):
         if not names & set(outer):
-            around = sorted({other for other in outer for name in names if name.startswith(f"{other}.")})
+            around = sorted({other for other in outer for name in names if is_inside(name, other)})
             raise ValueError(
                 f"{owner}: all that {_text(pattern)} matches is inside modules that another pattern matches"
                 f" ({listed(around, most=12)}), so it would change nothing. Leave one of the two patterns"

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from lightning_mp.core.messages import text_table
 from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR, by_autocast
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 
@@ -132,11 +133,7 @@ def table_rows(policy: "ResolvedPolicy") -> list[tuple[str, str, str]]:
 
 def plain_table(policy: "ResolvedPolicy") -> str:
     """The table as text."""
-    rows = [HEAD, *table_rows(policy)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "-" * (sum(widths) + 2 * (len(HEAD) - 1)))
-    return "\n".join(lines)
+    return "\n".join(text_table(HEAD, table_rows(policy)))
 
 
 def show(policy: "ResolvedPolicy") -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_mp.core import private_sharding_api
-from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype
 
@@ -140,7 +140,7 @@ def _concrete(dtype: Dtype, low: torch.dtype) -> torch.dtype:
 
 def _innermost(name: str, units: Sequence[str]) -> str | None:
     """The unit that holds a module's parameters: itself, or the nearest of those that it is in."""
-    around = [unit for unit in units if unit in ("", name) or name.startswith(f"{unit}.")]
+    around = [unit for unit in units if unit == name or is_inside(name, unit)]
     return max(around, key=_depth, default=None)
 
 

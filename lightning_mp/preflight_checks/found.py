@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_mp.core.precisions import format_of
 from lightning_mp.planning.advice.device_traits import DeviceTraits
 
 __all__ = [
@@ -21,8 +22,6 @@ __all__ = [
 
 AfterItsEnd = Literal["raises", "rises", "zero", "stays"]
 """What a scheduler does when it is stepped more often than it was planned for."""
-
-_BASES = {"16": "fp16", "bf16": "bf16", "fp8": "fp8", "32": "fp32", "64": "fp64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class FoundPrecision:
     @property
     def base(self) -> str:
         """The format of matrix products; "" where it is not known."""
-        return _BASES.get(self.name.partition("-")[0], "")
+        return format_of(self.name) or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

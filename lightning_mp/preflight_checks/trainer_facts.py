@@ -10,10 +10,10 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_mp.accumulation.step_estimate import estimate_steps
 from lightning_mp.core import private_loop_api
+from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.distributed.data_ranks import num_data_ranks
 from lightning_mp.planning.advice.device_traits import DeviceTraits, find_device, named_device
-from lightning_mp.planning.memory.precision_storage import PRECISIONS, PrecisionStorage, find_precision
 from lightning_mp.preflight_checks.data_facts import FoundData
 from lightning_mp.preflight_checks.found import FoundBudget, FoundPrecision, FoundRun
 from lightning_mp.preflight_checks.module_facts import own_scalers
@@ -39,7 +39,7 @@ def available_bytes(trainer: "pl.Trainer", device: DeviceTraits, name: str | Non
     return int(torch.cuda.mem_get_info(root)[0] + torch.cuda.memory_reserved(root))
 
 
-def storage_of(trainer: "pl.Trainer") -> PrecisionStorage:
+def storage_of(trainer: "pl.Trainer") -> PrecisionSpec:
     """What the precision stores; that of fp32 for precisions that estimates of memory do not know."""
     try:
         return find_precision(trainer.precision_plugin)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
+from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.modules.names import parameter_names
 from lightning_mp.planning.memory.live_storages import MemorySample
-from lightning_mp.planning.memory.precision_storage import PrecisionStorage
 from lightning_mp.planning.memory.simulated_step import simulate_step
 from lightning_mp.planning.memory.stand_in_optimizer import optimizers_in
 from lightning_mp.policy.policy import PrecisionPolicy
@@ -65,7 +65,7 @@ class WatchedStep:
         self._raw_backwards = self._closure_before_step = self._has_clipped = self._ignores_clipping = False
         self._raw_steps: list[str] = []
 
-    def run(self, batch: Any, precision: PrecisionStorage, policy: PrecisionPolicy | None, device_type: str) -> None:
+    def run(self, batch: Any, precision: PrecisionSpec, policy: PrecisionPolicy | None, device_type: str) -> None:
         """Runs it once.
 
         Raises:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.tensor_parallel.dtensor_edges import local_part
 from lightning_mp.tensor_parallel.known_models import Style
 
@@ -49,7 +49,7 @@ def can_take_parts(module: nn.Module) -> bool:
 def blocks_around(name: str, model: nn.Module, styles: Mapping[str, Style]) -> nn.ModuleList | None:
     """The list of blocks with style "sequence" in which a module stands; None if there is none."""
     for other, module in named_modules(model):
-        if isinstance(module, nn.ModuleList) and styles.get(other) == "sequence" and name.startswith(f"{other}."):
+        if isinstance(module, nn.ModuleList) and styles.get(other) == "sequence" and is_inside(name, other):
             return module
     return None
 
@@ -63,7 +63,7 @@ def check_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> None
     modules = dict(named_modules(model))
     lists = [n for n, style in styles.items() if style == "sequence" and isinstance(modules[n], nn.ModuleList)]
     for name, style in styles.items():
-        inside = any(name.startswith(f"{other}.") for other in lists)
+        inside = any(is_inside(name, other) for other in lists)
         if style == "sequence" and name in lists and (inside or not len(modules[name])):  # type: ignore[arg-type]
             what = "is in another such list" if inside else "is empty"
             raise ValueError(f"{_OWNER}: {name} is 'sequence' and {what}.")
@@ -78,14 +78,14 @@ def check_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> None
         if style == "whole_sequence" and not inside:
             raise ValueError(f"{_OWNER}: {name} is 'whole_sequence' and is in no blocks that are 'sequence'.")
         takes_whole = style.startswith("column") or style == "row_split"
-        gathered = any(name.startswith(f"{other}.") for other, its in styles.items() if its == "whole_sequence")
+        gathered = any(is_inside(name, other) for other, its in styles.items() if its == "whole_sequence")
         if inside and takes_whole and not gathered:
             raise ValueError(
                 f"{_OWNER}: {name} is {style!r} in blocks that are 'sequence', and would get a part of the tokens. Give"
                 " the module around it, as the attention or the MLP, the style 'whole_sequence': it gathers them."
             )
     for name, module in modules.items():
-        inside = any(name.startswith(f"{other}.") for other in lists)
+        inside = any(is_inside(name, other) for other in lists)
         if inside and name not in styles and next(module.parameters(recurse=False), None) is not None:
             raise ValueError(
                 f"{_OWNER}: {name} ({type(module).__name__}) is in blocks that are 'sequence' and has no style, so"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_mp.core.ranks import world_size
 from lightning_mp.gradients.gradient_ops import accumulation_dtype
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
@@ -271,7 +272,7 @@ def _gather(window: OpenWindow) -> tuple[int, list[int]]:
     tokens = torch.as_tensor(window.measure.tokens, device=window.device)
     local = torch.stack([rank, window.totals.tokens(window.device), tokens.to(dtype)])
     rows = [local]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, local)
     # Ranks that share their data (tensor parallel) say the same; each data rank counts once.

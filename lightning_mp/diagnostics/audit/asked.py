@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_mp.core.precisions import format_of
 from lightning_mp.diagnostics.audit.operations import candidates
 from lightning_mp.diagnostics.audit.records import OperationRecord, dtype_label
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype
 
 __all__ = ["AskedPrecision"]
-
-_FORMAT_OF = {"16": "fp16", "bf16": "bf16", "fp8": "bf16", "32": "fp32", "64": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ class AskedPrecision:
     @property
     def base(self) -> str:
         """The format of products unless stated otherwise; "" if that is not known."""
-        return _FORMAT_OF.get(self.precision.partition("-")[0], "")
+        found = format_of(self.precision) or ""
+        return "bf16" if found == "fp8" else found  # of all that fp8 does not take
 
     def by_policy(self, record: OperationRecord) -> str:
         """The format that the policy asks for in a forward operation, which decides; "" if it says nothing."""

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from lightning_mp.core.messages import listed
+from lightning_mp.core.messages import listed, text_table
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
 
 __all__ = ["HEAD", "audit_table", "plain_audit_table", "table_rows"]
@@ -43,11 +43,7 @@ def table_rows(report: AuditReport) -> list[tuple[str, ...]]:
 
 def plain_audit_table(report: AuditReport) -> str:
     """The table as text, with what could not be seen below."""
-    rows = [HEAD, *table_rows(report)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "-" * (sum(widths) + 2 * (len(HEAD) - 1)))
-    return "\n".join([*lines, *_notes(report)])
+    return "\n".join([*text_table(HEAD, table_rows(report)), *_notes(report)])
 
 
 def audit_table(report: AuditReport) -> str:

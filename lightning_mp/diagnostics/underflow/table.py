@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp.core.devices import sent_to
+from lightning_mp.core.ranks import world_size
 from lightning_mp.diagnostics.underflow.exponents import NUM_SLOTS, ExponentHistogram, count_exponents
 from lightning_mp.gradients import gradient_ops
 
@@ -54,7 +55,7 @@ class ExponentTable:
             group: None for all ranks.
         """
         gradient_ops.sum_over_ranks_(self._counts, group)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        if world_size(group) > 1:
             dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=group)
         divisor = sent_to(torch.tensor(copies, dtype=torch.int64), self._counts.device)
         self._counts //= divisor[:, None]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
+from lightning_mp.core.precisions import find_precision
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
@@ -14,7 +15,6 @@ from lightning_mp.planning.memory.decoder_memory import (
     largest_micro_batch,
 )
 from lightning_mp.planning.memory.estimate import reserved_range
-from lightning_mp.planning.memory.precision_storage import find_precision
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
 __all__ = ["LayoutAdvice", "Question", "advise_layout"]
@@ -40,7 +40,7 @@ class Question:
         parameters: of the model, if known.
         config: its shape, if it is a decoder.
         context_tokens: length of a sequence.
-        storage: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        storage: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
         blocks: glob for ``ActivationCheckpointing``.
     """
 

@@ -31,7 +31,7 @@ class PrecisionAdvice:
 
     Attributes:
         choices: with their reasons.
-        storage: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        storage: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
         plugin: of this package; None leaves it to ``trainer_precision``.
         trainer_precision: for ``Trainer(precision=...)``; None where there is a plugin.
         callbacks: that belong to it.

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from lightning_mp.core.arguments import positive_quantity, quantity_from, true_or_false, whole_number, whole_quantity
+from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.memory.live_storages import PARTS, Part
-from lightning_mp.planning.memory.precision_storage import PrecisionStorage, find_precision
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
 __all__ = ["DecoderMemory", "MemoryLayout", "decoder_memory", "largest_micro_batch"]
@@ -94,7 +94,7 @@ def decoder_memory(
         layout: how GPUs share it; one GPU when None.
         sequences: in a micro-batch of one data rank.
         context_tokens: length of a sequence.
-        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`, or a plugin.
+        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`, or a plugin.
         optimizer_states: numbers per parameter: 2 of Adam, 1 of momentum.
         micro_batches: of one data rank per step. A pipeline holds as many at once as it has stages (1F1B), or fewer if
             there are not so many.
@@ -193,7 +193,7 @@ def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> float:
 
 
 def _of_weights_in_use(
-    config: DecoderConfig, layout: MemoryLayout, row: PrecisionStorage, weights: float
+    config: DecoderConfig, layout: MemoryLayout, row: PrecisionSpec, weights: float
 ) -> dict[Part, float]:
     """Casts of whole weights; of sharded ones what is gathered; and what reductions take."""
     size, ranks = config.size, layout.layout
@@ -215,7 +215,7 @@ def _of_weights_in_use(
 def _of_activations(
     config: DecoderConfig,
     layout: MemoryLayout,
-    row: PrecisionStorage,
+    row: PrecisionSpec,
     tokens: int,
     micro_batches: int | None,
     sequence_parallel: bool,

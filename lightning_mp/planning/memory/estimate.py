@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_sharding_api
+from lightning_mp.core.precisions import find_precision
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.planning.memory.live_storages import PARTS, MemorySample
-from lightning_mp.planning.memory.precision_storage import find_precision
 from lightning_mp.planning.memory.ranks import under_ddp, under_fsdp2
 from lightning_mp.planning.memory.simulated_step import StepFunction, simulate_step
 from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory
@@ -46,7 +46,7 @@ class MemoryEstimate:
 
     Attributes:
         samples: what is alive after each operation of the step that changes it.
-        precision: name of a row of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`.
+        precision: name of a row of :data:`~lightning_mp.core.precisions.PRECISIONS`.
         strategy: how the ranks share the model.
         ranks: how many there are.
         device_type: the device that it is an estimate for.
@@ -147,7 +147,7 @@ def estimate_memory(
         step: from module and batch to the loss; None takes ``training_step``, or the module's forward: a tensor is
             given as it is, a list or tuple as positional and a mapping as keyword arguments, and of the result the
             attribute ``loss`` is taken, or the sum.
-        precision: a name of :data:`~lightning_mp.planning.memory.precision_storage.PRECISIONS`, or a precision plugin.
+        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`, or a precision plugin.
         optimizer: a class of ``torch.optim`` by name, or a function from parameters to an optimizer. None takes
             ``configure_optimizers``, or AdamW.
         policy: a :class:`~lightning_mp.PrecisionPolicy` or its rules; None takes that of the plugin.

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 from torch import nn
 
+from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.modules.names import named_modules
 from lightning_mp.planning.memory.live_storages import PARTS, MemorySample, Part
-from lightning_mp.planning.memory.precision_storage import PrecisionStorage
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 from lightning_mp.policy.operations import FAMILIES, operation_of_module
 
@@ -39,7 +39,7 @@ def under_fsdp2(
     samples: Sequence[MemorySample],
     module: nn.Module,
     ranks: int,
-    precision: PrecisionStorage,
+    precision: PrecisionSpec,
     units: ModulePattern | Sequence[ModulePattern] | None = None,
 ) -> list[MemorySample]:
     """Weights, gradients, masters and optimizer states are sharded; weights are gathered unit by unit.
@@ -104,7 +104,7 @@ class _Unit:
     def shard_elements(self, ranks: int) -> int:
         return sum(ceil(shape[0] / ranks) * prod(shape[1:]) if shape else 1 for shape, _, _ in self.parameters)
 
-    def gathered_bytes(self, precision: PrecisionStorage) -> int:
+    def gathered_bytes(self, precision: PrecisionSpec) -> int:
         low = precision.activation_bytes
         return sum(
             prod(shape) * (low if in_product or not precision.autocast else precision.weight_bytes)

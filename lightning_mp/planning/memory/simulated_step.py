@@ -12,10 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.modules.stand_ins import batch_with, run_forward, sum_of_outputs
 from lightning_mp.planning.memory.live_storages import PARTS, LiveStorages, MemorySample, Part
-from lightning_mp.planning.memory.precision_storage import PrecisionStorage
 from lightning_mp.planning.memory.stand_in_kernels import StandInKernels
 from lightning_mp.planning.memory.stand_in_model import StandInModel
 from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
@@ -33,7 +33,7 @@ def simulate_step(
     step: StepFunction | None,
     *,
     optimizer: str | OptimizerFactory | None,
-    precision: PrecisionStorage,
+    precision: PrecisionSpec,
     policy: PrecisionPolicy | None,
     device_type: str,
     prepare: Callable[[nn.Module], None] | None = None,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.modules.stand_ins import module_with
-from lightning_mp.planning.memory.precision_storage import PrecisionStorage
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
@@ -48,7 +48,7 @@ class StandInModel:
     def __init__(
         self,
         module: nn.Module,
-        precision: PrecisionStorage,
+        precision: PrecisionSpec,
         *,
         policy: PrecisionPolicy | None,
         device_type: str,
@@ -94,7 +94,7 @@ class StandInModel:
 
 
 def _kept_in_float32(
-    module: nn.Module, precision: PrecisionStorage, policy: PrecisionPolicy | None
+    module: nn.Module, precision: PrecisionSpec, policy: PrecisionPolicy | None
 ) -> Callable[[Tensor], torch.dtype | None]:
     """The format in which a tensor of the module is held; None for its own."""
     if precision.weight_dtype == torch.float32:

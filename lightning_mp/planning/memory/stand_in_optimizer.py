@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.planning.memory.live_storages import LiveStorages
-from lightning_mp.planning.memory.precision_storage import PrecisionStorage
 
 __all__ = ["OptimizerFactory", "StandInOptimizer", "make_optimizers", "optimizers_in"]
 
@@ -119,7 +119,7 @@ class StandInOptimizer:
         ValueError: the optimizer cannot step fake tensors.
     """
 
-    def __init__(self, optimizer: Optimizer, precision: PrecisionStorage, device_type: str) -> None:
+    def __init__(self, optimizer: Optimizer, precision: PrecisionSpec, device_type: str) -> None:
         self.optimizer = optimizer
         self._precision = precision
         self._of: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core.messages import listed
-from lightning_mp.modules.names import named_modules
+from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.resolved import ResolvedPolicy
 from lightning_mp.policy.rules import LOW
 
@@ -162,7 +162,7 @@ def _entries_by_linear(
         hits = [
             linear
             for linear, own_names in names.items()
-            if any(_is_inside(name, root) for name in own_names for root in roots)
+            if any(name == root or is_inside(name, root) for name in own_names for root in roots)
         ]
         if not hits:
             there_are = listed([own[0] for own in names.values()], most=12) or "none"
@@ -182,10 +182,6 @@ def _rules_by_name(policy: ResolvedPolicy) -> dict[str, str]:
         for module in policy.modules
         if (number := policy.deciding_rule(module)) is not None and policy.rules[number].dtype != LOW
     }
-
-
-def _is_inside(name: str, root: str) -> bool:
-    return root in ("", name) or name.startswith(f"{root}.")
 
 
 def _owners_besides_linears(model: nn.Module) -> dict[int, str]:

@@ -1,6 +1,7 @@
-"""What each precision stores per parameter, and in which format a step computes.
+"""Every precision by name: what it stores per parameter, and in which format a step computes.
 
 The plugins themselves need a Trainer. Here is what they keep, as a few values; a test compares these with the plugins.
+Other places ask here: what a name means is not written down a second time.
 """
 
 from collections.abc import Mapping
@@ -9,11 +10,11 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["PRECISIONS", "PrecisionStorage", "find_precision"]
+__all__ = ["PRECISIONS", "PrecisionSpec", "find_precision", "format_of", "low_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
-class PrecisionStorage:
+class PrecisionSpec:
     """Bytes per parameter between two steps, and the format of computing.
 
     Attributes:
@@ -61,23 +62,25 @@ class PrecisionStorage:
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 
-PRECISIONS: Mapping[str, PrecisionStorage] = MappingProxyType(
+PRECISIONS: Mapping[str, PrecisionSpec] = MappingProxyType(
     {
         row.name: row
         for row in (
-            PrecisionStorage("32-true", "TF32Precision(), or the Trainer's default", 4, 0, _FP32),
-            PrecisionStorage("16-mixed", "AutocastPrecision('16-mixed')", 4, 0, _FP16, autocast=True),
-            PrecisionStorage("bf16-mixed", "AutocastPrecision('bf16-mixed')", 4, 0, _BF16, autocast=True),
-            PrecisionStorage("16-masters", "MasterWeightsPrecision('16-true')", 2, 4, _FP16),
-            PrecisionStorage("bf16-masters", "MasterWeightsPrecision('bf16-true')", 2, 4, _BF16),
-            PrecisionStorage("bf16-remainder", "MasterWeightsPrecision('bf16-true', storage='remainder')", 2, 2, _BF16),
-            PrecisionStorage("fp8-mixed", "Float8Precision()", 4, 0, _BF16, autocast=True, fp8=True),
-            PrecisionStorage("lightning:16-true", "Trainer(precision='16-true'), no masters", 2, 0, _FP16),
-            PrecisionStorage("lightning:bf16-true", "Trainer(precision='bf16-true'), no masters", 2, 0, _BF16),
+            PrecisionSpec("32-true", "TF32Precision(), or the Trainer's default", 4, 0, _FP32),
+            PrecisionSpec("16-mixed", "AutocastPrecision('16-mixed')", 4, 0, _FP16, autocast=True),
+            PrecisionSpec("bf16-mixed", "AutocastPrecision('bf16-mixed')", 4, 0, _BF16, autocast=True),
+            PrecisionSpec("16-masters", "MasterWeightsPrecision('16-true')", 2, 4, _FP16),
+            PrecisionSpec("bf16-masters", "MasterWeightsPrecision('bf16-true')", 2, 4, _BF16),
+            PrecisionSpec("bf16-remainder", "MasterWeightsPrecision('bf16-true', storage='remainder')", 2, 2, _BF16),
+            PrecisionSpec("fp8-mixed", "Float8Precision()", 4, 0, _BF16, autocast=True, fp8=True),
+            PrecisionSpec("lightning:16-true", "Trainer(precision='16-true'), no masters", 2, 0, _FP16),
+            PrecisionSpec("lightning:bf16-true", "Trainer(precision='bf16-true'), no masters", 2, 0, _BF16),
         )
     }
 )
 """Every precision by name; ``lightning:`` is Lightning's own plugin."""
+
+_FORMATS = {"16": "fp16", "bf16": "bf16", "fp8": "fp8", "32": "fp32", "64": "fp64"}
 
 # What the names of MasterWeightsPrecision mean, also where there is no plugin to ask.
 _BY_STORAGE: Mapping[tuple[str, str], str] = {
@@ -87,7 +90,7 @@ _BY_STORAGE: Mapping[tuple[str, str], str] = {
 }
 
 
-def find_precision(precision: object) -> PrecisionStorage:
+def find_precision(precision: object) -> PrecisionSpec:
     """A precision by its name, or of a precision plugin.
 
     Args:
@@ -102,7 +105,7 @@ def find_precision(precision: object) -> PrecisionStorage:
         >>> find_precision(MasterWeightsPrecision("16-true")).name
         '16-masters'
     """
-    if isinstance(precision, PrecisionStorage):
+    if isinstance(precision, PrecisionSpec):
         return precision
     name = precision if isinstance(precision, str) else str(getattr(precision, "precision", precision))
     if not isinstance(precision, str) and not hasattr(precision, "storage") and name.endswith("16-true"):
@@ -114,3 +117,23 @@ def find_precision(precision: object) -> PrecisionStorage:
             " that end in -masters and -remainder are MasterWeightsPrecision."
         )
     return replace(PRECISIONS[name], cache_weights=getattr(precision, "cache_weights", False) is True)
+
+
+def format_of(precision: str) -> str | None:
+    """The format that a precision's name begins with, Lightning's names included; None for other names.
+
+    Example:
+        >>> [format_of(name) for name in ("16-mixed", "bf16-true", "fp8-mixed", "32-true", "transformer-engine")]
+        ['fp16', 'bf16', 'fp8', 'fp32', None]
+    """
+    return _FORMATS.get(precision.partition("-")[0])
+
+
+def low_dtype(precision: str) -> torch.dtype | None:
+    """The 16-bit dtype that weights are cast to or kept in; None if there is none. What fp8 takes is cast from bf16.
+
+    Example:
+        >>> low_dtype("16-true"), low_dtype("fp8-mixed"), low_dtype("32-true")
+        (torch.float16, torch.bfloat16, None)
+    """
+    return {"fp16": _FP16, "bf16": _BF16, "fp8": _BF16}.get(format_of(precision) or "")
