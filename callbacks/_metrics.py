@@ -6,11 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, skip_inherited_hooks, wake
 from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.run_state import RunState
 
 __all__ = ["CallbackMetrics", "Metrics"]
 
@@ -43,15 +44,12 @@ class CallbackMetrics(Callback):
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> "CallbackMetrics":
         """The Trainer's; a new one is put behind its callbacks, and before those that save, if there is none."""
-        callbacks = private_api.callbacks_of(trainer)
-        for callback in callbacks:
-            if isinstance(callback, cls):
-                return callback
-        made = cls()
-        end = next((index for index, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
-        # A new list: Lightning is walking through the old one while callbacks are set up.
-        private_api.set_callbacks(trainer, [*callbacks[:end], made, *callbacks[end:]])
-        return made
+        run = RunState.of(trainer)
+        metrics = run.callback(cls)
+        if metrics is None:
+            metrics = cls()
+            run.place_callback(metrics, "before checkpoints")
+        return metrics
 
     def add(self, metrics: Metrics, on_bar: Metrics | None = None) -> None:
         """Takes a source for this fit.
@@ -117,10 +115,9 @@ class CallbackMetrics(Callback):
         self._sources.clear()
         self._published, self._logged, self._on_bar = {}, {}, {}
         self._has_run = False
-        callbacks = private_api.callbacks_of(trainer)
-        for callback in callbacks:
+        for callback in private_api.callbacks_of(trainer):
             wake(callback, *BATCH_HOOKS)
-        private_api.set_callbacks(trainer, [callback for callback in callbacks if callback is not self])
+        RunState.of(trainer).remove_callback(self)
 
     # -- where to ------------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from lightning_mp.checkpoints.sharded import (
     without_a_made_up_step,
 )
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 
 __all__ = ["AtomicCheckpoints"]
@@ -122,10 +122,8 @@ class AtomicCheckpoints(SettingsRepr, Callback):
             _refuse_without_state(patches, strategy)
         elif type(strategy) in (SingleDeviceStrategy, DDPStrategy):  # others may read folders of their own
             _refuse_folders(patches, strategy)
-        # Behind the others, so that a checkpoint that another writes on an exception is atomic too. A new list:
-        # Lightning is walking through the old one.
-        others = [callback for callback in callbacks_of(trainer) if callback is not self]
-        set_callbacks(trainer, [*others, self])
+        # Behind the others, so that a checkpoint that another writes on an exception is atomic too.
+        RunState.of(trainer).place_callback(self, "last")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finishes a rename that a killed run had begun, now that all ranks have read the checkpoint."""

@@ -16,6 +16,7 @@ from lightning_mp.callbacks._idle_hooks import idle
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
 from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import AMOUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
@@ -324,9 +325,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         """Logs the totals, saves, and says so if the run ended before its budget or not exactly on it."""
         assert self._controller is not None
         self._stop_clock()
-        dispatcher = StepOutcomeDispatcher.of(trainer)
-        if dispatcher is not None:
-            dispatcher.settle()
+        RunState.of(trainer).flush()
         counter = self._controller.counter
         counter.settle()
         rank_zero_info(

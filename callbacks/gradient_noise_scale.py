@@ -21,6 +21,7 @@ from lightning_mp.callbacks._gradient_exponents import loss_scale_of
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.noise_scale.estimate import NoiseScale, NoiseScaleAverage
@@ -35,7 +36,7 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import GradientReplication, gradient_replication
 from lightning_mp.modules.stage_placeholder import is_pipelined
-from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.ragged_batches import RaggedBatches
@@ -354,10 +355,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 self.average.add(*inputs, tokens_per_sample=tokens_per_sample)
 
     def _settle(self) -> None:
-        dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None
-        if dispatcher is not None:
-            dispatcher.settle()
         if self._trainer is not None:
+            RunState.of(self._trainer).flush()
             self._read()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

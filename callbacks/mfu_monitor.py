@@ -17,6 +17,7 @@ from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.quantities import format_quantity
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
@@ -25,7 +26,6 @@ from lightning_mp.flops.model_shape import far_above_count, module_flops_per_tok
 from lightning_mp.flops.throughput import Rates, Throughput, Work
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.count_unit import CountUnit, counted_unit, samples_of
@@ -371,9 +371,8 @@ class MFUMonitor(SettingsRepr, Callback):
 
     def _settle_and_read(self) -> None:
         if self._is_running and self._controller is not None:
-            dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None
-            if dispatcher is not None:
-                dispatcher.settle()
+            if self._trainer is not None:
+                RunState.of(self._trainer).flush()
             self._controller.counter.settle()
             self._read(self._clock())
 

@@ -16,6 +16,7 @@ from lightning_mp.callbacks._idle_hooks import idle, wake
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.messages import listed
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
@@ -257,9 +258,8 @@ class OverflowMonitor(SettingsRepr, Callback):
         )
 
     def _settle(self) -> None:
-        dispatcher = StepOutcomeDispatcher.of(self._trainer) if self._trainer is not None else None
-        if dispatcher is not None:
-            dispatcher.settle()
+        if self._trainer is not None:
+            RunState.of(self._trainer).flush()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.overflow.observations import take_reading
@@ -147,9 +148,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last outcome while its batch can still be run again; logs a summary."""
-        dispatcher = StepOutcomeDispatcher.of(trainer)
-        if dispatcher is not None:
-            dispatcher.settle()
+        RunState.of(trainer).flush()
         if self.replay:
             self._make_up(trainer, pl_module)
             self._end()

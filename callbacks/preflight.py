@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.core import private_api
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.preflight_checks.report import PreflightReport, Severity
 
@@ -56,9 +56,7 @@ class Preflight(SettingsRepr, Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer, and moves to the front of its callbacks."""
         refuse_other_trainers(self, trainer)
-        # A new list: Lightning is walking through the old one.
-        others = [callback for callback in private_api.callbacks_of(trainer) if callback is not self]
-        private_api.set_callbacks(trainer, [self, *others])
+        RunState.of(trainer).place_callback(self)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """The next batch is the first one."""

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
-from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 
@@ -107,9 +107,7 @@ class StopAtBoundary(SettingsRepr, Callback):
         """Checks the Trainer and goes to the end of its callbacks."""
         refuse_other_trainers(self, trainer)
         ResumableProgress.attach(trainer)
-        # A new list: Lightning is walking through the old one while callbacks are set up.
-        others = [callback for callback in callbacks_of(trainer) if callback is not self]
-        set_callbacks(trainer, [*others, self])
+        RunState.of(trainer).place_callback(self, "last")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the signals, after Lightning has taken them, and starts the clock."""

@@ -17,6 +17,7 @@ from lightning_mp.accumulation.partial_state import mean_over_ranks, why_gradien
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.sync import Sync, gradient_sync
 from lightning_mp.optimizer_step.closures import cannot_do_without_its_closure
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
@@ -113,7 +114,7 @@ class AccumulationBoundary:
 
     def start(self) -> None:
         """Training starts: by now every monitor is there. With outcomes, skipped steps do not count."""
-        if StepOutcomeDispatcher.of(self._trainer) is None:
+        if RunState.of(self._trainer).find(StepOutcomeDispatcher) is None:
             self._frequency = LearningRateFrequency(self._trainer, lambda: 0).attach()
             self.before_step = self._frequency.attach  # a fit may have been given other schedulers since the last one
 
@@ -142,9 +143,7 @@ class AccumulationBoundary:
 
     def settle_outcome(self) -> None:
         """Makes sure that it is known whether the last step was skipped."""
-        dispatcher = StepOutcomeDispatcher.of(self._trainer)
-        if dispatcher is not None:
-            dispatcher.settle()
+        RunState.of(self._trainer).flush()
 
     def detach(self) -> None:
         """Leaves everything as it was."""

@@ -24,7 +24,7 @@ from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_of
 from lightning_mp.accumulation.schedule import Progress
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
-from lightning_mp.core import private_api
+from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.optimizer_step.closures import evaluates_its_closure_once
 from lightning_mp.optimizer_step.outcome import StepOutcome
@@ -90,7 +90,7 @@ class AccumulationController(Callback):
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "AccumulationController | None":
         """The controller that is at work for this Trainer, if any."""
-        return next((callback for callback in private_api.callbacks_of(trainer) if isinstance(callback, cls)), None)
+        return RunState.of(trainer).callback(cls)
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> "AccumulationController":
@@ -98,8 +98,7 @@ class AccumulationController(Callback):
         controller = cls.of(trainer)
         if controller is None:
             controller = cls(int(trainer.accumulate_grad_batches))
-            # A new list: Lightning is walking through the old one while callbacks are set up.
-            private_api.set_callbacks(trainer, [controller, *private_api.callbacks_of(trainer)])
+            RunState.of(trainer).place_callback(controller)
         elif controller.settings.weighting is None:
             controller.settings.constant = int(trainer.accumulate_grad_batches)
         controller._is_plugins = False

@@ -10,7 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.run_state import RunState
 
 __all__ = ["ResumableProgress"]
 
@@ -64,11 +65,11 @@ class ResumableProgress(Callback):
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> None:
         """Puts one in front of the Trainer's callbacks if there is none."""
-        if not any(isinstance(callback, cls) for callback in callbacks_of(trainer)):
+        run = RunState.of(trainer)
+        if run.callback(cls) is None:
             new = cls()
             new.setup(trainer, trainer.lightning_module, str(trainer.state.fn))
-            # A new list: Lightning is walking through the old one while callbacks are set up.
-            set_callbacks(trainer, [new, *callbacks_of(trainer)])
+            run.place_callback(new)
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Lets samplers know the epoch before their loader goes on inside it."""

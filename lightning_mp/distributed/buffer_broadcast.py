@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of, set_callbacks
 from lightning_mp.core.private_sharding_api import unsaved_buffers
+from lightning_mp.core.run_state import RunState
 
 __all__ = ["BufferBroadcast"]
 
@@ -76,21 +76,17 @@ class BufferBroadcast(Callback):
         if several and next(_saved_buffers(module), None) is not None:
             new = cls(module, trainer.strategy.root_device, several)
             new._patch(trainer)
-            # A new list: Lightning is walking through the old one while callbacks are set up.
-            set_callbacks(trainer, [new, *callbacks_of(trainer)])
+            RunState.of(trainer).place_callback(new)
 
     def _patch(self, trainer: "pl.Trainer") -> None:
         def state_dict() -> Any:
             self.settle()
             return of_state_dict.original()
 
-        def leave() -> None:
-            set_callbacks(trainer, [callback for callback in callbacks_of(trainer) if callback is not self])
-
         patches = Patches.of(trainer)
         # Callbacks are called for a checkpoint after the state dict is made.
         of_state_dict = patches.replace(trainer.strategy, "lightning_module_state_dict", state_dict)
-        patches.at_end(leave)
+        patches.at_end(lambda: RunState.of(trainer).remove_callback(self))
 
     def settle(self) -> None:
         """Makes all buffers alike if a batch may have changed them; to be called on all ranks."""

@@ -1,8 +1,5 @@
 """Models under Lightning's ``FSDPStrategy`` (FSDP1): what it cannot shard is refused, batch norms stay in fp32."""
 
-from typing import ClassVar
-from weakref import WeakKeyDictionary
-
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -11,6 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_mp.core.messages import listed
+from lightning_mp.core.run_state import RunState
 from lightning_mp.distributed.odd_parameters import refuse_odd_parameters
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import BATCH_NORMS
@@ -29,8 +27,6 @@ class FSDP1Model:
         MisconfigurationException: if parameters are complex or float64, or have sparse gradients.
     """
 
-    _by_strategy: ClassVar[WeakKeyDictionary[Strategy, "FSDP1Model"]] = WeakKeyDictionary()
-
     def __init__(self, model: nn.Module, strategy: FSDPStrategy) -> None:
         refuse_odd_parameters(model, "FSDPStrategy")
         _refuse_float64(model)
@@ -45,7 +41,7 @@ class FSDP1Model:
     def look_before_wrapping(cls, model: nn.Module, strategy: Strategy) -> None:
         """Looks at a model that FSDP1 is about to wrap; at no other."""
         if isinstance(strategy, FSDPStrategy) and not _is_wrapped(model):
-            cls._by_strategy[strategy] = cls(model, strategy)
+            _run_of(strategy).keep(cls(model, strategy))
 
     @classmethod
     def look_after_wrapping(cls, strategy: Strategy) -> None:
@@ -54,7 +50,9 @@ class FSDP1Model:
         Raises:
             MisconfigurationException: if units share a parameter.
         """
-        before = cls._by_strategy.pop(strategy, None)
+        run = _run_of(strategy)
+        before = run.find(cls)
+        run.drop(before)
         if before is not None and strategy.model is not None:
             before._check_units(strategy.model)
 
@@ -70,6 +68,11 @@ class FSDP1Model:
                     " them into two units, each of which would free what the other needs. Leave the modules that share"
                     " it out of auto_wrap_policy, so that the model itself holds them, or use strategy='ddp'."
                 )
+
+
+def _run_of(strategy: Strategy) -> RunState:
+    assert strategy.lightning_module is not None
+    return RunState.of(strategy.lightning_module.trainer)
 
 
 def _is_wrapped(model: nn.Module) -> bool:

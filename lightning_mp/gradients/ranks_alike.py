@@ -1,8 +1,7 @@
 """What all ranks must do alike, watched for the time of one ``fit``."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
-from weakref import WeakKeyDictionary
+from typing import Any, Self
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patch, Patches
+from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.agreed_units import AgreedUnits
 
 __all__ = ["RanksAlike"]
@@ -29,17 +29,16 @@ class RanksAlike:
         optimizers: of the run.
     """
 
-    _by_trainer: ClassVar[WeakKeyDictionary["pl.Trainer", "RanksAlike"]] = WeakKeyDictionary()
-
     def __init__(self, trainer: "pl.Trainer", optimizers: Sequence[Optimizer]) -> None:
         self._trainer = trainer
         self._units: AgreedUnits | None = None
         self._unreduced: UnreducedParameters | None = None
         self._method: Patch | None = None
         model = trainer.strategy.model
-        if trainer in self._by_trainer or model is None:
+        run = RunState.of(trainer)
+        if run.find(RanksAlike) is not None or model is None:
             return
-        self._by_trainer[trainer] = self
+        run.keep(self)
         self._units = AgreedUnits.of(model, optimizers, trainer.strategy.root_device)
         self._unreduced = UnreducedParameters.of(model)
         if self._units is not None or self._unreduced is not None:
@@ -61,8 +60,7 @@ class RanksAlike:
         if self._method is not None:
             self._method.undo()
             self._method = None
-        if self._by_trainer.get(self._trainer) is self:
-            del self._by_trainer[self._trainer]
+        RunState.of(self._trainer).drop(self)
 
     def _optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *others: Any, **named: Any) -> Any:
         assert self._method is not None

@@ -17,8 +17,7 @@ weights are changed.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
-from weakref import WeakKeyDictionary
+from typing import Self
 
 import lightning.pytorch as pl
 import torch
@@ -30,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 from lightning_mp.optimizer_step.skip_holds import SkippedStepAveragingGuard, SkippedStepSchedulerGuard
@@ -133,14 +133,11 @@ class StepOutcomeDispatcher:
         skipped_steps: settled skips of the whole run, those before a resume included.
     """
 
-    _by_trainer: ClassVar[WeakKeyDictionary["pl.Trainer", "StepOutcomeDispatcher"]] = WeakKeyDictionary()
-    _skipped_before: ClassVar[WeakKeyDictionary["pl.Trainer", int]] = WeakKeyDictionary()
-
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._trainer = trainer
         self._pl_module = pl_module
-        # `trainer.global_step` goes on in a second fit, so this does, too.
-        self.skipped_steps = self._skipped_before.get(trainer, 0)
+        self._run = RunState.of(trainer)
+        self.skipped_steps = self._run.skipped_steps
         self._pending: _Pending | None = None
         self._last_skipped: bool | None = False
         self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module, lambda: self._last_skipped, self.settle)
@@ -155,7 +152,7 @@ class StepOutcomeDispatcher:
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "StepOutcomeDispatcher | None":
         """The dispatcher that is at work for this Trainer, if any."""
-        return cls._by_trainer.get(trainer)
+        return RunState.of(trainer).find(cls)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Self:
         """Starts holding. ``optimizers`` settle the last outcome before their state goes into a checkpoint."""
@@ -165,7 +162,7 @@ class StepOutcomeDispatcher:
         self._ranks_alike = RanksAlike(self._trainer, optimizers)
         for optimizer in optimizers:
             self.settle_before_saving(optimizer)
-        self._by_trainer[self._trainer] = self
+        self._run.keep(self, self.settle)
         return self
 
     def settle_before_saving(self, optimizer: Optimizer) -> None:
@@ -177,8 +174,8 @@ class StepOutcomeDispatcher:
         """Settles the last outcome and takes every wrapper away, whatever is raised meanwhile."""
         with ExitStack() as stack:
             # The last one first.
-            stack.callback(lambda: self._skipped_before.update({self._trainer: self.skipped_steps}))
-            stack.callback(self._by_trainer.pop, self._trainer, None)
+            stack.callback(lambda: setattr(self._run, "skipped_steps", self.skipped_steps))
+            stack.callback(self._run.drop, self)
             stack.callback(self._averaging.detach)
             stack.callback(self._frequency.detach)
             stack.callback(self._learning_rate.detach)

@@ -38,6 +38,7 @@ from lightning_mp import (
     WarmupCosine,
     callbacks,
 )
+from lightning_mp.core.run_state import RunState
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "AccumulationScheduler": lambda: {"callbacks": [AccumulationScheduler({0: 2}, carry_over=True)]},
@@ -167,7 +168,11 @@ def _is_left(kind: type, name: str, value: object) -> bool:
 
 
 def everything_left(trainer: "pl.Trainer", module: Ending) -> list[str]:
-    return [left for owner in objects_of(trainer, module) if hasattr(owner, "__dict__") for left in left_on(owner)]
+    left = [f"a part of the run: {part}" for part in RunState.of(trainer).parts]
+    left += ["changes that are to be undone"] * ("_lightning_mp_patches" in vars(trainer))
+    return left + [
+        each for owner in objects_of(trainer, module) if hasattr(owner, "__dict__") for each in left_on(owner)
+    ]
 
 
 def run(part: str, end: str, strategy: Strategy | str = "auto", devices: int = 1) -> list[str]:

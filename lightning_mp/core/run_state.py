@@ -1,0 +1,92 @@
+"""What the pack keeps for a Trainer, in one place: the parts of its run, what they have replaced, and its callbacks."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, Checkpoint
+
+from lightning_mp.core.patches import Patches
+from lightning_mp.core.private_api import callbacks_of, set_callbacks
+
+__all__ = ["RunState"]
+
+_KEY = "_lightning_mp_run"
+_Part = TypeVar("_Part")
+_Called = TypeVar("_Called", bound=Callback)
+
+
+class RunState:
+    """One per Trainer. Its parts, at most one of each class, leave it when the run ends, whatever ends it.
+
+    Attributes:
+        skipped_steps: of the fits that have ended; ``trainer.global_step`` continues in a second fit, too.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> RunState.of(trainer) is RunState.of(trainer), RunState.of(trainer).find(dict) is None
+        (True, True)
+    """
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        self._trainer = trainer
+        self._parts: dict[type, tuple[Any, Callable[[], None] | None]] = {}
+        self.skipped_steps = 0
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer") -> "RunState":
+        """That of a Trainer; made when it is first asked for."""
+        state = vars(trainer).get(_KEY)
+        if not isinstance(state, cls):
+            vars(trainer)[_KEY] = state = cls(trainer)
+        return state
+
+    # -- parts of a run ------------------------------------------------------------------------------------------------
+
+    def keep(self, part: object, flush: Callable[[], None] | None = None) -> None:
+        """Makes a part known until :meth:`drop` or the end of the run; ``flush`` is called by :meth:`flush`."""
+        self._parts[type(part)] = part, flush
+        Patches.of(self._trainer).at_end(lambda: self.drop(part))
+
+    def drop(self, part: object) -> None:
+        """The part is no longer known."""
+        if self._parts.get(type(part), (None,))[0] is part:
+            self._parts.pop(type(part), None)
+
+    def find(self, kind: type[_Part]) -> _Part | None:
+        """The part of a class, if there is one."""
+        part, _ = self._parts.get(kind, (None, None))
+        assert part is None or isinstance(part, kind)
+        return part
+
+    def flush(self) -> None:
+        """Reads what is on its way from the device: the outcome of the last step."""
+        for _, flush in list(self._parts.values()):
+            if flush is not None:
+                flush()
+
+    @property
+    def parts(self) -> list[object]:
+        """What is known now; nothing between two runs."""
+        return [part for part, _ in self._parts.values()]
+
+    # -- callbacks -----------------------------------------------------------------------------------------------------
+
+    def callback(self, kind: type[_Called]) -> _Called | None:
+        """The first of the Trainer's callbacks of a class, if there is one."""
+        return next((callback for callback in callbacks_of(self._trainer) if isinstance(callback, kind)), None)
+
+    def place_callback(
+        self, callback: Callback, place: Literal["first", "before checkpoints", "last"] = "first"
+    ) -> None:
+        """Adds a callback to those of the Trainer, or moves it."""
+        others = [other for other in callbacks_of(self._trainer) if other is not callback]
+        saving = [index for index, other in enumerate(others) if isinstance(other, Checkpoint)]
+        index = {"first": 0, "before checkpoints": min(saving, default=len(others)), "last": len(others)}[place]
+        # A new list: Lightning is walking through the old one while callbacks are set up.
+        set_callbacks(self._trainer, [*others[:index], callback, *others[index:]])
+
+    def remove_callback(self, callback: Callback) -> None:
+        """Takes a callback from those of the Trainer."""
+        set_callbacks(self._trainer, [other for other in callbacks_of(self._trainer) if other is not callback])
