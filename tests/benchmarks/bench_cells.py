@@ -5,11 +5,13 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from importlib.util import find_spec
+from statistics import median
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -28,7 +30,6 @@ LEARNING_RATE = 3e-4
 INITIAL_SCALE = 2.0**16
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 PEAK_FORMATS = {
-    "fp32": "fp32",
     "tf32": "tf32",
     "bf16-mixed": "bf16",
     "bf16-true": "bf16",
@@ -37,8 +38,6 @@ PEAK_FORMATS = {
     "fp8-mixed": "fp8",
 }
 """Format of the matmul inputs, whose peak MFU refers to."""
-OTHER_PLUGINS = "master weights and fp8"
-"""Title of the group that compares the plugins that are not autocast."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Workload:
 
     config: GPTConfig
     batch_size: int
+    """Sequences per optimizer step."""
     device: torch.device
     compile_backend: str
     settle_steps: int
@@ -55,6 +55,9 @@ class Workload:
     """How long a timed segment should last."""
     min_steps: int
     max_steps: int
+    compiled: Literal["", "whole", "by block"] = ""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -63,7 +66,7 @@ class Workload:
     def batches(self, count: int, rows: int | None = None) -> Iterator[list[Tensor]]:
         """Random token ids that already lie on the device, so that no data loading is timed."""
         generator = torch.Generator().manual_seed(1)
-        shape = (rows or self.batch_size, self.config.block_tokens)
+        shape = (rows or self.batch_size // self.accumulation, self.config.block_tokens)
         ids = torch.randint(0, self.config.vocab, shape, generator=generator).to(self.device)
         for _ in range(count):
             yield [ids, ids.roll(-1, dims=1)]
@@ -81,20 +84,43 @@ class LossModel(nn.Module):
 
 
 class Stopwatch:
-    """Times from the end of step `settle` to the end of the last step, one device wait at each end."""
+    """Times whole segments and, in each step, what follows backward.
+
+    A segment lasts from the end of step `settle` to the end of the last step, one device wait at each end. In between
+    the device is only marked with events.
+    """
 
     def __init__(self, workload: Workload, steps: int) -> None:
         self.device = workload.device
         self.settle, self.last = workload.settle_steps, workload.settle_steps + steps
         self.seconds = math.nan
+        self._spans: list[tuple[Any, Any]] = []
+        self._backward_ended: Any = None
+
+    def after_backward(self) -> None:
+        self._backward_ended = self._mark()
 
     def after_step(self, done: int) -> None:
+        if done > self.settle:
+            self._spans.append((self._backward_ended, self._mark()))
         if done == self.settle:
-            _synchronize(self.device)
+            synchronize(self.device)
             self._begin = time.perf_counter()
         elif done == self.last:
-            _synchronize(self.device)
+            synchronize(self.device)
             self.seconds = time.perf_counter() - self._begin
+
+    def step_seconds(self) -> float:
+        """From backward's end to the stepped weights, median over the timed steps."""
+        on_cuda = self.device.type == "cuda"
+        return median(start.elapsed_time(end) / 1e3 if on_cuda else end - start for start, end in self._spans)
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 @dataclass
@@ -103,16 +129,16 @@ class TrainingRunner:
 
     workload: Workload
     precision: str
-    compiled: bool
     train: "Train"
     steps: int = 0
 
     def warm_up(self) -> None:
         torch.manual_seed(0)
         with self.workload.device:  # a CPU takes many seconds to draw a billion weights
-            self.model: nn.Module = LossModel(self.workload.config).cpu()
-        if self.compiled:
-            self.model.compile(backend=self.workload.compile_backend)
+            self.model = LossModel(self.workload.config).cpu()
+        parts: Iterable[nn.Module] = self.model.gpt.blocks if self.workload.compiled == "by block" else [self.model]
+        for part in parts if self.workload.compiled else ():
+            part.compile(backend=self.workload.compile_backend)
         self.steps = self.workload.min_steps
         seconds_per_step = self.workload.tokens_per_step / self.measure().tokens_per_second
         wanted = math.ceil(self.workload.segment_seconds / seconds_per_step)
@@ -120,21 +146,20 @@ class TrainingRunner:
 
     def measure(self) -> Measurement:
         device = self.workload.device
-        gc.collect()  # a Trainer and its module refer to each other; what they held would count as memory
-        allocated_before = _reset_peak_memory(device)
+        allocated_before = free_device(device)
         stopwatch = Stopwatch(self.workload, self.steps)
-        with _matmul_precision("high" if self.precision == "tf32" else "highest"):
-            scaler = self.train(self, stopwatch)
+        scaler = self.train(self, stopwatch)
         peak = torch.cuda.max_memory_allocated(device) - allocated_before if device.type == "cuda" else None
         self.model.zero_grad(set_to_none=True)
         # Weights that a plugin has made 16 bit would otherwise be the next segment's true ones.
         self.model.cpu().float()
         # torch's scaler halves on each skipped step and does not grow in so few steps
         skipped = 0 if scaler is None else round(math.log2(INITIAL_SCALE / scaler.get_scale()))
-        return Measurement(self.steps * self.workload.tokens_per_step / stopwatch.seconds, peak, skipped)
+        rate = self.steps * self.workload.tokens_per_step / stopwatch.seconds
+        return Measurement(rate, peak, skipped, stopwatch.step_seconds())
 
     def release(self) -> None:
-        self.model = nn.Identity()
+        del self.model
         gc.collect()
 
 
@@ -146,7 +171,7 @@ def train_plain(*, fused: bool, clip: float | None) -> Train:
     """The loop that one writes by hand: torch.autocast and torch's GradScaler."""
 
     def train(runner: TrainingRunner, stopwatch: Stopwatch) -> torch.amp.GradScaler | None:
-        device = runner.workload.device
+        device, window = runner.workload.device, runner.workload.accumulation
         dtype = AUTOCAST_DTYPES.get(runner.precision)
         model = runner.model.to(device).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
@@ -155,20 +180,44 @@ def train_plain(*, fused: bool, clip: float | None) -> Train:
         def autocast() -> AbstractContextManager[None]:
             return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
 
-        for done, (ids, labels) in enumerate(runner.workload.batches(stopwatch.last), start=1):
+        for done, (ids, labels) in enumerate(runner.workload.batches(stopwatch.last * window), start=1):
             with autocast():
-                loss = model(ids, labels)
+                loss = model(ids, labels) / window
             scaler.scale(loss).backward()
+            if done % window:
+                continue
+            stopwatch.after_backward()
             if clip is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             scaler.step(optimizer)
             scaler.update()
+            stopwatch.after_step(done // window)
             optimizer.zero_grad(set_to_none=True)
-            stopwatch.after_step(done)
         return scaler if scaler.is_enabled() else None
 
     return train
+
+
+def train_plain_masters(runner: TrainingRunner, stopwatch: Stopwatch) -> None:
+    """bf16 weights, fp32 masters, copies of whole lists: the loop that one writes by hand for them."""
+    model = runner.model.to(runner.workload.device).train()
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    weights = list(model.to(torch.bfloat16).parameters())
+    optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
+    for done, (ids, labels) in enumerate(runner.workload.batches(stopwatch.last), start=1):
+        model(ids, labels).backward()
+        stopwatch.after_backward()
+        gradients = [torch.empty_like(master) for master in masters]
+        torch._foreach_copy_(gradients, [p.grad for p in weights if p.grad is not None])
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        nn.utils.clip_grad_norm_(masters, CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+        stopwatch.after_step(done)
+        model.zero_grad(set_to_none=True)
 
 
 class BenchmarkModule(L.LightningModule):
@@ -188,15 +237,19 @@ class BenchmarkModule(L.LightningModule):
 
 
 class TimerCallback(L.Callback):
-    """Tells the stopwatch about each step, the same for ours and stock."""
+    """Tells the stopwatch about each step, the same for ours and stock; the first of the callbacks."""
 
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self.stopwatch = stopwatch
+    def __init__(self, stopwatch: Stopwatch, window: int) -> None:
+        self.stopwatch, self.window = stopwatch, window
+
+    def on_after_backward(self, *arguments: object) -> None:
+        self.stopwatch.after_backward()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        self.stopwatch.after_step(batch_idx + 1)
+        if (batch_idx + 1) % self.window == 0:
+            self.stopwatch.after_step((batch_idx + 1) // self.window)
 
 
 class Batches:
@@ -212,6 +265,30 @@ class Batches:
         return self.workload.batches(self.count, self.rows)
 
 
+def fit(
+    module: L.LightningModule,
+    workload: Workload,
+    plugin: Precision | None,
+    batches: Iterable[list[Tensor]],
+    callbacks: Sequence[L.Callback] = (),
+    **arguments: Any,
+) -> None:
+    """One epoch on the batches under Lightning's Trainer."""
+    with quiet_lightning():
+        trainer = L.Trainer(
+            accelerator="gpu" if workload.device.type == "cuda" else "cpu",
+            devices=1,
+            max_epochs=1,
+            plugins=[] if plugin is None else [plugin],
+            callbacks=list(callbacks),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{"logger": False, "accumulate_grad_batches": workload.accumulation, **arguments},
+        )
+        trainer.fit(module, batches)
+
+
 def train_lightning(
     plugin: Callable[[str, str], Precision | None],
     *,
@@ -222,31 +299,19 @@ def train_lightning(
     """Lightning's Trainer with the precision plugin that `plugin(precision, device)` makes, None for 32 bit."""
 
     def train(runner: TrainingRunner, stopwatch: Stopwatch) -> torch.amp.GradScaler | None:
-        device = runner.workload.device
-        precision = plugin(runner.precision, device.type)
-        with quiet_lightning():
-            trainer = L.Trainer(
-                accelerator="gpu" if device.type == "cuda" else "cpu",
-                devices=1,
-                max_epochs=1,
-                plugins=[] if precision is None else [precision],
-                callbacks=[TimerCallback(stopwatch), *callbacks()],
-                gradient_clip_val=clip,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            trainer.fit(BenchmarkModule(runner.model, fused), Batches(runner.workload, stopwatch.last))
+        workload = runner.workload
+        precision = plugin(runner.precision, workload.device.type)
+        module = BenchmarkModule(runner.model, fused)
+        batches = Batches(workload, stopwatch.last * workload.accumulation)
+        timed = [TimerCallback(stopwatch, workload.accumulation), *callbacks()]
+        fit(module, workload, precision, batches, timed, gradient_clip_val=clip)
         return getattr(precision, "scaler", None)
 
     return train
 
 
 def stock_plugin(precision: str, device: str) -> Precision | None:
-    """Lightning's own, None for fp32 and TF32."""
-    if precision not in AUTOCAST_DTYPES:
-        return None
+    """Lightning's own."""
     # Made by hand because Trainer(precision="16-mixed") turns into bf16 on a CPU; on CUDA it makes this very plugin.
     scaler = torch.amp.GradScaler(device, init_scale=INITIAL_SCALE) if precision == "16-mixed" else None
     return MixedPrecision(precision, device, scaler)  # type: ignore[arg-type]
@@ -257,36 +322,113 @@ def our_plugin(precision: str, device: str) -> Precision:
     return AutocastPrecision(precision)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One recipe. A plugin that switches TF32 on by itself runs where it is off."""
+# -- cells -------------------------------------------------------------------------------------------------------------
 
-    recipe: str
-    precision: str
-    train: Train
-    fused: bool = True
-    clip: float | None = CLIP
-    switches_tf32_on: bool = False
+# Bytes per parameter that AdamW with clipping by norm cannot avoid: the gradient is read for the norm; then gradient,
+# weight and moments are read, and weight and moments are written.
+FLOOR_BYTES = {
+    "fp32 weights": 4 + (4 + 4 + 8) + (4 + 8),
+    "16-bit weights, fp32 masters": 2 + (2 + 4 + 8) + (2 + 4 + 8),
+    "16-bit weights, remainder": 2 + (2 + 2 + 2 + 8) + (2 + 2 + 8),
+    "16-bit weights and moments": 2 + (2 + 2 + 4) + (2 + 4),
+}
 
 
-def make_group(workload: Workload, precision: str, compiled: bool, model: str = "") -> Group:
-    """All recipes of one precision, or the other plugins beside autocast; `model` is named if not the report's."""
-    flops = training_flops_per_token(workload.config)[1]
-    rows = _other_plugins() if precision == OTHER_PLUGINS else _one_precision(precision, flops)
-    if model and precision != OTHER_PLUGINS:
-        rows = rows[:3]  # ours, stock and plain: the larger a model, the longer its cells take
-    cells = [
-        Cell(
-            row.recipe,
-            row.precision,
-            compiled,
-            "fused AdamW" if row.fused else "foreach AdamW",
-            row.clip,
-            partial(TrainingRunner, workload, "fp32" if row.switches_tf32_on else row.precision, compiled, row.train),
-        )
-        for row in rows
+def _cell(
+    workload: Workload,
+    recipe: str,
+    precision: str,
+    train: Train,
+    *,
+    floor: str = "fp32 weights",
+    fused: bool = True,
+    clipped: bool = True,
+    **more: Any,
+) -> Cell:
+    runner = partial(TrainingRunner, workload, precision, train)
+    optimizer = f"{'fused' if fused else 'foreach'} AdamW{'' if clipped else ', no clipping'}"
+    return Cell(recipe, precision, optimizer, runner, FLOOR_BYTES[floor] if clipped else None, **more)
+
+
+def _ours(plugin: Callable[[], Precision], callbacks: Callable[[], list[L.Callback]] = list) -> Train:
+    return train_lightning(lambda *_: plugin(), fused=True, clip=CLIP, callbacks=callbacks)
+
+
+def mixed_cells(workload: Workload, precision: str) -> list[Cell]:
+    """Ours, plain and stock under autocast, then ours with callbacks, and stock fused."""
+
+    def ours(callbacks: Callable[[], list[L.Callback]] = list) -> Train:
+        return train_lightning(our_plugin, fused=True, clip=CLIP, callbacks=callbacks)
+
+    # FLOPs as a number, because those of compiled code cannot be counted.
+    every = partial(all_callbacks, workload.accumulation, training_flops_per_token(workload.config)[1])
+    cell = partial(_cell, workload, precision=precision)
+    return [
+        cell("ours", train=ours()),
+        cell("plain", train=train_plain(fused=True, clip=CLIP)),
+        # Lightning refuses clipping with a fused optimizer under autocast.
+        cell("stock", train=train_lightning(stock_plugin, fused=False, clip=CLIP), fused=False),
+        cell("ours, all callbacks", train=ours(lambda: list(every().values()))),
+        cell("stock, no clipping", train=train_lightning(stock_plugin, fused=True, clip=None), clipped=False),
+        cell("ours, OverflowMonitor", train=ours(lambda: [OverflowMonitor()])),
     ]
-    return Group(precision, compiled, cells, torch.compiler.reset if compiled else lambda: None, model, flops)
+
+
+def masters_cells(workload: Workload) -> list[Cell]:
+    """Master weights beside the loop that one writes by hand, and beside 16-bit weights without masters."""
+    cell = partial(_cell, workload, precision="bf16-true")
+    fp32, remainder = "16-bit weights, fp32 masters", "16-bit weights, remainder"
+    return [
+        cell("ours, fp32 masters", train=_ours(lambda: MasterWeightsPrecision("bf16-true")), floor=fp32),
+        cell("plain", train=train_plain_masters, floor=fp32),
+        cell(
+            "ours, remainder",
+            train=_ours(lambda: MasterWeightsPrecision("bf16-true", storage="remainder")),
+            floor=remainder,
+        ),
+        cell(
+            "stock",
+            train=train_lightning(lambda *_: HalfPrecision("bf16-true"), fused=True, clip=CLIP),
+            floor="16-bit weights and moments",
+        ),
+    ]
+
+
+def float8_cells(workload: Workload) -> list[Cell]:
+    """fp8, which is compared with bf16 autocast; without torchao its rows say so at once."""
+    missing = None if find_spec("torchao") else "torchao is not installed"
+    recipes: tuple[Literal["tensorwise", "rowwise"], ...] = ("tensorwise", "rowwise")
+    return [
+        _cell(
+            workload,
+            f"ours, fp8 {recipe}",
+            "fp8-mixed",
+            _ours(partial(Float8Precision, recipe)),
+            beside="bf16-mixed",
+            error=missing,
+        )
+        for recipe in recipes
+    ]
+
+
+def every_plugin(workload: Workload) -> list[Cell]:
+    """One way per plugin, beside the plain loops."""
+    fp16_masters = _ours(lambda: MasterWeightsPrecision("16-true"))
+    return [
+        *mixed_cells(workload, "bf16-mixed")[:3],
+        *masters_cells(workload)[:3],
+        *mixed_cells(workload, "16-mixed")[:3],
+        _cell(workload, "ours, fp16 masters", "16-true", fp16_masters, floor="16-bit weights, fp32 masters"),
+        _cell(workload, "ours, TF32Precision", "tf32", _ours(TF32Precision)),
+        *float8_cells(workload),
+    ]
+
+
+def make_group(workload: Workload, cells: list[Cell], repeats: int) -> Group:
+    """Of cells that train the same workload."""
+    flops = training_flops_per_token(workload.config)[1]
+    reset = torch.compiler.reset if workload.compiled else lambda: None
+    return Group(cells, repeats, workload.config.parameters, flops, reset)
 
 
 def training_flops_per_token(config: GPTConfig) -> tuple[int, int]:
@@ -296,74 +438,32 @@ def training_flops_per_token(config: GPTConfig) -> tuple[int, int]:
     return parameters, flops_per_token(parameters, **context, convention="palm")
 
 
-def _one_precision(precision: str, flops: int) -> list[Row]:
-    stock_clips_fused = precision not in AUTOCAST_DTYPES  # Lightning 2.6 refuses both together under autocast
-    stock = Row(
-        "stock", precision, train_lightning(stock_plugin, fused=stock_clips_fused, clip=CLIP), stock_clips_fused
-    )
-    plain = Row("plain", precision, train_plain(fused=True, clip=CLIP))
-    if precision == "tf32":
-        ours = train_lightning(lambda precision, device: TF32Precision(), fused=True, clip=CLIP)
-        return [Row("ours, TF32Precision", precision, ours, switches_tf32_on=True), stock, plain]
-    if precision not in AUTOCAST_DTYPES:
-        return [stock, plain]
-    monitored = train_lightning(our_plugin, fused=True, clip=CLIP, callbacks=lambda: [OverflowMonitor()])
-    # FLOPs as a number, because those of compiled code cannot be counted.
-    every = partial(all_callbacks, flops_per_token=flops)
-    everything = train_lightning(our_plugin, fused=True, clip=CLIP, callbacks=lambda: list(every().values()))
-    unclipped = train_lightning(stock_plugin, fused=True, clip=None)
-    return [
-        Row("ours", precision, train_lightning(our_plugin, fused=True, clip=CLIP)),
-        stock,
-        plain,
-        Row("ours, OverflowMonitor", precision, monitored),
-        Row("ours, all callbacks", precision, everything),
-        Row("stock, no clipping", precision, unclipped, clip=None),
-    ]
+def copy_bytes_per_second(device: torch.device) -> float:
+    """Bytes read and written by a copy, the best of five."""
+    source = torch.zeros(2**30 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(5):
+        synchronize(device)
+        begin = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * source.nbytes / min(seconds)
 
 
-def _other_plugins() -> list[Row]:
-    """All beside the same autocast in bf16; what Lightning calls bf16-true keeps no fp32 weights."""
-
-    def trained(plugin: Callable[[str, str], Precision | None]) -> Train:
-        return train_lightning(plugin, fused=True, clip=CLIP)
-
-    def masters(precision: Literal["bf16-true", "16-true"], storage: Literal["fp32", "remainder"]) -> Train:
-        return trained(lambda *_: MasterWeightsPrecision(precision, storage=storage))
-
-    return [
-        Row("ours", "bf16-mixed", trained(our_plugin)),
-        Row("plain", "bf16-mixed", train_plain(fused=True, clip=CLIP)),
-        Row("ours, MasterWeightsPrecision fp32", "bf16-true", masters("bf16-true", "fp32")),
-        Row("ours, MasterWeightsPrecision remainder", "bf16-true", masters("bf16-true", "remainder")),
-        Row("ours, MasterWeightsPrecision fp16", "16-true", masters("16-true", "fp32")),
-        Row("stock", "bf16-true", trained(lambda *_: HalfPrecision("bf16-true"))),
-        Row("ours, Float8Precision rowwise", "fp8-mixed", trained(lambda *_: Float8Precision("rowwise"))),
-        Row("ours, Float8Precision tensorwise", "fp8-mixed", trained(lambda *_: Float8Precision("tensorwise"))),
-    ]
-
-
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _reset_peak_memory(device: torch.device) -> int:
+def free_device(device: torch.device) -> int:
+    """Empties the allocator's cache, begins new peaks, and returns the bytes that remain allocated."""
+    gc.collect()  # a Trainer and its module refer to each other; what they held would count as memory
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
-
-
-@contextmanager
-def _matmul_precision(setting: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(setting)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -1,22 +1,23 @@
 """What only a GPU can show beside throughput: waits for it, its memory beside the estimate, a real out-of-memory.
 
-Each check fills one table of the report. An error ends its own check only, and the rows before it stay. On a CPU every
-check runs, so that it can be tested, and what a CPU cannot tell is "not measured".
+Each fills one part of the report. On a CPU all of them run, so that they can be tested, and what a CPU cannot tell is
+"not measured".
 """
 
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
 import torch
 from all_callbacks import all_callbacks
-from bench_cells import Batches, BenchmarkModule, LossModel, Workload, our_plugin, quiet_lightning, stock_plugin
-from bench_schedule import NOT_REACHED, Budget, describe
+from bench_cells import Batches, BenchmarkModule, LossModel, Workload, fit, free_device, our_plugin, stock_plugin
+from bench_schedule import NOT_REACHED, Budget, Part, describe
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
@@ -33,38 +34,9 @@ PLUGINS: dict[str, Callable[[str], Precision | None]] = {
 """Plugins whose memory is compared with its estimate, by device type."""
 
 
-@dataclass
-class Check:
-    """A table of the report."""
-
-    title: str
-    explanation: str
-    """Stands above the table."""
-    heading: tuple[str, ...]
-    measure: Callable[["Check", Budget], None]
-    """Adds rows one by one."""
-    rows: list[list[str]] = field(default_factory=list)
-    error: str | None = None
-
-    def as_record(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {name: getattr(self, name) for name in ("title", "explanation", "heading", "rows", "error")}
-
-
-def run_check(check: Check, budget: Budget) -> None:
-    """Measures unless the time is over; an exception becomes the check's error."""
-    if not budget.allows():
-        check.error = NOT_REACHED
-        return
-    try:
-        check.measure(check, budget)
-    except Exception as error:
-        check.error = describe(error)
-
-
-def make_module(workload: Workload, model: Callable[..., LossModel] = LossModel) -> BenchmarkModule:
+def make_module(workload: Workload, model: Callable[..., LossModel] = LossModel, seed: int = 0) -> BenchmarkModule:
     """The same weights each time, made on the device."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with workload.device:
         return BenchmarkModule(model(workload.config), fused=True)
 
@@ -75,35 +47,14 @@ def train(
     plugin: Precision | None,
     batches: Iterable[list[Tensor]],
     callbacks: Sequence[L.Callback] = (),
+    **arguments: Any,
 ) -> None:
     """One epoch on the batches; the module is on the CPU afterwards, and the device holds nothing of the run."""
     try:
-        with quiet_lightning():
-            trainer = L.Trainer(
-                accelerator="gpu" if workload.device.type == "cuda" else "cpu",
-                devices=1,
-                max_epochs=1,
-                plugins=[] if plugin is None else [plugin],
-                callbacks=list(callbacks),
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            trainer.fit(module, batches)
+        fit(module, workload, plugin, batches, callbacks, **arguments)
     finally:
         module.zero_grad(set_to_none=True)
         module.cpu()
-
-
-def _free_device(device: torch.device) -> int:
-    """Empties the allocator's cache, begins new peaks, and returns the bytes that remain allocated."""
-    gc.collect()  # a Trainer and its module refer to each other
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 # -- waits -------------------------------------------------------------------------------------------------------------
@@ -151,58 +102,66 @@ def _set_sync_debug_mode(mode: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def waits(workload: Workload, steps: int) -> Check:
-    """Stock without callbacks beside ours with all of them."""
-    return Check(
+def waits(workload: Workload, seconds: float, steps: int) -> Part:
+    """Ours with all callbacks and a logger, then stock with the logger alone."""
+    return Part(
         "Waits for the device",
-        f"Counted by torch.cuda.set_sync_debug_mode over {steps} healthy steps of 2 sequences, forward and backward "
-        "included. In mode error the first wait ends the run, and stands in the table. torch says that this mode does "
-        "not see every wait.",
+        seconds,
+        f"Found by torch.cuda.set_sync_debug_mode over {steps} healthy steps of 2 sequences, forward and backward "
+        "included; every tenth is logged with a CSVLogger. In mode error the first wait ends the run, and stands in "
+        "the table; in mode warn waits are counted. torch says that this mode does not see every wait.",
         ("precision", "way", "mode", "steps", "waits"),
         partial(_measure_waits, workload=replace(workload, batch_size=2), steps=steps),
     )
 
 
-def _measure_waits(check: Check, budget: Budget, *, workload: Workload, steps: int) -> None:
+def _measure_waits(part: Part, budget: Budget, *, workload: Workload, steps: int) -> None:
     last, device = WARM_UP_STEPS + steps, workload.device.type
-    for precision in ("bf16-mixed", "16-mixed"):
-        for way, mode in (("stock", "warn"), ("ours, all callbacks", "warn"), ("ours, all callbacks", "error")):
-            debug = SyncDebug(mode, last)
-            if way == "stock":
-                plugin, callbacks = stock_plugin(precision, device), []
-            else:
-                plugin, callbacks = our_plugin(precision, device), list(all_callbacks().values())
-            try:
-                train(make_module(workload), workload, plugin, Batches(workload, last + 1), [debug, *callbacks])
-                found = str(debug.waits) if device == "cuda" else "not measured"
-            except RuntimeError as error:
-                found = describe(error)
-            finally:
-                debug.stop()
-            check.rows.append([precision, way, mode, str(debug.steps), found])
+    for way, mode in (("ours, all callbacks", "error"), ("stock", "warn"), ("ours, all callbacks", "warn")):
+        for precision in ("bf16-mixed", "16-mixed"):
+            if not budget.allows():
+                part.rows.append([precision, way, mode, "-", NOT_REACHED])
+                continue
+            debug, callbacks = SyncDebug(mode, last), [] if way == "stock" else list(all_callbacks().values())
+            plugin = (stock_plugin if way == "stock" else our_plugin)(precision, device)
+            batches = Batches(workload, last + 1)
+            with TemporaryDirectory() as folder:
+                logging = {"logger": CSVLogger(folder), "log_every_n_steps": 10}
+                try:
+                    train(make_module(workload), workload, plugin, batches, [debug, *callbacks], **logging)
+                    found = str(debug.waits) if device == "cuda" else "not measured"
+                except RuntimeError as error:
+                    found = describe(error)
+                finally:
+                    debug.stop()
+            part.rows.append([precision, way, mode, str(debug.steps), found])
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def memory(workload: Workload) -> Check:
+def memory(workload: Workload, seconds: float) -> Part:
     """What `estimate_memory` says beside what the allocator had."""
-    return Check(
+    return Part(
         "Memory beside its estimate",
+        seconds,
         f"estimate_memory for {workload.batch_size} sequences, beside the allocator's peaks over three steps.",
         ("precision", "estimated peak", "allocated", "error", "estimated need", "reserved"),
         partial(_measure_memory, workload=workload),
     )
 
 
-def _measure_memory(check: Check, budget: Budget, *, workload: Workload) -> None:
+def _measure_memory(part: Part, budget: Budget, *, workload: Workload) -> None:
     device = workload.device
     estimated_module = BenchmarkModule(LossModel(workload.config), fused=True)
     for name, make_plugin in PLUGINS.items():
+        if not budget.allows():
+            part.rows.append([name, NOT_REACHED, *["-"] * 4])
+            continue
         precision = make_plugin(device.type) or "32-true"
         [batch] = workload.batches(1)
         estimate = estimate_memory(estimated_module, batch, precision=precision, device_type=device.type)
-        allocated_before = _free_device(device)
+        allocated_before = free_device(device)
         train(make_module(workload), workload, make_plugin(device.type), Batches(workload, 3))
         allocated = error = reserved = "not measured"
         if device.type == "cuda":
@@ -210,7 +169,7 @@ def _measure_memory(check: Check, budget: Budget, *, workload: Workload) -> None
             allocated, error = _mib(allocated_bytes), f"{estimate.peak_bytes / allocated_bytes - 1:+.1%}"
             reserved = _mib(torch.cuda.max_memory_reserved(device))
         need = " to ".join(map(_mib, estimate.reserved_bytes))
-        check.rows.append([name, _mib(estimate.peak_bytes), allocated, error, need, reserved])
+        part.rows.append([name, _mib(estimate.peak_bytes), allocated, error, need, reserved])
 
 
 def _mib(size_bytes: int) -> str:
@@ -259,10 +218,11 @@ def _limited_memory(device: torch.device, limit_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def out_of_memory(workload: Workload) -> Check:
+def out_of_memory(workload: Workload, seconds: float) -> Part:
     """The same batch without a limit, with one, and with one and `MicroBatchOnOOM`."""
-    return Check(
+    return Part(
         "A real out-of-memory",
+        seconds,
         "torch may allocate the mean of what a quarter of the batch reserves and what all of it allocates, in "
         "bf16-mixed. Every row begins with the same weights and the same batch. (On a CPU the model raises the error "
         "by itself.)",
@@ -271,13 +231,13 @@ def out_of_memory(workload: Workload) -> Check:
     )
 
 
-def _measure_out_of_memory(check: Check, budget: Budget, *, workload: Workload) -> None:
+def _measure_out_of_memory(part: Part, budget: Budget, *, workload: Workload) -> None:
     device, sequences = workload.device, workload.batch_size
     on_gpu = device.type == "cuda"
 
     def first_loss(model: type[LossModel], rows: int, *callbacks: L.Callback) -> str:
         loss = FirstLoss()
-        _free_device(device)
+        free_device(device)
         batches = Batches(workload, 3, rows)
         train(
             make_module(workload, model), workload, our_plugin("bf16-mixed", device.type), batches, [*callbacks, loss]
@@ -287,19 +247,19 @@ def _measure_out_of_memory(check: Check, budget: Budget, *, workload: Workload) 
     first_loss(LossModel, max(1, sequences // 4))
     quarter_bytes = torch.cuda.max_memory_reserved(device) if on_gpu else 0
     whole = first_loss(LossModel, sequences)
-    check.rows.append(["no limit", str(sequences), "-", "-", whole])
+    part.rows.append(["no limit", str(sequences), "-", "-", whole])
     limit: AbstractContextManager[None] = nullcontext()
     limit_text = "not measured"
     if on_gpu:
         limit_bytes = limit_between(quarter_bytes, torch.cuda.max_memory_allocated(device))
         limit, limit_text = _limited_memory(device, limit_bytes), _mib(limit_bytes)
-    _free_device(device)  # what is in the allocator's cache counts towards the limit
+    free_device(device)  # what is in the allocator's cache counts towards the limit
     with limit:
         try:
             without = first_loss(LossModelOutOfMemory, sequences)
         except torch.OutOfMemoryError as error:
             without = describe(error)
-        check.rows.append(["limited", str(sequences), limit_text, "-", without])
+        part.rows.append(["limited", str(sequences), limit_text, "-", without])
         splitting = MicroBatchOnOOM()
         split = first_loss(LossModelOutOfMemory, sequences, splitting)
-        check.rows.append(["limited, MicroBatchOnOOM", str(sequences), limit_text, str(splitting.size), split])
+        part.rows.append(["limited, MicroBatchOnOOM", str(sequences), limit_text, str(splitting.size), split])

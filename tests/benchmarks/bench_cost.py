@@ -38,7 +38,7 @@ from bench_cost_counts import (  # noqa: E402
 )
 from bench_cost_ranks import WINDOW, count_wire  # noqa: E402
 from bench_cost_times import SIZES, TOY, time_imports, time_steps  # noqa: E402
-from bench_schedule import Group, Ratio, ratio  # noqa: E402
+from bench_schedule import Group, ratio  # noqa: E402
 
 
 def progress(text: str) -> None:
@@ -142,16 +142,12 @@ def section_of_ranks(toy: bool) -> list[str]:
     ]
 
 
-def _as_text(found: Ratio | None) -> str:
-    return "-" if found is None else f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
-
-
 def _time_rows(size: str, group: Group) -> list[list[object]]:
-    baselines = {cell.recipe: cell for cell in group.cells}
     rows: list[list[object]] = []
     for cell in group.cells:
         # Of seconds, not of rates: the baseline's tokens per second over those of the cell.
-        times = [_as_text(ratio(baselines[name], cell)) for name in ("stock", "plain")]
+        baselines = [group.baseline(cell, name) for name in ("stock", "plain")]
+        times = [ratio(baseline, cell) or "-" if baseline is not None else "1" for baseline in baselines]
         rows.append([size, cell.precision, cell.recipe, cell.optimizer, *times, cell.error or ""])
     return rows
 
@@ -169,7 +165,7 @@ def section_of_times(toy: bool, repeats: int, segment_seconds: float) -> list[st
     return [
         "## Time",
         "",
-        f"Importing the package takes {_as_text(imports)} times as long as importing Lightning alone, median and range "
+        f"Importing the package takes {imports} times as long as importing Lightning alone, median and range "
         f"of {imports.repeats} fresh interpreters; it adds {added} modules to {modules}.",
         "",
         f"Seconds per step over those of stock and of the plain loop, median and range over {repeats} repeats. All "

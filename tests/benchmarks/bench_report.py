@@ -8,12 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_checks import Check
-from bench_epilogue import EpilogueReport
-from bench_schedule import NOT_REACHED, Cell, Group, ratio
+from bench_schedule import NOT_REACHED, Cell, Group, Part, ratio
 
 GIB = 2**30
-EPILOGUE_TITLE = "The gradient epilogue alone"
+HEADING = (
+    *("way", "precision", "optimizer", "tokens/s", "MFU", "memory"),
+    *("after backward, ms", "times its floor", "times stock", "times plain", "note"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,67 +27,75 @@ class Header:
     versions: dict[str, str]
     model: str
     settings: dict[str, Any]
-    flops_per_token: int
     flops_convention: str
-    flops_parameters: int
     peak_flops_per_second: dict[str, float]
     """Dense peak by precision; absent where the chip or the format is not in the table."""
     peak_source: str
+    copy_bytes_per_second: float
     toy: bool
 
 
-def as_record(
-    header: Header,
-    groups: Sequence[Group],
-    status: str,
-    epilogue: EpilogueReport | str | None = None,
-    checks: Sequence[Check] = (),
-) -> dict[str, Any]:
-    """Everything, ready for JSON; the epilogue's part may be the error that it ended with."""
+def as_record(header: Header, parts: Sequence[Part], status: str) -> dict[str, Any]:
+    """Everything, ready for JSON."""
     return {
-        "schema": 3,
+        "schema": 4,
         "status": status,
         **asdict(header),
-        "epilogue": epilogue.as_record() if isinstance(epilogue, EpilogueReport) else {"error": epilogue},
-        "checks": [check.as_record() for check in checks],
-        "groups": [
+        "parts": [
             {
-                "title": group.title,
-                "precision": group.precision,
-                "compiled": group.compiled,
-                "cells": [_cell_record(cell, group, header) for cell in group.cells],
+                "title": part.title,
+                "explanation": part.explanation,
+                "heading": part.heading if part.group is None else HEADING,
+                "cells": [] if part.group is None else [_numbers(c, part.group, header) for c in part.group.cells],
+                "rows": part.rows if part.group is None else [_row(c, part.group, header) for c in part.group.cells],
+                "error": part.error,
             }
-            for group in groups
+            for part in parts
         ],
     }
 
 
-def _cell_record(cell: Cell, group: Group, header: Header) -> dict[str, Any]:
-    rates = cell.rates
-    memory = [m.peak_memory_bytes for m in cell.measurements if m is not None and m.peak_memory_bytes is not None]
-    record: dict[str, Any] = {
+def _numbers(cell: Cell, group: Group, header: Header) -> dict[str, Any]:
+    measured = [m for m in cell.measurements if m is not None]
+    peak = header.peak_flops_per_second.get(cell.precision)
+    step_seconds = median([m.step_seconds for m in measured if m.step_seconds is not None] or [0.0]) or None
+    floor_bytes = cell.floor_bytes and cell.floor_bytes * group.parameters
+    ratios = {recipe: ratio(cell, group.baseline(cell, recipe)) for recipe in ("stock", "plain")}
+    return {
         "recipe": cell.recipe,
         "precision": cell.precision,
         "optimizer": cell.optimizer,
-        "clip": cell.clip,
-        "tokens_per_second": [m.tokens_per_second if m is not None else None for m in cell.measurements],
-        "median": median(rates) if rates else None,
-        "min": min(rates, default=None),
-        "max": max(rates, default=None),
-        "mfu": None,
-        "peak_memory_bytes": max(memory, default=None),
-        "skipped_steps": sum(m.skipped_steps for m in cell.measurements if m is not None),
+        "tokens_per_second": [m and m.tokens_per_second for m in cell.measurements],
+        "mfu": median(cell.rates) * group.flops_per_token / peak if measured and peak else None,
+        "peak_memory_bytes": max((m.peak_memory_bytes for m in measured if m.peak_memory_bytes), default=None),
+        "step_seconds": step_seconds,
+        "floor_seconds": floor_bytes and floor_bytes / header.copy_bytes_per_second,
+        "skipped_steps": sum(m.skipped_steps for m in measured),
+        "ratios": {recipe: asdict(found) for recipe, found in ratios.items() if found is not None},
         "error": cell.error,
-        "ratios": {},
     }
-    peak = header.peak_flops_per_second.get(cell.precision)
-    if rates and peak is not None:
-        record["mfu"] = median(rates) * (group.flops_per_token or header.flops_per_token) / peak
-    for baseline in group.cells:
-        found = ratio(cell, baseline) if baseline.recipe in ("stock", "plain") and baseline is not cell else None
-        if found is not None:
-            record["ratios"][baseline.recipe] = asdict(found)
-    return record
+
+
+def _row(cell: Cell, group: Group, header: Header) -> list[str]:
+    numbers, rates = _numbers(cell, group, header), cell.rates
+    step, floor, memory = numbers["step_seconds"], numbers["floor_seconds"], numbers["peak_memory_bytes"]
+    notes = [cell.error] if cell.error else []
+    if rates and len(rates) < group.repeats:
+        notes.append(f"{len(rates)} of {group.repeats} repeats")
+    if numbers["skipped_steps"]:
+        notes.append(f"{numbers['skipped_steps']} steps skipped")
+    return [
+        cell.recipe,
+        cell.precision,
+        cell.optimizer,
+        f"{median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})" if rates else "-",
+        "-" if numbers["mfu"] is None else f"{numbers['mfu']:.1%}",
+        "-" if memory is None else f"{memory / GIB:.2f} GiB",
+        "-" if step is None else f"{step * 1e3:.4g}",
+        "-" if step is None or not floor else f"{step / floor:.2f}",
+        *(str(ratio(cell, group.baseline(cell, recipe)) or "-") for recipe in ("stock", "plain")),
+        "; ".join(notes),
+    ]
 
 
 def as_markdown(record: dict[str, Any]) -> str:
@@ -104,88 +113,33 @@ def as_markdown(record: dict[str, Any]) -> str:
         f"- Command: `{record['command']}`",
         f"- Model: {record['model']}",
         f"- Settings: {settings}",
-        f"- MFU: {record['flops_convention']}, {record['flops_per_token']:,} FLOP per token, over the dense "
-        f"peak of the matmul format in TFLOP/s: {peaks or 'not known for this device'} ({record['peak_source']})",
+        f"- MFU: {record['flops_convention']}, over the dense peak of the matmul format in TFLOP/s: "
+        f"{peaks or 'not known for this device'} ({record['peak_source']})",
+        f"- Floor: the bytes that AdamW with clipping by norm must move, at the "
+        f"{record['copy_bytes_per_second'] / 1e9:,.4g} GB/s that a copy reaches here",
         "",
         "tokens/s is the median over the repeats, with the lowest and the highest. A ratio is taken within each "
-        "repeat; the table has the median and the range of those. Peak memory is what torch allocated for this cell. "
-        "ours is a plugin of this package (AutocastPrecision if none is named), stock is Lightning's own, plain a loop "
-        "written by hand. Lightning refuses gradient clipping with a "
-        "fused optimizer under autocast: there stock clips with the foreach optimizer, and is shown fused without "
-        "clipping as well.",
+        "repeat; the table has the median and the range of those. Memory is the peak of what torch allocated for this "
+        "way. After backward is the time from the end of backward to the stepped weights, median over steps. ours is a "
+        "plugin of this package, stock is Lightning's own, plain a loop written by hand. Everything is clipped at norm "
+        "1 unless the row says otherwise; Lightning refuses that with a fused optimizer under autocast, so stock clips "
+        "with the foreach optimizer there.",
+        *(line for part in record["parts"] for line in part_lines(part)),
     ]
-    for group in record["groups"]:
-        lines += ["", f"## {group['title']}", ""]
-        lines += [
-            "| recipe | precision | optimizer | clip | tokens/s | MFU | memory | times stock | times plain | note |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
-        lines += [_row(cell, record["settings"]["repeats"]) for cell in group["cells"]]
-    lines += _epilogue_lines(record["epilogue"])
-    lines += [line for check in record["checks"] for line in check_lines(check)]
     return "\n".join(lines) + "\n"
 
 
-def _epilogue_lines(epilogue: dict[str, Any]) -> list[str]:
-    heading = ["", f"## {EPILOGUE_TITLE}", ""]
-    if "error" in epilogue:
-        return [*heading, epilogue["error"] or "Not measured: the run ended first."]
-    lines = [
-        *heading,
-        f"From the end of backward to the optimizer's kernel, on {epilogue['gradient_bytes'] / GIB:.3g} GiB of fp32 "
-        f"gradients of this model. The floor is reading them once: {epilogue['floor_seconds'] * 1e3:.4g} ms at the "
-        f"{epilogue['copy_bytes_per_second'] / 1e9:,.4g} GB/s that a copy reaches here. A pass is every gradient byte "
-        "read or written once, so that a way with n passes takes n floors or more.",
-        "",
-        "| way | passes | ms | times the floor |",
-        "|---|---|---|---|",
-    ]
-    for row in epilogue["rows"]:
-        ratio_text = f"{row['times_floor']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-        lines.append(f"| {row['name']} | {row['passes']} | {median(row['seconds']) * 1e3:.4g} | {ratio_text} |")
-    return lines
-
-
-def check_lines(check: dict[str, Any]) -> list[str]:
-    """One table of `bench_checks`, from its record."""
-    lines = ["", f"## {check['title']}", "", check["explanation"], ""]
-    if check["rows"]:
-        table = [check["heading"], ["---"] * len(check["heading"]), *check["rows"]]
+def part_lines(part: dict[str, Any]) -> list[str]:
+    """One part, from its record."""
+    lines = ["", f"## {part['title']}", "", part["explanation"], ""]
+    if part["rows"]:
+        table = [part["heading"], ["---"] * len(part["heading"]), *part["rows"]]
         lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table]
-    if check["error"]:
-        lines += ["", check["error"]] if check["rows"] else [check["error"]]
-    elif not check["rows"]:
+    if part["error"]:
+        lines += ["", part["error"]] if part["rows"] else [part["error"]]
+    elif not part["rows"]:
         lines.append(NOT_REACHED)
     return lines
-
-
-def _row(cell: dict[str, Any], repeats: int) -> str:
-    measured = cell["median"] is not None
-    rate = f"{cell['median']:,.0f} ({cell['min']:,.0f} to {cell['max']:,.0f})" if measured else "-"
-    memory = cell["peak_memory_bytes"]
-    done = sum(value is not None for value in cell["tokens_per_second"])
-    notes = [cell["error"]] if cell["error"] else []
-    if measured and done < repeats:
-        notes.append(f"{done} of {repeats} repeats")
-    if cell["skipped_steps"]:
-        notes.append(f"{cell['skipped_steps']} steps skipped")
-    fields = [
-        cell["recipe"],
-        cell["precision"],
-        cell["optimizer"],
-        "none" if cell["clip"] is None else f"{cell['clip']:g}",
-        rate,
-        "-" if cell["mfu"] is None else f"{cell['mfu']:.1%}",
-        "-" if memory is None else f"{memory / GIB:.2f} GiB",
-        _ratio_text(cell["ratios"].get("stock")),
-        _ratio_text(cell["ratios"].get("plain")),
-        "; ".join(notes).replace("|", "/"),
-    ]
-    return f"| {' | '.join(fields)} |"
-
-
-def _ratio_text(found: dict[str, Any] | None) -> str:
-    return "-" if found is None else f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def write_report(record: dict[str, Any], stem: Path) -> tuple[Path, Path]:

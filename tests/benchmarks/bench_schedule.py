@@ -1,9 +1,9 @@
-"""In which order cells are measured, and what is kept when the run is cut short.
+"""In which order parts and cells are measured, and what is kept when the run is cut short.
 
-A cell is one way to train (ours, stock, plain) in one precision, eager or compiled. Cells that are compared with each
-other form a group. Within a group every cell is warmed up first; then each repeat measures every cell once, starting
-with another one each time, so that a device that warms up or is shared slows all of them alike. Ratios are taken
-within a repeat.
+A part of the benchmark has a share of the time; what earlier parts leave of theirs is added to it. A cell is one way to
+train (ours, stock, plain). Cells that are compared with each other form a group: every cell is warmed up first; then
+each repeat measures every cell once, starting with another one each time, so that a device that warms up or is shared
+slows all of them alike. Ratios are taken within a repeat.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
-NOT_REACHED = "not measured: the run ended first"
+NOT_REACHED = "not measured: the time was over"
 
 
 class Runner(Protocol):
@@ -34,21 +34,26 @@ class Measurement:
     tokens_per_second: float
     peak_memory_bytes: int | None
     skipped_steps: int = 0
+    step_seconds: float | None = None
+    """From the end of backward to the stepped weights, median over the steps."""
 
 
 @dataclass
 class Cell:
-    """One row of the table and how to measure it."""
+    """One row of a table and how to measure it."""
 
     recipe: str
     precision: str
-    compiled: bool
     optimizer: str
-    clip: float | None
     make_runner: Callable[[], Runner]
+    floor_bytes: float | None = None
+    """Per parameter, what any optimizer step must read and write."""
+    beside: str = ""
+    """Precision of the cells that it is compared with, if it is not its own."""
+    error: str | None = None
+    """Set before the run, it keeps the cell from taking the time of others."""
     measurements: list[Measurement | None] = field(default_factory=list)
     """By repeat; None where this cell was not reached in that repeat, nothing for repeats that never began."""
-    error: str | None = None
 
     @property
     def rates(self) -> list[float]:
@@ -60,50 +65,88 @@ class Cell:
 class Group:
     """Cells that are compared with each other."""
 
-    precision: str
-    compiled: bool
     cells: list[Cell]
+    repeats: int
+    parameters: int = 0
+    flops_per_token: int = 0
     on_enter: Callable[[], None] = lambda: None
-    model: str = ""
-    """Empty for the model that the report is about."""
-    flops_per_token: int | None = None
 
-    @property
-    def title(self) -> str:
-        """Heading of the group's table."""
-        return ", ".join([*filter(None, [self.model]), self.precision, "compiled" if self.compiled else "eager"])
+    def baseline(self, cell: Cell, recipe: str) -> Cell | None:
+        """The cell of that recipe that a cell is compared with."""
+        precision = cell.beside or cell.precision
+        found = (c for c in self.cells if (c.recipe, c.precision) == (recipe, precision) and c is not cell)
+        return next(found, None)
+
+
+class Budget:
+    """A time limit, and whether somebody ended the run.
+
+    Args:
+        seconds: from now.
+        clock: of the whole run.
+        within: another limit, which holds as well.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float], within: "Budget | None" = None) -> None:
+        self.clock, self.cancelled = clock, False
+        self._end, self._within = clock() + seconds, within
+
+    def allows(self) -> bool:
+        """Whether something may still begin."""
+        own = not self.cancelled and self.clock() < self._end
+        return own and (self._within is None or self._within.allows())
+
+
+Progress = Callable[[str], None]
 
 
 @dataclass
-class Budget:
-    """A time limit, how long a warm-up took so far, and whether somebody ended the run."""
+class Part:
+    """A table of the report: rows of its own, or those of a group."""
 
+    title: str
     seconds: float
-    clock: Callable[[], float]
-    expected_warm_up_seconds: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
-    """Longest warm-up seen or to be expected, by eager (False) and compiled (True)."""
-    cancelled: bool = False
+    """Its share of the time."""
+    explanation: str
+    """Stands above the table."""
+    heading: tuple[str, ...] = ()
+    measure: "Callable[[Part, Budget], None] | None" = None
+    """Adds rows one by one."""
+    group: Group | None = None
+    rows: list[list[str]] = field(default_factory=list)
+    error: str | None = None
 
-    def __post_init__(self) -> None:
-        self._deadline = self.clock() + self.seconds
+    @property
+    def has_gaps(self) -> bool:
+        """Whether anything that was to be measured is missing."""
+        cells, repeats = ([], 0) if self.group is None else (self.group.cells, self.group.repeats)
+        is_short = any(len(cell.rates) < repeats for cell in cells)
+        return self.error is not None or is_short or any(NOT_REACHED in row for row in self.rows)
 
-    def allows(self, seconds: float = 0.0) -> bool:
-        """Whether something that takes this long may still begin."""
-        return not self.cancelled and self.clock() + seconds < self._deadline
 
+def run_parts(parts: Sequence[Part], budget: Budget, on_progress: Progress) -> None:
+    """Measures parts in order; ``on_progress`` is called after each thing worth keeping.
 
-def run_groups(
-    groups: Sequence[Group], *, repeats: int, budget: Budget, on_progress: Callable[[str], None] = lambda _: None
-) -> None:
-    """Measures all groups in order; `on_progress` is called after each thing worth keeping.
-
-    An exception in a cell ends that cell only: its text goes into the table.
+    An exception ends a part, or a cell of a group, only: its text goes into the table.
     """
-    for group in groups:
-        _run_group(group, repeats, budget, on_progress)
+    begin, share = budget.clock(), 0.0
+    for part in parts:
+        share += part.seconds
+        own = Budget(begin + share - budget.clock(), budget.clock, budget)
+        try:
+            if part.group is not None:
+                run_group(part.group, own, lambda text, title=part.title: on_progress(f"{title}: {text}"))
+            elif not own.allows():
+                part.error = NOT_REACHED
+            elif part.measure is not None:
+                part.measure(part, own)
+        except Exception as error:
+            part.error = describe(error)
+        on_progress(f"{part.title}: {part.error or 'done'}")
 
 
-def _run_group(group: Group, repeats: int, budget: Budget, on_progress: Callable[[str], None]) -> None:
+def run_group(group: Group, budget: Budget, on_progress: Progress = lambda _: None) -> None:
+    """Measures a group."""
     ready: list[tuple[Cell, Runner]] = []
     try:
         if budget.allows():
@@ -112,14 +155,14 @@ def _run_group(group: Group, repeats: int, budget: Budget, on_progress: Callable
             runner = _warmed_up(cell, budget)
             if runner is not None:
                 ready.append((cell, runner))
-            on_progress(f"{group.title}: {cell.recipe}: {cell.error or 'warmed up'}")
-        for repeat in range(repeats):
+            on_progress(f"{cell.recipe}, {cell.precision}: {cell.error or 'warmed up'}")
+        for repeat in range(group.repeats):
             if not budget.allows():
                 break
             first = repeat % max(len(ready), 1)
             for cell, runner in ready[first:] + ready[:first]:
                 _measure(cell, runner, budget)
-            on_progress(f"{group.title}: repeat {repeat + 1} of {repeats}")
+            on_progress(f"repeat {repeat + 1} of {group.repeats}")
     finally:
         for cell, runner in ready:
             runner.release()
@@ -128,10 +171,11 @@ def _run_group(group: Group, repeats: int, budget: Budget, on_progress: Callable
 
 
 def _warmed_up(cell: Cell, budget: Budget) -> Runner | None:
-    if not budget.allows(budget.expected_warm_up_seconds[cell.compiled]):
+    if cell.error is not None:
+        return None
+    if not budget.allows():
         cell.error = NOT_REACHED
         return None
-    begin = budget.clock()
     runner = cell.make_runner()
     try:
         runner.warm_up()
@@ -139,8 +183,6 @@ def _warmed_up(cell: Cell, budget: Budget) -> Runner | None:
         cell.error = describe(error)
         runner.release()
         return None
-    seconds = budget.clock() - begin
-    budget.expected_warm_up_seconds[cell.compiled] = max(seconds, budget.expected_warm_up_seconds[cell.compiled])
     return runner
 
 
@@ -169,12 +211,15 @@ class Ratio:
     high: float
     repeats: int
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
-def ratio(cell: Cell, baseline: Cell) -> Ratio | None:
+
+def ratio(cell: Cell, baseline: Cell | None) -> Ratio | None:
     """Ratio of two cells, taken within each repeat; None when no repeat has both."""
     pairs = [
         ours.tokens_per_second / theirs.tokens_per_second
-        for ours, theirs in zip(cell.measurements, baseline.measurements, strict=False)
+        for ours, theirs in zip(cell.measurements, baseline.measurements if baseline is not None else (), strict=False)
         if ours is not None and theirs is not None
     ]
     return Ratio(median(pairs), min(pairs), max(pairs), len(pairs)) if pairs else None
