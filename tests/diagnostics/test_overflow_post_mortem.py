@@ -290,6 +290,18 @@ def test_fp32_draws_the_same_random_numbers(tmp_path: Path) -> None:
     assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, False, "model")
 
 
+@pytest.mark.parametrize("to", [torch.half, torch.float32], ids=["half", "float"])
+def test_a_cast_in_the_modules_own_code_is_no_verdict_about_fp32(to: torch.dtype, tmp_path: Path) -> None:
+    class Casts(TimesInForward):
+        def forward(self, x: Any) -> Any:
+            factor = torch.tensor(INF if to == torch.float32 else 1e6)
+            return (x.float() * factor).to(to).float() if self.trigger.on else x
+
+    (finding,) = fit(Planted(partial(Casts, factor=1.0)), ours(), tmp_path).reports[0].findings
+    in_fp32 = None if to == torch.half else False
+    assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, in_fp32, "model")
+
+
 def test_weights_in_16_bit_are_not_tried_in_fp32(tmp_path: Path) -> None:
     from lightning_mp import MasterWeightsPrecision
 

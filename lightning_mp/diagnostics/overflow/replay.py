@@ -11,7 +11,9 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from lightning_mp.core import private_api
 from lightning_mp.core.random_state import RandomState, random_state_kept
 from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow, find_first_overflow
 from lightning_mp.diagnostics.overflow.observations import Place, Role
@@ -103,14 +105,26 @@ class Replay:
         return self._attempt(lambda: self._run_in_policy(micro_batch, scale, watch), watch, accumulated)
 
     def run_in_float32(self, micro_batch: MicroBatch) -> Trial | None:
-        """One forward and backward in full precision at scale 1; None where that cannot be had."""
+        """One forward and backward in full precision at scale 1; None where that cannot be had.
+
+        A run that is not finite says nothing about fp32 where the module's own code computes in 16 bit.
+        """
         if isinstance(self._trainer.strategy, FSDPStrategy) or any(
             p.is_floating_point() and p.element_size() < 4 for p in self._pl_module.parameters()
         ):
             return None
-        trial = self._attempt(lambda: self._run_plainly(micro_batch), None, False)
+        low_precision: list[Any] = []
+
+        def find_low_precision(operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+            if not low_precision and any(
+                isinstance(t, Tensor) and t.is_floating_point() and t.element_size() < 4 for t in tree_leaves(result)
+            ):
+                low_precision.append(operation)
+
+        with private_api.observe_dispatch(find_low_precision):
+            trial = self._attempt(lambda: self._run_plainly(micro_batch), None, False)
         # Code that names 16-bit dtypes need not run in another.
-        return None if trial.error else trial
+        return None if trial.error or (low_precision and not trial.finite) else trial
 
     def _attempt(self, run: Callable[[], None], watch: TensorWatch | None, accumulated: bool) -> Trial:
         if not accumulated:
