@@ -176,9 +176,26 @@ def test_parameters_alone_tell_of_states_but_not_of_activations():
     assert recommend("A100", model="7B", memory_bytes=10e9, goal="inference").fits is False
 
 
+def test_a_base_that_does_not_fit_in_16_bit_is_advised_in_4():
+    memory = recommend("A100", model="7B", memory_bytes=10e9, goal="adapters").choice("memory")
+    # 4.127 bits each: Dettmers et al. 2023, section 3
+    assert "QLoRA keeps the base in 4 bit, 3.36 GiB: BitsandbytesPrecision('nf4')" in memory.reason
+    assert "QLoRA" not in recommend("A100", model="7B", goal="adapters").choice("memory").reason
+
+
+def test_the_cache_of_keys_and_values_is_counted_for_inference():
+    known = recommend("A100", model=LLAMA_8B, context_tokens=8192, goal="inference").choice("memory").reason
+    # Llama 3 8B: 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB per token
+    assert "The cache of keys and values comes on top: 1 GiB per sequence of 8,192 tokens." in known
+    assert (
+        "give the shape of the decoder to count it"
+        in recommend("A100", model="7B", goal="inference").choice("memory").reason
+    )
+
+
 def test_goals():
     gan = recommend("A100", goal="gan", gpus=2)
-    assert gan.plugins[0].python() == 'AutocastPrecision(precision="bf16-mixed", cache_weights=False)'
+    assert gan.plugins[0].python() == 'AutocastPrecision(precision="bf16-mixed")'
     assert dict(gan.trainer)["strategy"] == "ddp_find_unused_parameters_true"
     assert "both optimizers" in recommend("T4", goal="gan").choice("loss scale").reason
     assert dict(recommend("H100", goal="inference").trainer)["precision"] == "bf16-true"

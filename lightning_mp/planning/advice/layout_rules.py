@@ -25,6 +25,8 @@ _CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, a
 _CALCULATED = "calculated: decoder_memory"
 _MOST_GPUS = 4096
 _ADAM_STATE_BYTES = 8
+# 4 bits and the quantized constants of a block: Dettmers et al. 2023, arXiv:2305.14314, section 3
+_NF4_BYTES = (4 + 0.127) / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +211,20 @@ def _strategy_choice(layout: MemoryLayout, strategy: str | Component | None) -> 
     return Choice("strategy", "ddp", reason, f"{_DDP}; {_FSDP}", "likely")
 
 
+def _on_top(question: Question) -> str:
+    """What weights and states leave out."""
+    if question.goal != "inference":
+        return " Activations come on top: estimate_memory(module, batch) measures them."
+    config = question.config
+    if config is None:
+        return " The cache of keys and values comes on top; give the shape of the decoder to count it."
+    latent = config.latent_attention
+    per_layer = latent.kv_lora_rank + latent.qk_rope_head_dim if latent else 2 * config.kv_heads * config.head_width
+    elements = config.layers * per_layer * question.context_tokens
+    cache = format_bytes(elements * find_precision(question.storage).activation_bytes)
+    return f" The cache of keys and values comes on top: {cache} per sequence of {question.context_tokens:,} tokens."
+
+
 def _by_states(question: Question, parameters: float, memory_bytes: float) -> LayoutAdvice:
     """Without formulas for activations: only what weights and states keep can be said."""
     row = find_precision(question.storage)
@@ -236,13 +252,16 @@ def _by_states(question: Question, parameters: float, memory_bytes: float) -> La
     reason = f"{kept}{share}; one {question.device} has {format_bytes(memory_bytes)} ({memory_bytes / 1e9:.3g} GB)."
     if roomy:
         verdict = "weights and states fit"
-        reason += " Activations come on top: estimate_memory(module, batch) measures them."
+        reason += _on_top(question)
     elif fitting:
         verdict = "little room beside weights and states"
-        reason += " Activations and what the allocator adds come on top. Use more GPUs, or a smaller model."
+        reason += f"{_on_top(question)} Use more GPUs, or a smaller model."
     else:
         verdict = "does not fit"
         reason += f" {ceil(states / memory_bytes)} GPUs would hold them, without activations."
+    if question.goal == "adapters" and not roomy:
+        quantized = format_bytes(_NF4_BYTES * parameters)
+        reason += f" QLoRA keeps the base in 4 bit, {quantized}: BitsandbytesPrecision('nf4') of Lightning, CUDA only."
     sure = "measure it" if fitting else "certain"
     choices.insert(0, Choice("memory", verdict, reason, "calculated: bytes per parameter", sure))
     return LayoutAdvice(choices=tuple(choices), strategy=strategy, fits=None if fitting else False)

@@ -130,12 +130,10 @@ def _full(value: str, reason: str, source: str, sure: Literal["certain", "likely
     return PrecisionAdvice((Choice("precision", value, reason, source, sure),), "32-true", trainer_precision=value)
 
 
-def _autocast(precision: str, goal: Goal, scaler: Component | None = None) -> Component:
+def _autocast(precision: str, scaler: Component | None = None) -> Component:
     arguments: list[tuple[str, str | int | bool | Component]] = [("precision", precision)]
     if scaler is not None:
         arguments.append(("scaler", scaler))
-    if goal == "gan":
-        arguments.append(("cache_weights", False))
     return Component("AutocastPrecision", tuple(arguments))
 
 
@@ -163,7 +161,7 @@ def _fp16(device: DeviceTraits, goal: Goal) -> PrecisionAdvice:
             ),
         ),
         "16-mixed",
-        plugin=_autocast("16-mixed", goal, Component("LossScaler")),
+        plugin=_autocast("16-mixed", Component("LossScaler")),
         callbacks=(Component("OverflowMonitor"),),
     )
 
@@ -175,7 +173,7 @@ def _bf16(device: DeviceTraits, goal: Goal, config: DecoderConfig | None) -> Pre
         without_fp8 = None
     reason = " ".join(part for part in (reason, without_fp8) if part)
     choice = Choice("precision", "bf16-mixed", reason, f"{_BF16}; {_PRECISION_PAGE}", "certain")
-    return PrecisionAdvice((choice,), "bf16-mixed", plugin=_autocast("bf16-mixed", goal))
+    return PrecisionAdvice((choice,), "bf16-mixed", plugin=_autocast("bf16-mixed"))
 
 
 def _fp8(config: DecoderConfig) -> PrecisionAdvice:
@@ -246,22 +244,8 @@ def _about_weights(goal: Goal, storage: str) -> list[Choice]:
         )
         return [Choice("weights", "fp32", reason, _PRECISION_PAGE, "certain")]
     if goal == "gan":
-        reason = (
-            "The discriminator runs twice in a step. With cached casts the gradients of both uses are summed in 16 bit;"
-            " without, in fp32."
-        )
-        cast = (
-            []
-            if storage == "32-true"
-            else [
-                Choice("weight casts", "cache_weights=False", reason, "documentation of AutocastPrecision", "certain")
-            ]
-        )
         manual = "Two optimizers need manual optimization: self.manual_backward(loss), and optimizer.step() of each."
-        return [
-            *cast,
-            Choice("optimization", "manual", manual, "lightning documentation, manual optimization", "certain"),
-        ]
+        return [Choice("optimization", "manual", manual, "lightning documentation, manual optimization", "certain")]
     return []
 
 
