@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_mp.core import private_api
+from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.random_state import RandomState, random_state_kept
 from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow, find_first_overflow
 from lightning_mp.diagnostics.overflow.observations import Place, Role
@@ -116,9 +116,7 @@ class Replay:
         low_precision: list[Any] = []
 
         def find_low_precision(operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-            if not low_precision and any(
-                isinstance(t, Tensor) and t.is_floating_point() and t.element_size() < 4 for t in tree_leaves(result)
-            ):
+            if not low_precision and any(t.is_floating_point() and t.element_size() < 4 for t in tensors_in(result)):
                 low_precision.append(operation)
 
         with private_api.observe_dispatch(find_low_precision):
