@@ -19,10 +19,8 @@ def write_page(out: Path, page: Path, parts: Collection[str]) -> None:
     found = {part: json.loads(file.read_text()) for part in parts if (file := out / f"{part}.json").is_file()}
     lines = ["# Quality of each precision, in paired runs", ""]
     lines += [
-        "Written by `scripts/evidence.py` from its results. How to read the tables: [compare.md](../compare.md). Time",
-        "and memory are those of this CPU, on which fp8 is emulated and 16 bit may be slow; they say nothing of a GPU,",
-        "and nothing here has been measured on one. Where the smallest and the largest ratio of a row lie far apart,",
-        "other programs were running.",
+        "Written by `scripts/evidence.py`. How to read it: [Compare precisions](../compare.md). All of it ran on a CPU,",
+        "with fp8 emulated; nothing here has been measured on a GPU.",
         "",
         *verdict_table([facts for facts in found.values() if "result" in facts]),
     ]
@@ -87,12 +85,10 @@ def page_section(facts: Mapping[str, Any], out: Path, page: Path) -> list[str]:
         "",
         f"    {facts['command']}",
         "",
-        "```text",
-        result["table"],
-        "```",
-        "",
-        f"Every loss of every seed: `{beside(page, part, '.json').name}`, beside this page.",
+        f"Times, memory, gradient errors and losses: `{beside(page, part, '.txt').name}` beside this page; every seed:",
+        f"`{beside(page, part, '.json').name}`.",
     ]
+    beside(page, part, ".txt").write_text(result["table"] + "\n", encoding="utf-8")
     drawn = out / f"{part}.png"
     if drawn.is_file():
         picture = beside(page, part, ".png")

@@ -39,6 +39,7 @@ def test_two_runs_of_the_evidence_agree_to_the_bit(evidence, tmp_path, capsys):
     assert "Not run yet: `make evidence ARGS='--parts vision'`." in page
     assert json.loads((tmp_path / "quality_text.json").read_text())["sizes"]["seeds"] == 2
     assert (tmp_path / "quality_text.png").is_file()
+    assert "val/loss, 2 paired seeds of 4 steps" in (tmp_path / "quality_text.txt").read_text()
 
 
 @pytest.mark.full

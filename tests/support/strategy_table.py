@@ -12,37 +12,22 @@ EQUAL = "equal"
 
 _TEXT = f"""# Precision plugins on strategies
 
-Which precision plugin works on which strategy, and how close its runs are to a run on one process.
-
-This page is written by `PYTHONPATH=tests/support python tests/strategies/test_strategy_matrix.py`, and
-`make test-full` compares it with new runs.
+Which precision plugin works on which strategy, and how close its runs are to a run on one process. Written by
+`PYTHONPATH=tests/support python tests/strategies/test_strategy_matrix.py`; `make test-full` compares it with new runs.
 
 ## How to read the tables
 
 Each field stands for {len(CLIPPING)} training runs of {NUM_WINDOWS} optimizer steps on 2 or 4 processes (CPU, gloo):
 without clipping, clipped by norm, clipped by value; in turn with
-{" and with ".join(map(str, ACCUMULATION))} micro-batches per step. So any three of strategy, precision, clipping and
-micro-batches occur together, and all four in the table of each strategy class. What is refused has been tried with each
-clipping and each number of micro-batches.
+{" and with ".join(map(str, ACCUMULATION))} micro-batches per step.
 
-A **number** is a tolerance: all these runs are equal to one process that sees all data, with the same plugin. That is,
-within this tolerance,
+A **number** is the relative tolerance within which these runs equal one process that sees all data with the same plugin:
+the loss of every micro-batch, the norm of every true gradient before clipping, and the final weights (relative to how far
+training has moved them). Exactly equal on all ranks, to the bit, are norms, decisions, loss scales and final weights. Two
+overflows are planted on the last rank, an infinite loss in step {LOSS_WINDOW + 1} and an infinite element of its own shard
+of a gradient in step {GRADIENT_WINDOW + 1}: all ranks skip these two steps together, and no other.
 
-- the loss of every micro-batch (mean over the ranks' samples), relative;
-- the norm of the true gradient of every step that is made, before clipping, relative;
-- the final weights: the error of each tensor, relative to how far training has moved it, or all weights on average if
-  that is farther.
-
-And exactly:
-
-- all ranks have the same norms, decisions, loss scales and final weights, to the bit;
-- the loss scale is that of the one process after every step;
-- two overflows are planted on the last rank: an infinite loss in step {LOSS_WINDOW + 1}, and an infinite element of its
-  own shard of a gradient, after the reduction, in step {GRADIENT_WINDOW + 1}. All ranks skip these two steps together,
-  and no other.
-
-A number in **brackets** is a refusal: before anything is computed the run raises the message that stands under this
-number [below](#refusals). If only some of the runs are refused, the field says which.
+A number in **brackets** is a refusal: before anything is computed the run raises that message [below](#refusals).
 
 | coarsest format | tolerance | which is |
 |---|---|---|
@@ -50,13 +35,10 @@ number [below](#refusals). If only some of the runs are refused, the field says 
 | bf16 | 2^-6 | twice the distance from 1 to the next number |
 | fp8 (e4m3) | 2^-4 | half that distance: each sum has many such roundings, which cancel in part |
 
-FSDP1 has twice as much under autocast, because it rounds more (see there). Weights that are stored in 16 bit
-("16-true", "bf16-true") may besides differ by half the distance, times their size.
-
-The tolerances are narrow enough to matter: a run without its clipping, with the other clipping, or with micro-batches
-of different sizes weighted alike would be outside of them, which is tested too.
-
-The one process itself is tested against a plain fp32 PyTorch loop, within four times the tolerance.
+FSDP1 has twice as much under autocast, because it rounds more. 16-bit weights ("16-true", "bf16-true") may also differ by
+half the distance, times their size. A run without its clipping, with the other clipping, or with micro-batches of
+different sizes weighted equally is outside of these tolerances, which is tested too. The one process is tested against
+a plain fp32 PyTorch loop, within four times the tolerance.
 
 ## What runs
 
