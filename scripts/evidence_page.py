@@ -19,8 +19,8 @@ def write_page(out: Path, page: Path, parts: Collection[str]) -> None:
     found = {part: json.loads(file.read_text()) for part in parts if (file := out / f"{part}.json").is_file()}
     lines = ["# Quality of each precision, in paired runs", ""]
     lines += [
-        "Written by `scripts/evidence.py`. How to read it: [Compare precisions](../compare.md). All of it ran on a CPU,",
-        "with fp8 emulated; nothing here has been measured on a GPU.",
+        "Written by `scripts/evidence.py`. How to read it: [Compare precisions](../compare.md). All of it ran on a",
+        "CPU, with fp8 emulated; nothing here has been measured on a GPU.",
         "",
         *verdict_table([facts for facts in found.values() if "result" in facts]),
     ]

@@ -21,11 +21,12 @@ Each field stands for {len(CLIPPING)} training runs of {NUM_WINDOWS} optimizer s
 without clipping, clipped by norm, clipped by value; in turn with
 {" and with ".join(map(str, ACCUMULATION))} micro-batches per step.
 
-A **number** is the relative tolerance within which these runs equal one process that sees all data with the same plugin:
-the loss of every micro-batch, the norm of every true gradient before clipping, and the final weights (relative to how far
-training has moved them). Exactly equal on all ranks, to the bit, are norms, decisions, loss scales and final weights. Two
-overflows are planted on the last rank, an infinite loss in step {LOSS_WINDOW + 1} and an infinite element of its own shard
-of a gradient in step {GRADIENT_WINDOW + 1}: all ranks skip these two steps together, and no other.
+A **number** is the relative tolerance within which these runs equal one process that sees all data with the same
+plugin: the loss of every micro-batch, the norm of every true gradient before clipping, and the final weights
+(relative to how far training has moved them). Exactly equal on all ranks, to the bit, are norms, decisions, loss
+scales and final weights. Two overflows are planted on the last rank, an infinite loss in step {LOSS_WINDOW + 1} and
+an infinite element of its own shard of a gradient in step {GRADIENT_WINDOW + 1}: all ranks skip these two steps
+together, and no other.
 
 A number in **brackets** is a refusal: before anything is computed the run raises that message [below](#refusals).
 
@@ -35,10 +36,10 @@ A number in **brackets** is a refusal: before anything is computed the run raise
 | bf16 | 2^-6 | twice the distance from 1 to the next number |
 | fp8 (e4m3) | 2^-4 | half that distance: each sum has many such roundings, which cancel in part |
 
-FSDP1 has twice as much under autocast, because it rounds more. 16-bit weights ("16-true", "bf16-true") may also differ by
-half the distance, times their size. A run without its clipping, with the other clipping, or with micro-batches of
-different sizes weighted equally is outside of these tolerances, which is tested too. The one process is tested against
-a plain fp32 PyTorch loop, within four times the tolerance.
+FSDP1 has twice as much under autocast, because it rounds more. 16-bit weights ("16-true", "bf16-true") may also
+differ by half the distance, times their size. A run without its clipping, with the other clipping, or with
+micro-batches of different sizes weighted equally is outside of these tolerances, which is tested too. The one process
+is tested against a plain fp32 PyTorch loop, within four times the tolerance.
 
 ## What runs
 
