@@ -69,6 +69,7 @@ __all__ = [
     "scheduler_parts",
     "set_callbacks",
     "set_unscaled",
+    "shares_memory",
     "supports_amp_scaling",
     "unscaled_found_inf",
     "version_of",
@@ -76,6 +77,7 @@ __all__ = [
     "without_function_subclasses",
     "wrapper_tensor",
     "make_room_for_hooks",
+    "memory_of",
 ]
 
 #: (owner, private name, why it is needed)
@@ -90,6 +92,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every microbatch"),
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
     (torch.Tensor, "_version", "tells that a weight was changed in place by other code"),
+    (torch.UntypedStorage, "_cdata", "tells that a weight lies in other memory than before"),
+    (torch._C, "_storage_Use_Count", "tells that another tensor lies in the memory of a weight"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
     (torch.optim, "_muon", "the module of the next two names"),
     (torch.optim._muon, "_zeropower_via_newtonschulz", "Muon's orthogonalisation, of a matrix that was put together"),
@@ -178,6 +182,17 @@ def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place, views of it included and ``tensor.data`` left out."""
     return tensor._version
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number of the memory that a tensor lies in."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether another tensor lies in the same memory: a view, an alias, a detached one."""
+    storage = tensor.untyped_storage()  # is a second reference itself
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def backward_outside_autocast() -> AbstractContextManager[None]:

@@ -73,8 +73,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
     A weight is cast once per optimizer step, however many micro-batches and forwards that has. What other code makes
-    of it between steps (clamping, a projection, also through ``.data``) its master follows; with "fp32" each step reads
-    weights and masters once more for that. Bytes per trainable parameter, with Adam:
+    of it between steps (clamping, a projection, also through ``.data``) its master follows; only weights that may have
+    been changed are read for that. Bytes per trainable parameter, with Adam:
 
     =========================================== ====== ======== ====== ======= ===
     between two steps                           weight gradient master moments sum
@@ -110,8 +110,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
     Args:
         precision: "bf16-true" or "16-true".
         storage: "fp32" keeps whole masters; "remainder" only the 16 bits that a bf16 weight lacks, which gives the same
-            masters to the last bit (:mod:`lightning_mp.precision.masters.bf16_remainder`) in 2 bytes less and a little
-            more work per step.
+            masters to the last bit (:mod:`lightning_mp.precision.masters.bf16_remainder`) in 2 bytes less. From the
+            end of backward, clipped, with a fused AdamW, a step moves 46 bytes per parameter, and 71 with "remainder".
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None makes a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; on a single device.
         fp32_checkpoints: ``state_dict`` of the module returns the fp32 masters in place of 16-bit weights, so that a
@@ -246,6 +246,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             self._full_state.remove()
         before, self._before, self._restore = self._before, {}, None
         self._masters = masters = make_store(self.storage)
+        masters.changed.watch()
         copied = isinstance(trainer.strategy, DDPStrategy) and all_hold_the_same(trainer.strategy)
         fill(masters, optimizers, before, self._were_16_bit, from_rank_zero=copied)
         remember_masters(trainer.lightning_module, masters)
@@ -294,6 +295,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self._swap_out()
         self._fp32_copies.settle()
         if self._masters is not None:
+            self._masters.changed.end()
             self._masters.follow_devices()
             for working in self._masters.parameters if self.fp32_gradients else ():
                 working.grad = None

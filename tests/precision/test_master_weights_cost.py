@@ -2,7 +2,7 @@
 
 import gc
 import re
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
-from lightning_mp.precision.masters.store import FullMasters
+from lightning_mp.precision.masters.store import Storage, make_store
 
 SIDE = 128
 
@@ -118,22 +118,81 @@ def test_a_weight_is_cast_once_per_step_however_many_micro_batches(optimizer: An
         assert watch.mode.copied == {}
 
 
-def test_weights_changed_through_data_are_found_without_a_wait_or_memory() -> None:
-    """Three kernels for each weight, and nothing is kept; none of them reads a gradient."""
-    store, kernels = FullMasters(), []
+class Kernels(TorchDispatchMode):
+    """The operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in ("detach", "alias", "as_strided", "view", "slice", "empty_like", "new_empty", "empty"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def lent(storage: Storage, change: Any = lambda parameter: None) -> list[str]:
+    """What runs over 3 weights when their masters are lent, the first of them changed before."""
+    store = make_store(storage)
     parameters = [nn.Parameter(torch.randn(SIDE, SIDE).bfloat16()) for _ in range(3)]
     for parameter in parameters:
         store.set(parameter, torch.randn(SIDE, SIDE))
-
-    class Kernels(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kernels.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
-    with Kernels():
+    store.changed.watch()
+    store.write_back(parameters, store.swap_in(parameters))
+    change(parameters[0])
+    with Kernels() as kernels:
         store.swap_in(parameters)
-    ran = [name for name in kernels if name not in ("aten::detach", "aten::alias")]
-    assert ran == ["aten::_to_copy", "aten::eq", "aten::where"] * 3
+    store.changed.end()
+    return kernels.names
+
+
+CHANGES: dict[str, Any] = {
+    "in place": lambda p: torch.no_grad()(p.clamp_)(-0.1, 0.1),
+    "data in place": lambda p: p.data.clamp_(-0.1, 0.1),
+    "data assigned": lambda p: setattr(p, "data", p.detach().clamp(-0.1, 0.1)),
+    "swapped": lambda p: torch.utils.swap_tensors(p, nn.Parameter(p.detach().clamp(-0.1, 0.1))),
+}
+
+
+def test_weights_are_compared_only_where_they_may_have_changed() -> None:
+    """No kernel for those that were not, however many there are; a wait for none."""
+    assert lent("fp32") == []
+    assert lent("remainder") == ["_foreach_copy_", "addcmul"]
+    for change in CHANGES.values():
+        for storage in get_args(Storage):
+            ran = lent(storage, change)
+            assert len(ran) > len(lent(storage))
+            assert not {"_local_scalar_dense", "equal", "is_nonzero"} & set(ran)
+
+
+@pytest.mark.parametrize("how", [*CHANGES, "through an alias"])
+@pytest.mark.parametrize("storage", get_args(Storage))
+def test_no_change_is_missed_while_changes_are_watched(storage: Storage, how: str) -> None:
+    watching, comparing = make_store(storage), make_store(storage)
+    value, update = torch.randn(256), 1e-4 * torch.randn(256)
+    ends = []
+    for store in (watching, comparing):
+        parameter = nn.Parameter(value.bfloat16())
+        alias = parameter.data
+        store.set(parameter, value.clone())
+        if store is watching:
+            store.changed.watch()
+        for _ in range(3):
+            if how == "through an alias":
+                alias.clamp_(-0.1, 0.1)
+            else:
+                alias = None
+                CHANGES[how](parameter)
+            (master,) = store.swap_in([parameter])
+            with torch.no_grad():
+                master.add_(update)
+            store.write_back([parameter], [master])
+        ends.append(store.get(parameter).detach().clone())
+        store.changed.end()
+    assert torch.equal(*ends)
+    assert (ends[0].abs() <= 0.102).all()
+    assert "data" not in vars(nn.Parameter)
 
 
 class CountGradientBytes(TorchDispatchMode):

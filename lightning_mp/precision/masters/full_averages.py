@@ -91,7 +91,7 @@ class _FullPrecision(nn.Module):
         """In fp32, where the average is."""
         model, average, masters = self._read
         for parameter, averaged in zip(model.parameters(), average.parameters(), strict=True):
-            value = masters.value_of(parameter) if parameter in masters else parameter.detach()
+            value = masters.get(parameter) if parameter in masters else parameter.detach()
             yield nn.Parameter(value.to(averaged.dtype), requires_grad=False)
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:

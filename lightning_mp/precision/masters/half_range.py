@@ -29,7 +29,7 @@ _REMEDIES = "Use 'bf16-true', AutocastPrecision('16-mixed') or a policy that kee
 def _largest(weights: Sequence[Tensor]) -> Tensor:
     """The largest magnitude of each weight's local part, shape ``[num_weights]``."""
     norms = private_api.foreach_norm([local_shard(w.detach()) for w in weights], torch.inf)
-    return torch.stack([norm.float() for norm in norms])
+    return torch.stack(tuple(norms))
 
 
 def check_half_range(module: nn.Module, dtype: torch.dtype, in_float32: Iterable[nn.Module]) -> None:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from lightning_mp.core import private_api
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.bf16_remainder import join, split
+from lightning_mp.precision.masters.changed_weights import ChangedWeights
+from lightning_mp.precision.masters.remainder_block import RemainderBlock
 
 __all__ = [
     "HALF_MAX",
@@ -116,14 +118,16 @@ class MasterStore(ABC):
     of its own; when it comes back, the weight is written again, once.
 
     The master of a parameter that was changed by other code (``load_state_dict``, clamping, a projection) follows, see
-    :func:`refine`, at the next step. torch counts changes in place, but none through ``parameter.data``, so that the
-    numbers are compared. Until that step the master is kept: weights may only be stood in for by their average.
+    :func:`refine`, at the next step. Which may have been changed is known on the host
+    (:mod:`~lightning_mp.precision.masters.changed_weights`); only of these numbers are compared. Until that step the
+    master is kept: weights may only be stood in for by their average.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor] = {}
-        self._versions: dict[Tensor, int] = {}
         self._given: set[Tensor] = set()
+        #: Knows which parameters to compare; all of them until it watches.
+        self.changed = ChangedWeights()
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._kept
@@ -166,7 +170,7 @@ class MasterStore(ABC):
         """
         working = _local(parameter)
         local = _local(value).to(device=working.device, dtype=torch.float32)
-        if parameter in self._given and private_api.version_of(parameter) == self._versions[parameter]:
+        if parameter in self._given and not self.changed.version_moved(parameter):
             refined = refine_full(_local(self.get(parameter)), local)
         else:
             refined = refine(working, local)
@@ -175,11 +179,7 @@ class MasterStore(ABC):
         return agrees
 
     def get(self, parameter: Tensor) -> Tensor:
-        """The master of the parameter as it is now, in fp32. Do not change it."""
-        return self._read(parameter)
-
-    def value_of(self, parameter: Tensor) -> Tensor:
-        """The same numbers as :meth:`get`, without waiting for the device."""
+        """The master of the parameter as it is now, in fp32, without waiting for the device. Do not change it."""
         return self._read(parameter)
 
     def swap_in(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -190,18 +190,15 @@ class MasterStore(ABC):
         for parameter in parameters:
             if parameter not in self._kept:
                 self.set(parameter, parameter)
-        self._follow_changes(parameters)
-        return [self._lend(parameter) for parameter in parameters]
+        with torch.no_grad():
+            return self._lend(parameters, [p for p in parameters if self.changed.may_be(p)])
 
     def write_back(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Keeps the masters and writes the 16-bit parameters, each cast once."""
-        if self._given:
-            self._given.difference_update(parameters)
+        self._given.difference_update(parameters)
         with torch.no_grad():
             self._write(parameters, masters)
-            self._take_back(parameters)
-        for parameter in parameters:
-            self._versions[parameter] = private_api.version_of(parameter)
+        self.changed.written(parameters)
 
     def follow_devices(self) -> None:
         """Moves masters to where their parameters are."""
@@ -216,15 +213,8 @@ class MasterStore(ABC):
     def _read(self, parameter: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _follow_changes(self, parameters: Sequence[Tensor]) -> None:
-        """Takes what other code made of the parameters; in a step, so without waiting for the device."""
-
-    @abstractmethod
-    def _lend(self, parameter: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _take_back(self, parameters: Sequence[Tensor]) -> None:
-        """Frees what was needed only while masters were lent."""
+    def _lend(self, parameters: Sequence[Tensor], changed: Sequence[Tensor]) -> list[Tensor]:
+        """First takes what other code made of those that may have been changed, without waiting for the device."""
 
     @abstractmethod
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None: ...
@@ -244,36 +234,14 @@ class FullMasters(MasterStore):
 
     def _read(self, parameter: Tensor) -> Tensor:
         kept = self._kept[parameter]
-        weight, master, unchanged = self._compared(parameter)
-        if unchanged.all():
+        if not self.changed.may_be(parameter):
             return kept
-        return distribute_like(torch.where(unchanged, master, weight), parameter)
+        return distribute_like(refine(_local(parameter).to(kept.device), _local(kept)), parameter)
 
-    def value_of(self, parameter: Tensor) -> Tensor:
-        """Compared on the device."""
-        weight, master, unchanged = self._compared(parameter)
-        return distribute_like(torch.where(unchanged, master, weight), parameter)
-
-    @torch.no_grad()
-    def _follow_changes(self, parameters: Sequence[Tensor]) -> None:
-        for parameter in parameters:
-            weight, master, unchanged = self._compared(parameter)
-            torch.where(unchanged, master, weight, out=master)
-
-    def _compared(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A weight, its master, and where the one is still the other."""
-        master = _local(self._kept[parameter])
-        weight = _local(parameter).to(master.device)
-        if private_api.version_of(parameter) == self._versions[parameter]:
-            # What was written is known to the bit; a loaded weight may be a tie that was rounded the other way.
-            return weight, master, master.to(weight.dtype) == weight
-        return weight, master, rounds_to(master, weight)
-
-    def _lend(self, parameter: Tensor) -> Tensor:
-        return self._kept[parameter]
-
-    def _take_back(self, parameters: Sequence[Tensor]) -> None:
-        """Nothing to free: what is lent is what is kept."""
+    def _lend(self, parameters: Sequence[Tensor], changed: Sequence[Tensor]) -> list[Tensor]:
+        for parameter in changed:
+            _local(self._kept[parameter]).copy_(_local(self._read(parameter)))
+        return [self._kept[parameter] for parameter in parameters]
 
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         sources = [_local(m) for m in masters]
@@ -284,39 +252,79 @@ class FullMasters(MasterStore):
 
 
 class RemainderMasters(MasterStore):
-    """Masters of bf16 parameters kept as the 16 bits that the parameter lacks: 2 bytes each, fp32 while lent."""
+    """Masters of bf16 parameters kept as the 16 bits that the parameter lacks: 2 bytes each, fp32 while lent.
+
+    Those that are lent together lie in one memory from then on (:class:`RemainderBlock`), so that few kernels join and
+    split them all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._lent: dict[Tensor, nn.Parameter] = {}
+        self._blocks: dict[Tensor, RemainderBlock] = {}
 
     def _keep(self, parameter: Tensor, value: Tensor) -> None:
+        self._dissolve(parameter)
         self._kept[parameter] = torch.empty_like(_local(parameter), dtype=torch.int16)
 
     def _read(self, parameter: Tensor) -> Tensor:
         return distribute_like(join(_local(parameter), self._kept[parameter]), parameter)
 
-    def _lend(self, parameter: Tensor) -> Tensor:
-        master = self._read(parameter)
-        if parameter in self._lent:
-            _give_memory(self._lent[parameter], master)
-            vars(self._lent[parameter]).update(vars(parameter))
-        else:
-            self._lent[parameter] = _as_parameter(master, parameter)
-        return self._lent[parameter]
+    def _lend(self, parameters: Sequence[Tensor], changed: Sequence[Tensor]) -> list[Tensor]:
+        for parameter in changed:
+            # Set to zero from outside, it would be a nan with a remainder below zero.
+            self._kept[parameter].masked_fill_((_local(parameter) == 0) & (self._kept[parameter] < 0), 0)
+        for members in _by_device(parameters):
+            masters = self._block_of(members).join([_local(p) for p in members])
+            for parameter, master in zip(members, masters, strict=True):
+                if parameter in self._lent:
+                    _give_memory(self._lent[parameter], master)
+                    vars(self._lent[parameter]).update(vars(parameter))
+                else:
+                    self._lent[parameter] = _as_parameter(distribute_like(master, parameter), parameter)
+        return [self._lent[parameter] for parameter in parameters]
 
-    def _take_back(self, parameters: Sequence[Tensor]) -> None:
-        for lent in (self._lent[p] for p in parameters if p in self._lent):
-            _give_memory(lent, _local(lent).new_empty(0))
+    def _block_of(self, members: Sequence[Tensor]) -> RemainderBlock:
+        block = self._blocks.get(members[0])
+        if block is not None and block.holds(members):
+            return block
+        for parameter in members:
+            self._dissolve(parameter)
+        block = RemainderBlock(members, [_local(p) for p in members])
+        for parameter, room in zip(members, block.remainders, strict=True):
+            room.copy_(self._kept[parameter])
+            self._kept[parameter] = room
+            self._blocks[parameter] = block
+        return block
+
+    def _dissolve(self, parameter: Tensor) -> None:
+        """A block is lent as a whole or given up, so that none keeps memory that nobody needs."""
+        block = self._blocks.get(parameter)
+        for member in block.parameters if block is not None else ():
+            del self._blocks[member]
+            self._kept[member] = self._kept[member].clone()
 
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        for parameter, master in zip(parameters, masters, strict=True):
-            working, remainder = split(_local(master))
-            _local(parameter).copy_(working)
-            self._kept[parameter].copy_(remainder)
+        given = dict(zip(parameters, masters, strict=True))
+        for members in _by_device(parameters):
+            block = self._blocks.get(members[0])
+            if block is not None and block.is_lent and block.holds(members):
+                block.split([_local(p) for p in members], [_local(given[p]) for p in members])
+                continue
+            for parameter in members:
+                working, remainder = split(_local(given[parameter]))
+                _local(parameter).copy_(working)
+                self._kept[parameter].copy_(remainder)
+        for parameter in parameters:
+            if parameter in self._lent:
+                _give_memory(self._lent[parameter], _local(self._lent[parameter]).new_empty(0))
 
-    def _follow_changes(self, parameters: Sequence[Tensor]) -> None:
-        """Nothing to do: whatever the parameter is now, the number it makes with the old remainder rounds to it."""
+
+def _by_device(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    devices: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        devices.setdefault(parameter.device, []).append(parameter)
+    return list(devices.values())
 
 
 def make_store(storage: Storage) -> MasterStore:
