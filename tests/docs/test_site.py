@@ -14,6 +14,7 @@ from lightning_mp.__main__ import main
 DOCS = Path(__file__).parents[2] / "docs"
 # the model of the tutorial can be validated, too
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+FOR_CONTRIBUTORS = ("architecture", "contributing")
 HOW_TO = ("accumulation.md", "overflow.md", "budget.md", "mfu.md", "out_of_memory.md", "planning.md", "compare.md")
 
 
@@ -70,8 +71,10 @@ def test_a_command_of_the_planning_page_answers(line: str, capsys: pytest.Captur
 
 
 def test_every_page_is_reached_from_the_start() -> None:
-    """Whatever lies in docs/results is listed by its own."""
+    """Whatever lies in docs/results is listed by its own; pages for contributors are linked, and not in the menu."""
     listed = {line for block in blocks("index.md", r"\{toctree\}") for line in block.splitlines() if line}
-    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index", *FOR_CONTRIBUTORS}
+    assert all("orphan: true" in (DOCS / f"{name}.md").read_text() for name in FOR_CONTRIBUTORS)
+    assert "[Contributing](contributing.md)" in (DOCS / "index.md").read_text()
     notebooks = {f"notebooks/{file.stem}" for file in (DOCS / "notebooks").glob("*.ipynb")}
     assert {line for line in listed if line[0] != ":"} == pages | notebooks | {"results/*"}
