@@ -180,14 +180,14 @@ class AutocastPrecision(FullWeightsPrecision):
 
     def autocast_context_manager(self) -> torch.autocast:
         """Autocast, with torch's weight cache if ``cache_weights`` is on."""
-        device_type = torch.device(self.device or self._ran_on or "cpu").type
+        device_type = torch.device(self.device or self._carried.device_type or "cpu").type
         return torch.autocast(device_type, self.dtype, cache_enabled=self.cache_weights)
 
     def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
         dtype = _DTYPES.get(self.precision if loop == "train" else self.eval_precision)
         if dtype is None:
             return nullcontext()
-        return torch.autocast(self._ran_on or "cpu", dtype, cache_enabled=self.cache_weights)
+        return torch.autocast(self._carried.device_type or "cpu", dtype, cache_enabled=self.cache_weights)
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,7 +20,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
@@ -53,6 +53,48 @@ _PRECISION_KEY = "lightning_mp_precision"
 _REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
 
 
+@dataclass(frozen=True)
+class PluginRun:
+    """What a plugin knows of one run of a Trainer; it is replaced, never changed, and ends with the run.
+
+    Attributes:
+        trainer: of the run.
+        autocast: what forwards, backwards and steps run in; None for plugins without autocast.
+        dispatcher: reports the outcomes of steps, in a fit.
+        evaluated: where schedule-free optimizers have their weights, in a fit.
+        watches_steps: steps of any optimizer are noticed, in a fit.
+        optimizers: those that were checked.
+        plans: settled with the first step of each.
+        planned_for: the Trainer's callbacks when that was.
+    """
+
+    trainer: "pl.Trainer"
+    autocast: AutocastRun | None = None
+    dispatcher: StepOutcomeDispatcher | None = None
+    evaluated: EvaluatedWeights | None = None
+    watches_steps: bool = False
+    optimizers: frozenset[Optimizer] = frozenset()
+    plans: Mapping[Optimizer, StepPlan] = field(default_factory=dict)
+    planned_for: Sequence[Callback] | None = None
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What of a run is needed after it, for checkpoints and contexts, and so that nothing is printed twice.
+
+    Attributes:
+        device_type: of the last run; None before the first.
+        skipped_steps: of the fits so far.
+        reference_items: see :class:`~lightning_mp.accumulation.windows.AccumulationState`.
+        policy_table: what a policy resolved to.
+    """
+
+    device_type: str | None = None
+    skipped_steps: int = 0
+    reference_items: float | None = None
+    policy_table: str = ""
+
+
 class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     """Base class; users take ``AutocastPrecision``.
 
@@ -68,21 +110,21 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     scaler: torch.amp.GradScaler | None  # type: ignore[assignment]  # FSDPPrecision wants a ShardedGradScaler
 
-    _step: GradientStep | None = None
-    _dispatcher: StepOutcomeDispatcher | None = None
-    _evaluated: EvaluatedWeights | None = None
-    _trainer: "pl.Trainer | None" = None
-    _run: AutocastRun | None = None
-    _shown_table: str = ""
-    _skipped_steps: int = 0
-    _ran_on: str | None = None
     weight_by: Literal["loss"] | None = "loss"
-    _reference_items: float | None = None
-    _step_hook: RemovableHandle | None = None
-    _met: frozenset[Optimizer] = frozenset()
-    _plans: Mapping[Optimizer, StepPlan] = MappingProxyType({})
-    _planned_for: Sequence[Callback] | None = None
-    _left: LeftGradients = MappingProxyType({})
+
+    # Lightning's constructors are not called, so these begin here.
+    _in_run: PluginRun | None = None
+    _carried: Carried = Carried()
+    _step: GradientStep | None = None
+    _gradients_before_backward: LeftGradients = MappingProxyType({})
+
+    @property
+    def _trainer(self) -> "pl.Trainer | None":
+        return self._in_run.trainer if self._in_run is not None else None
+
+    @property
+    def _run(self) -> AutocastRun | None:
+        return self._in_run.autocast if self._in_run is not None else None
 
     def _set_weights(self, weight_by: Literal["loss"] | None, owner: str) -> None:
         """Takes the constructors' ``weight_by``."""
@@ -128,8 +170,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 " steps itself. Use DeepSpeedStrategy with Trainer(precision=...), or strategy='ddp' or"
                 " FSDP2Strategy with this plugin."
             )
-        self._trainer = trainer
-        self._ran_on = trainer.strategy.root_device.type
+        self._in_run = PluginRun(trainer) if self._in_run is None else replace(self._in_run, trainer=trainer)
+        self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)
         if self.weight_by is not None and trainer.state.fn == TrainerFn.FITTING:
             self._weigh_micro_batches(trainer)
@@ -148,91 +190,99 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Starts reporting outcomes, if this is a fit."""
-        assert self._trainer is not None
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            FSDP1Model.look_after_wrapping(self._trainer.strategy)
-            self._remove_step_hook()
+        run = self._in_run
+        assert run is not None
+        trainer = run.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            FSDP1Model.look_after_wrapping(trainer.strategy)
+            self._in_run = replace(run, optimizers=frozenset(), plans={})
             for optimizer in optimizers:
-                self._meet(optimizer)
+                self._register_optimizer(optimizer, trainer)
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
-            self._plans = {}
-            self._step_hook = register_optimizer_step_pre_hook(self._notice_step)  # also for steps of an inner one
-            self._dispatcher = StepOutcomeDispatcher(self._trainer, self._trainer.lightning_module).attach(optimizers)
-            self._evaluated = EvaluatedWeights(self._trainer, optimizers)
+            if not run.watches_steps:  # also those of an inner optimizer
+                Patches.of(trainer).at_end(register_optimizer_step_pre_hook(self._notice_step).remove)
+            self._in_run = replace(
+                self._in_run,
+                watches_steps=True,
+                dispatcher=StepOutcomeDispatcher(trainer, trainer.lightning_module).attach(optimizers),
+                evaluated=EvaluatedWeights(trainer, optimizers),
+            )
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
         _explain_folder(sys.exception())
-        dispatcher, self._dispatcher = self._dispatcher, None
         self._note_reference_items()
-        self._trainer, self._plans, self._planned_for, self._evaluated = None, {}, None, None
+        run, self._in_run = self._in_run, None
         with ExitStack() as stack:  # the last one first
             stack.callback(super().teardown)
-            if dispatcher is not None:
-                stack.callback(lambda: setattr(self, "_skipped_steps", dispatcher.skipped_steps))
+            if run is not None and run.dispatcher is not None:
+                dispatcher = run.dispatcher
+                stack.callback(lambda: self._carry(skipped_steps=dispatcher.skipped_steps))
                 stack.callback(dispatcher.detach)
-            stack.callback(self._end_run)
-            stack.callback(self._remove_step_hook)
+            if run is not None and run.autocast is not None:
+                stack.callback(run.autocast.detach)
             # Manual optimization updates the scale when the next batch begins, and there is none.
             self._update_scale_of_last_batch()
 
     def _end(self) -> None:
         """Where a strategy's teardown raised before it came to the plugin."""
-        if self._trainer is not None:
+        if self._in_run is not None:
             self.teardown()
 
-    def _meet(self, optimizer: Optimizer) -> None:
+    def _carry(self, **changes: Any) -> None:
+        self._carried = replace(self._carried, **changes)
+
+    def _register_optimizer(self, optimizer: Optimizer, trainer: "pl.Trainer") -> None:
         """Once for each optimizer of a fit."""
         if self.scaler is not None:
             refuse_closures_under_a_scale(optimizer, self)
         refuse_without_dtensors(optimizer)
         # With a loss scaler, Lightning's own plugins wait, too.
         waits = why_steps_wait(optimizer) if self.scaler is None else None
-        if waits and self._trainer is not None and self._trainer.strategy.root_device.type != "cpu":
+        if waits and trainer.strategy.root_device.type != "cpu":
             rank_zero_info(f"{self}: {waits}")
-        if isinstance(optimizer, JointOptimizer) and self._trainer is not None and len(self._trainer.optimizers) < 2:
-            optimizer.refuse_untaken_parameters(self._trainer.lightning_module)
-        self._met |= {optimizer}
+        if isinstance(optimizer, JointOptimizer) and len(trainer.optimizers) < 2:
+            optimizer.refuse_untaken_parameters(trainer.lightning_module)
+        assert self._in_run is not None
+        self._in_run = replace(self._in_run, optimizers=self._in_run.optimizers | {optimizer})
 
-    def _meet_late(self, optimizer: Optimizer, trainer: "pl.Trainer") -> None:
+    def _register_late(self, optimizer: Optimizer) -> None:
         """For an optimizer that was made inside of the fit, before it steps; those that it replaces are let go."""
-        if not self._met.isdisjoint(with_wrapped(optimizer)):  # a strategy has wrapped it since
-            self._met |= {optimizer}
+        run = self._in_run
+        assert run is not None
+        if not run.optimizers.isdisjoint(with_wrapped(optimizer)):  # a strategy has wrapped it since
+            self._in_run = replace(run, optimizers=run.optimizers | {optimizer})
             return
-        current = {*trainer.optimizers, optimizer}
-        self._met &= current
-        self._plans = {o: plan for o, plan in self._plans.items() if o in current}
-        self._meet(optimizer)
-        if self._dispatcher is not None:
-            self._dispatcher.settle_before_saving(optimizer)
+        current = {*run.trainer.optimizers, optimizer}
+        plans = {o: plan for o, plan in run.plans.items() if o in current}
+        self._in_run = replace(run, optimizers=run.optimizers & current, plans=plans)
+        self._register_optimizer(optimizer, run.trainer)
+        if run.dispatcher is not None:
+            run.dispatcher.settle_before_saving(optimizer)
         self._connect_late(optimizer)
-        if self._evaluated is not None:
-            self._evaluated.join(optimizer)
+        if run.evaluated is not None:
+            run.evaluated.join(optimizer)
 
     def _connect_late(self, optimizer: Optimizer) -> None:
         """What a plugin does to the optimizers of a fit in ``connect``."""
 
-    def _remove_step_hook(self) -> None:
-        handle, self._step_hook, self._met = self._step_hook, None, frozenset()
-        if handle is not None:
-            handle.remove()
-
     def _start_run(self, run: AutocastRun) -> None:
         """Forwards run under this autocast from now on. Prints what the policy resolved to, if it has changed."""
         self._end_run()
-        self._run = run
+        assert self._in_run is not None
+        self._in_run = replace(self._in_run, autocast=run)
         table = str(run.resolved) if run.resolved is not None else ""
-        if run.resolved is not None and table != self._shown_table:
-            self._shown_table = table
+        if run.resolved is not None and table != self._carried.policy_table:
+            self._carry(policy_table=table)
             rank_zero_only(show)(run.resolved)
 
     def _end_run(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.detach()
+        if self._in_run is not None and self._in_run.autocast is not None:
+            autocast, self._in_run = self._in_run.autocast, replace(self._in_run, autocast=None)
+            autocast.detach()
 
     # -- without the casts that FSDPPrecision makes and mixed precision does not ---------------------------------------
 
@@ -265,9 +315,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         return self._context("predict")
 
     def _context(self, loop: str) -> AbstractContextManager[None]:
-        if self._trainer is not None:
+        if self._in_run is not None:
             return self._steps_in(loop)
-        if self._ran_on is None:
+        if self._carried.device_type is None:
             raise no_trainer(self, "is asked for its context outside of a Trainer's run")
         reason = self._why_not_after_a_run()
         if reason is not None:
@@ -314,7 +364,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Scales the loss, once, in float32; then calls ``on_before_backward``."""
         if self.scaler is not None:
             if not module.automatic_optimization:
-                self._left = left_gradients(self.scaler, module.trainer.optimizers, self._left)
+                known, optimizers = self._gradients_before_backward, module.trainer.optimizers
+                self._gradients_before_backward = left_gradients(self.scaler, optimizers, known)
             tensor = self.scaler.scale(tensor)
         return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
 
@@ -326,13 +377,14 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         A closure that returns None (no loss in the last micro-batch, manual optimization, or a module that called its
         closure itself) changes nothing: the gradients that are there are stepped with, as in fp32.
         """
-        if self._trainer is not None and optimizer not in self._met:
-            self._meet_late(optimizer, self._trainer)
+        run = self._in_run
+        if run is not None and optimizer not in run.optimizers:
+            self._register_late(optimizer)
         closure_result = closure()
         plan, outside = self._plan_of(optimizer, model), self._outside_forward()
-        if self._dispatcher is not None:
+        if plan.dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
-            self._dispatcher.settle()
+            plan.dispatcher.settle()
         step = GradientStep(plan)
         if plan.may_evaluate:
             # In automatic optimization the closure enters the forward's context itself.
@@ -344,20 +396,22 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 output = step_or_skip(step, **kwargs)
             finally:
                 self._step = outer
-        self._left = {o: left for o, left in self._left.items() if o is not optimizer} if self._left else {}
+        left = self._gradients_before_backward
+        self._gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer} if left else {}
         return closure_result if output is None else output
 
     def _plan_of(self, optimizer: Optimizer, model: "pl.LightningModule") -> StepPlan:
         """The same for a whole fit; not made before the first step, where strategies have wrapped the model."""
+        run, epilogue = self._in_run, self._epilogue_type()
+        if run is None:
+            return StepPlan.of(optimizer, model, self, None, epilogue)
         callbacks = vars(model.trainer)["callbacks"]
-        if callbacks is not self._planned_for:
-            # `LearningRateFinder` trains with a list of its own, without ours, before the fit that it belongs to.
-            self._plans, self._planned_for = {}, callbacks
-        plan = self._plans.get(optimizer)
-        if plan is None:
-            plan = StepPlan.of(optimizer, model, self, self._dispatcher, self._epilogue_type())
-            self._plans = {**self._plans, optimizer: plan}
-        return plan
+        # `LearningRateFinder` trains with a list of its own, without ours, before the fit that it belongs to.
+        plans = run.plans if callbacks is run.planned_for else {}
+        if optimizer not in plans:
+            plans = {**plans, optimizer: StepPlan.of(optimizer, model, self, run.dispatcher, epilogue)}
+            self._in_run = replace(run, plans=plans, planned_for=callbacks)
+        return plans[optimizer]
 
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
         """What works on the gradients between backward and a step."""
@@ -365,10 +419,11 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before any step of any optimizer: one that is made past the plugin, with this module's gradients."""
-        if self._trainer is None or (self._step is not None and self._step.is_stepping):
+        trainer = self._trainer
+        if trainer is None or (self._step is not None and self._step.is_stepping):
             return
-        module = self._trainer.lightning_module
-        if optimizer in self._trainer.optimizers or holds_parameters_of(optimizer, module):
+        module = trainer.lightning_module
+        if optimizer in trainer.optimizers or holds_parameters_of(optimizer, module):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
 
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
@@ -378,7 +433,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         return context
 
     def _update_scale_of_last_batch(self) -> None:
-        left, self._left = self._left, {}
+        left, self._gradients_before_backward = self._gradients_before_backward, {}
         if self.scaler is not None and private_api.has_stepped(self.scaler):
             update_scale(self.scaler, self._trainer.optimizers if self._trainer is not None else [], left)
 
@@ -434,8 +489,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         reference = checkpoint.get(_REFERENCE_ITEMS_KEY)
         if controller is not None and reference is not None:
             controller.continue_from(float(reference))
-        if self._dispatcher is not None:
-            self._dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
+        run = self._in_run
+        if run is not None and run.dispatcher is not None:
+            run.dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
             return  # Lightning hands a plugin its own state
         for key in _STOCK_STATE_KEYS:
@@ -450,14 +506,15 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""
-        if self._dispatcher is not None:
-            self._dispatcher.settle()
-            self._skipped_steps = self._dispatcher.skipped_steps
-        checkpoint[_SKIPPED_STEPS_KEY] = self._skipped_steps
+        dispatcher = self._in_run.dispatcher if self._in_run is not None else None
+        if dispatcher is not None:
+            dispatcher.settle()
+            self._carry(skipped_steps=dispatcher.skipped_steps)
+        checkpoint[_SKIPPED_STEPS_KEY] = self._carried.skipped_steps
         checkpoint[_PRECISION_KEY] = str(self.precision)
         self._note_reference_items()
-        if self._reference_items is not None:
-            checkpoint[_REFERENCE_ITEMS_KEY] = self._reference_items
+        if self._carried.reference_items is not None:
+            checkpoint[_REFERENCE_ITEMS_KEY] = self._carried.reference_items
         state = self.state_dict()
         if state:
             for key in _STOCK_STATE_KEYS:
@@ -466,7 +523,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def _note_reference_items(self) -> None:
         controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
         if controller is not None:
-            self._reference_items = controller.state.reference_items
+            self._carry(reference_items=controller.state.reference_items)
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without a scaler."""

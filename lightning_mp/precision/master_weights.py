@@ -414,5 +414,5 @@ class MasterWeightsPrecision(GradientStepPrecision):
         late = [o for o in trainer.optimizers if o not in hooked] if trainer is not None else []
         if late and trainer is not None and "optimizer_states" in checkpoint:
             for optimizer in late:
-                self._meet_late(optimizer, trainer)
+                self._register_late(optimizer)
             checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]
