@@ -22,7 +22,7 @@ from lightning_mp.accumulation import windows as transitions
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.schedule import Progress, Thresholds
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.accumulation.windows import AccumulationState, MicroBatch, Window
+from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Window
 from lightning_mp.tokens.budget import TokenBudget, split_last_batch
 from lightning_mp.tokens.counter import AccumulationTotals
 from lightning_mp.tokens.loss_weighting import Measure
@@ -284,3 +284,15 @@ def _targets(node: ast.AST) -> list[ast.expr]:
             part for target in node.targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])
         ]
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+def test_ranks_that_share_their_data_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 ranks, 2 of them see different data: each token came in twice."""
+    controller = AccumulationController()
+    totals = AccumulationTotals().plus(10, 10, 16, 2)
+    controller.state = replace(controller.state, layout=DataLayout(2, None), window=Window(totals=totals))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    controller.close_window(4 * totals.tensor(torch.device("cpu")))
+    controller.counter.settle()
+    assert (controller.counter.tokens, controller.counter.input_tokens, controller.counter.samples) == (20, 32, 4)

@@ -12,6 +12,7 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches, weights
 
@@ -401,3 +402,29 @@ def test_an_interrupt_while_a_file_is_written_leaves_nothing_behind(tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         AtomicCheckpointIO().save_checkpoint({"module": Interrupted()}, tmp_path / "step=1.ckpt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_wait_for_each_other_before_a_file_is_written_and_before_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    order: list[str] = []
+
+    class Ordered(SingleDeviceStrategy):
+        def barrier(self, name: str | None = None) -> None:
+            order.append(name or "wait")
+
+        def save_checkpoint(self, *arguments: Any, **others: Any) -> None:
+            order.append("write")
+
+    for step in ("begin_checkpoint", "commit_checkpoint"):
+        monkeypatch.setattr(f"lightning_mp.callbacks.atomic_checkpoints.{step}", lambda path, s=step: order.append(s))
+
+    class Saves(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            order.clear()
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), Saves()], strategy=Ordered(device="cpu"), max_steps=1)
+    trainer.fit(Regression(), loader(regression_batches(1)))
+    begins, commits = "AtomicCheckpoints begins", "AtomicCheckpoints commits"
+    assert order[:5] == ["begin_checkpoint", begins, "write", commits, "commit_checkpoint"]

@@ -5,8 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_group
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from lightning_mp.diagnostics.noise_scale.estimate import NoiseScaleAverage, unbiased_estimates
+from lightning_mp.diagnostics.noise_scale.measurement import square_share
+from lightning_mp.gradients.replication import GradientReplication
 
 WINDOWS = 400
 
@@ -114,3 +122,20 @@ def test_it_reads_as_advice() -> None:
 def test_two_sizes_are_needed(sizes: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=re.escape("The smaller batch must be smaller: got one over")):
         unbiased_estimates(1.0, 1.0, *sizes)
+
+
+def test_gradients_whose_sum_is_still_to_be_made_are_left_for_the_next_backward() -> None:
+    """The norm is that of the sum; the next backward adds to the parts."""
+
+    def look(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        parameter = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()]))
+        parameter.grad = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
+        share = square_share([parameter], GradientReplication.every_rank())
+        dist.all_reduce(share)
+        return float(share), parameter.grad.placements, parameter.grad.to_local().tolist()
+
+    for rank, (square, placements, own) in enumerate(run_group(look, 2)):
+        assert square == pytest.approx(3 * 3.0**2)
+        assert placements == (Partial(),)
+        assert own == [rank + 1.0] * 3

@@ -521,3 +521,26 @@ def test_what_cannot_become_a_file_is_refused(tmp_path: Path) -> None:
     marker_path(folder).write_text('{"files": {"meta.pt": 1, "__0_0.distcp": 7}}')
     with pytest.raises(ValueError, match=r"files are missing or shorter than \.complete\.json says"):
         consolidate_checkpoint(folder, tmp_path / "c.ckpt")
+
+
+@pytest.mark.parametrize("is_global_zero", [True, False])
+def test_ranks_wait_for_each_other_before_shards_are_written_and_before_they_are_named(
+    is_global_zero: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else one writes into a folder that rank 0 still clears, or an incomplete folder gets its name."""
+    order: list[str] = []
+
+    class Ordered(FSDP2Strategy):
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            return obj
+
+        def barrier(self, name: str | None = None) -> None:
+            order.append("wait")
+
+    monkeypatch.setattr(Ordered, "is_global_zero", is_global_zero)
+    monkeypatch.setattr(ModelParallelStrategy, "save_checkpoint", lambda *arguments: order.append("write"))
+    for step in ("begin_checkpoint", "commit_checkpoint"):
+        monkeypatch.setattr(f"lightning_mp.strategies.fsdp2.{step}", lambda path, s=step: order.append(s))
+    Ordered().save_checkpoint({}, tmp_path / "x.ckpt")
+    of_rank_0 = ["begin_checkpoint", "wait", "write", "wait", "commit_checkpoint", "wait"]
+    assert order == [step for step in of_rank_0 if is_global_zero or not step.endswith("checkpoint")]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.tokens.counter import NUM_TOTALS, AccumulationTotals, TokenCounter
+from lightning_mp.tokens.counter import NUM_TOTALS, AccumulationTotals, TokenCounter, TokenCounterDeltas
 
 CPU = torch.device("cpu")
 
@@ -259,3 +259,27 @@ def test_a_host_copy_holds_the_numbers_of_the_moment_it_was_made(dtype):
 def test_a_host_copy_takes_tensors_that_need_a_gradient_and_strided_ones():
     assert HostCopy(torch.ones(2, requires_grad=True) * 3).read() == [3.0, 3.0]
     assert HostCopy(torch.arange(6.0)[::2]).read() == [0.0, 2.0, 4.0]
+
+
+# -- what is new since the last look -----------------------------------------------------------------------------------
+
+
+def test_tokens_of_a_skip_are_taken_off_whether_they_were_read_before_it_was_known_or_not():
+    """A fused step is known to be skipped after its tokens were read; 12 of 16 were no padding, 10 had a label."""
+    for is_late in (False, True):
+        counter = TokenCounter()
+        changes = TokenCounterDeltas(counter)
+        closed(counter, 10, 10, 16, nonpad=12)
+        useful = []
+        if is_late:
+            counter.settle()
+            useful.append(changes.take().useful_tokens)
+        counter.skip_last_window()
+        counter.settle()
+        assert changes.any
+        useful.append(changes.take().useful_tokens)
+        assert useful == ([12, -12] if is_late else [0])
+        assert not changes.any
+        closed(counter, 10, 10, 16, nonpad=12)
+        counter.settle()
+        assert changes.take().useful_tokens == 12
