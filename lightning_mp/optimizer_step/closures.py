@@ -2,28 +2,20 @@
 
 import inspect
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.patches import Patch
 
 __all__ = [
-    "OptimizerMemory",
     "StepClosure",
     "cannot_do_without_its_closure",
     "evaluates_its_closure_once",
     "refuse_closures_under_a_scale",
 ]
-
-# Of optimizers that have stepped with a closure: whether they have evaluated it themselves.
-_evaluates_itself: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
 
 def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
@@ -98,16 +90,9 @@ class StepClosure:
         self._is_used = False
         self._is_given = False
         self._is_zeroed = False
-        self._has_evaluated = False
-
-    @property
-    def wants_memory(self) -> bool:
-        """Whether the optimizer may change weights before it knows the last gradients: it has, or is new."""
-        return self._evaluate is not None and _evaluates_itself.get(self._optimizer, True)
 
     def __call__(self) -> Any:
         """Runs Lightning's closure again."""
-        self._has_evaluated = True
         if self._evaluate is None:
             raise _refusal(self._optimizer, self._plugin)
         return self._evaluate()
@@ -126,8 +111,6 @@ class StepClosure:
         finally:
             handle.remove()
             method.undo()
-            before = _evaluates_itself.get(self._optimizer, False)
-            _evaluates_itself[self._optimizer] = before or self._has_evaluated
 
     def _zero_grad(self, method: Patch, *args: Any, **kwargs: Any) -> None:
         self._is_zeroed = True
@@ -159,21 +142,3 @@ def _versions(optimizer: Optimizer) -> list[int]:
 
 def _with_gradient(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-
-
-class OptimizerMemory:
-    """Weights and state of an optimizer as they were, to go back to if a later evaluation overflows."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._weights: list[tuple[Tensor, Tensor]] = [
-            (p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]
-        ]
-        self._state = deepcopy(optimizer.state_dict())
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Puts weights first: masters follow them, and their own bits are in the state."""
-        for parameter, value in self._weights:
-            parameter.copy_(value)
-        self._optimizer.load_state_dict(self._state)

@@ -23,7 +23,7 @@ from lightning_mp.gradients.fused_optimizers import (
 )
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.optimizer_step.bypassed_steps import found_by_unscaling
-from lightning_mp.optimizer_step.closures import OptimizerMemory, StepClosure, evaluates_its_closure_once
+from lightning_mp.optimizer_step.closures import StepClosure, evaluates_its_closure_once
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, who_is_shown_gradients
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
@@ -134,10 +134,6 @@ class GradientStep:
         self.closure = StepClosure(self.plan.optimizer, result, evaluate, self.plan.plugin)
 
 
-class _LaterOverflow(Exception):
-    """Leaves an optimizer's step when an evaluation of its own overflows."""
-
-
 def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     """Makes gradients ready to be stepped with: reduced, decided on, planned for and shown.
 
@@ -205,7 +201,6 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     on_device = in_kernel and not momentum_is_missing(optimizer)
     output = None
     if on_device or not epilogue.wait_for_decision():
-        memory = OptimizerMemory(optimizer) if step.closure is not None and step.closure.wants_memory else None
         step.is_stepping = True
         try:
             if not in_kernel:
@@ -213,9 +208,6 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
             told = fused_step(optimizer, epilogue.found_inf, epilogue.multiplier) if in_kernel else nullcontext()
             with told, one_mesh_per_group(optimizer):
                 output = optimizer.step(**kwargs) if step.closure is None else step.closure.step(**kwargs)
-        except _LaterOverflow:
-            epilogue = step.epilogue
-            _go_back(memory, optimizer)
         finally:
             step.is_stepping = False
     # Manual optimization may go on with a forward under the same autocast, which has cached the old weights.
@@ -252,6 +244,7 @@ def _evaluate_again(
 
     Raises:
         MisconfigurationException: if micro-batches are weighed and counted.
+        RuntimeError: if gradients overflow.
     """
     controller = step.plan.controller
     if controller is not None and controller.weighting is not None:
@@ -261,20 +254,14 @@ def _evaluate_again(
         result = closure()
     _make_ready(step, in_kernel=False)
     if step.epilogue.wait_for_decision():
-        raise _LaterOverflow
+        name = type(step.plan.optimizer).__name__
+        raise RuntimeError(
+            f"{name} evaluated the loss itself and its gradients overflowed, after weights had changed: the step can be"
+            f" neither finished nor undone. Resume from a checkpoint, with a lower learning rate or a smaller climb of"
+            f" {name}."
+        )
     step.epilogue.apply()
     return result
-
-
-def _go_back(memory: OptimizerMemory | None, optimizer: Optimizer) -> None:
-    if memory is None:
-        name = type(optimizer).__name__
-        raise RuntimeError(
-            f"{name} evaluated the loss itself and its gradients overflowed, after weights had changed. In its first"
-            f" step, {name} did not evaluate the loss, so no weights were kept to go back to: resume from a"
-            " checkpoint, and let it evaluate the loss in every step or in none."
-        )
-    memory.restore()
 
 
 def _with_names(error: LossScaleFloorError, step: GradientStep) -> LossScaleFloorError:
