@@ -1,6 +1,5 @@
 """What waits for the end of an accumulation window, for the time of one ``fit``."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.partial_state import mean_over_ranks, why_gradients_are_elsewhere
 from lightning_mp.core import private_loop_api
-from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.sync import Sync, gradient_sync
@@ -45,28 +43,6 @@ def repeated_losses(optimizers: Sequence[Optimizer]) -> MisconfigurationExceptio
         " evaluates the loss several times in one step: tokens and windows would be counted more than once. Use another"
         " optimizer, or remove those of them that are among the callbacks."
     )
-
-
-class _EndOfWindow(int):
-    """A number of steps that was not requested, which says so where Lightning prints it."""
-
-    def __repr__(self) -> str:
-        return "the end of the accumulation window"
-
-
-class _StopAtTheEnd(logging.Filter):
-    """Rewords Lightning's message about ``min_steps`` when a run is told to stop inside a window."""
-
-    def __init__(self, trainer: "pl.Trainer") -> None:
-        super().__init__()
-        self._trainer = trainer
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Lets everything through."""
-        has_epochs = not self._trainer.min_epochs or self._trainer.current_epoch >= self._trainer.min_epochs
-        if has_epochs and f"min_steps={_EndOfWindow()!r}" in str(record.msg):
-            record.msg = "The Trainer was told to stop; it will stop at the end of the accumulation window."
-        return True
 
 
 class AccumulationBoundary:
@@ -108,9 +84,6 @@ class AccumulationBoundary:
         self.acts_at_ends = self._reductions is not None or carries_over
         self.before_step: Callable[[], Any] | None = None
         DeclinedBatches(trainer, pl_module, is_open, self._goes_on, close)
-        self._wording = _StopAtTheEnd(trainer)
-        self._logger = lightning_logger()
-        self._logger.addFilter(self._wording)
 
     def start(self) -> None:
         """Training starts: by now every monitor is there. With outcomes, skipped steps do not count."""
@@ -127,7 +100,7 @@ class AccumulationBoundary:
         # Lightning leaves the loop after any micro-batch once `should_stop` is set, but not before `min_steps`.
         end = self._trainer.global_step + 1
         is_asked_for = closes or (self._min_steps is not None and self._min_steps >= end)
-        self._loop.min_steps = self._min_steps if is_asked_for else _EndOfWindow(end)
+        self._loop.min_steps = self._min_steps if is_asked_for else end
         if self._reductions is not None:
             self._reductions.begin(closes=closes)
 
@@ -147,7 +120,6 @@ class AccumulationBoundary:
 
     def detach(self) -> None:
         """Leaves everything as it was."""
-        self._logger.removeFilter(self._wording)
         self._loop.min_steps = self._min_steps
         if self._reductions is not None:
             self._reductions.detach()
