@@ -42,7 +42,7 @@ def check_earlier_layout(module: nn.Module, wanted: Mapping[str, int], owner: st
 def forget_a_step_that_failed(module: nn.Module) -> None:
     """Frees weights that an exception has left gathered in the middle of a forward or backward, and their gradients.
 
-    In a torch without ``FSDPModule.reset_iter_state`` (before 2.13) weights that are gathered for a whole step stay so.
+    Until torch 2.13, which has ``FSDPModule.reset_iter_state``, weights that are gathered for a whole step stay so.
     """
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):

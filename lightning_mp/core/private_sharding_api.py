@@ -35,9 +35,10 @@ __all__ = [
 
 
 def sharding_groups(unit: object) -> list[Any]:
-    """What FSDP2 gathers and reduces together of a unit; none without parameters. A list since torch 2.12."""
+    """What FSDP2 gathers and reduces together of a unit; none without parameters."""
     assert isinstance(unit, FSDPModule)
     state: Any = unit._get_fsdp_state()
+    # Until torch 2.12 a unit has one group at most.
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
@@ -76,7 +77,7 @@ def before_each_gather(group: Any, note: Callable[[], None]) -> Callable[[], Non
 def let_layers_rest(unit: object) -> None:
     """Lets FSDP2 reduce the gradients of layers that are not used, or not trained, in every micro-batch.
 
-    Before 2.15 torch stops at a unit that was never used before a backward without reduction (AttributeError), at
+    Until torch 2.15 training stops at a unit never used before a backward without reduction (AttributeError), at
     gradients of the last micro-batch in 16 bit beside sums in fp32 (AssertionError, pytorch#196996), and at a unit that
     was frozen in the first forward, whose dtypes it has not looked at (RuntimeError about ``grad_dtype``).
     """
@@ -170,7 +171,7 @@ def set_up_environment_on(strategy: ModelParallelStrategy, make_mesh: Callable[[
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """How long operations on a group may take. Groups of a mesh begin with torch's default, not with that of all."""
-    # public since torch 2.15, where the private name warns
+    # Until torch 2.15 the name is private; there it is public, and the private one warns.
     set_timeout = getattr(torch.distributed, "set_timeout", None) or c10d._set_pg_timeout
     set_timeout(timeout, group)
 

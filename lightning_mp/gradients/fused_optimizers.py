@@ -22,7 +22,7 @@ __all__ = [
 
 _PLAIN = {Tensor, nn.Parameter}
 
-#: They end in an error of torch at the first step (torch 2.13; Rprop steps from 2.15 on).
+#: They end in an error of torch at the first step (torch 2.13); Rprop does until torch 2.15.
 _NOT_WITH_DTENSORS = (Adafactor, *(() if torch.__version__ >= "2.15" else (Rprop,)))
 
 

@@ -110,8 +110,8 @@ class OperationRules(TorchFunctionMode):
             if func is checkpoint:
                 return self._checkpoint(*args, **kwargs)
             if func is torch.Tensor.unflatten:
-                # torch.compile cannot trace its `super().unflatten` inside of a mode, but can trace the method
-                # (pytorch#179897; can go when torch 2.13 is no longer supported).
+                # Until torch 2.14 torch.compile cannot trace its `super().unflatten` inside of a mode, but can
+                # trace the method (pytorch#179897).
                 return args[0].unflatten(*args[1:], **kwargs)
             return func(*args, **kwargs)
         device_type = self.scope.device_type

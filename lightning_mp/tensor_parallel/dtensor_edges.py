@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 __all__ = ["local_part", "unreduced"]
 
-# In torch 2.13; torch.compile takes the gradient's placements from there, and a wrong branch of ours.
+# Until torch 2.13 it is not there; torch.compile takes the gradient's placements from it, and a wrong branch of ours.
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 

@@ -16,7 +16,7 @@ __all__ = ["try_float8", "why_no_float8", "why_no_float8_on"]
 
 _OTHERWISE = "Use AutocastPrecision('bf16-mixed'), or emulate=True to try out the numerics of fp8, slowly."
 
-# torch 2.11 says so
+# Until torch 2.13 the CPU says so of one scale per row.
 _ONE_SCALE_ONLY = "only supports per-tensor scaling"
 
 # torch 2.13, aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_allowed_device`: 8.9 (Ada), 9.0 (Hopper) and later.

@@ -1,0 +1,69 @@
+"""A workaround names the version that ends it, or is proved necessary here; either test fails when it can go."""
+
+import re
+import tomllib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDS = re.compile(r"[Uu]ntil (torch|Lightning) (\d+)\.(\d+)")
+
+
+def lowest_versions() -> dict[str, tuple[int, int]]:
+    """The oldest release of each dependency that is supported."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    found = [re.match(r"(\w+)>=(\d+)\.(\d+)", requirement) for requirement in requirements]
+    return {match[1]: (int(match[2]), int(match[3])) for match in found if match}
+
+
+def ends() -> list[tuple[str, str, tuple[int, int]]]:
+    """File, dependency and version of every "until torch 2.15" in the package."""
+    folders = (ROOT / "lightning_mp", ROOT / "callbacks", ROOT / "strategies")
+    return [
+        (file.name, match[1].lower(), (int(match[2]), int(match[3])))
+        for folder in folders
+        for file in sorted(folder.rglob("*.py"))
+        for match in ENDS.finditer(file.read_text())
+    ]
+
+
+def test_workarounds_of_versions_that_are_no_longer_supported_are_gone():
+    lowest = lowest_versions()
+    assert {"torch", "lightning"} <= lowest.keys()
+    assert len(ends()) >= 8
+    assert [row for row in ends() if row[2] <= lowest[row[1]]] == [], "no supported version needs it: take it out"
+
+
+def orthogonal_in_16_bit() -> None:
+    """pytorch#9315; refused in precision/masters/checks.py."""
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="householder").bfloat16()
+    layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+
+
+def norm_in_16_bit_beside_fp32_statistics() -> None:
+    """modules/norms.py keeps such norms in fp32."""
+    norm = nn.BatchNorm1d(4).bfloat16()
+    nn.functional.batch_norm(torch.ones(2, 4), torch.zeros(4), torch.ones(4), norm.weight, norm.bias, training=True)
+
+
+def lightning_flattens_with_a_deprecated_check() -> None:
+    """Lightning#21326; the warning is left out in core/quiet_run.py and pyproject.toml."""
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        iter(CombinedLoader([[1], [2]]))
+        CombinedLoader([[1], [2]], "min_size").flattened  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "fails", [orthogonal_in_16_bit, norm_in_16_bit_beside_fp32_statistics, lightning_flattens_with_a_deprecated_check]
+)
+def test_what_is_worked_around_still_fails(fails: Callable[[], None]):
+    with pytest.raises((RuntimeError, NotImplementedError, FutureWarning)):
+        fails()
