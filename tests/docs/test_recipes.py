@@ -4,12 +4,16 @@ import ast
 import contextlib
 import io
 import logging
+import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from gloo import run_ranks
 
@@ -82,6 +86,7 @@ CLAIMS = {
     "muon_adamw": lambda matrices, others, loss, steps, before: (
         (matrices, others, steps) == (8, 7, 200) and loss < 2.7 < before
     ),
+    "peft_lora": lambda base, adapters, start, end, before, after: (start, end) == (0, 120) and after < 1 < before,
     "static_loss_scale": lambda low, subnormal, suggested, scale, skipped, steps, first, last, high, ended_after: (
         subnormal > 1 and suggested == scale > low and skipped == 0 and last < first / 2 and ended_after >= 20
     ),
@@ -93,20 +98,48 @@ CLAIMS = {
     ),
     "hydra_project": lambda scale, steps, first, last: (scale, steps) == (1024, 12) and last < first,
 }
+# peft 0.21 reads a name that transformers 5 has replaced.
+OLD_NAME_IN_PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 CHEAP = ("evaluation_and_inference", "static_loss_scale")
+NEEDED = {"hydra_project": ["hydra"], "peft_lora": ["peft"]}
 ARGUMENTS = {"lightning_cli": ["fit", "--config", str(RECIPES / "lightning_cli" / "config.yaml")]}
 
 
 @pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.full) for n in CLAIMS])
 # Lightning 2.6 calls jsonargparse by names that jsonargparse has since replaced.
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning", OLD_NAME_IN_PEFT)
 def test_a_recipe_does_what_it_says(name, capsys, monkeypatch):
-    if name == "hydra_project":
-        pytest.importorskip("hydra")
+    for package in NEEDED.get(name, ()):
+        pytest.importorskip(package)
     printed = start(name, ARGUMENTS.get(name, []), capsys, monkeypatch)
     last = printed[-len(shown(name)) :]
     assert words(last) == words(shown(name))
     assert CLAIMS[name](*numbers(last)), numbers(last)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings(
+    OLD_NAME_IN_PEFT,
+    "ignore:Checkpoint directory .* exists and is not empty",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",  # as the recipe says
+)
+def test_a_killed_run_with_peft_resumes_and_its_folder_loads_in_transformers(tmp_path, capsys, monkeypatch):
+    """A real SIGKILL, between two checkpoints: no checkpoint holds the base, and the last one is used."""
+    pytest.importorskip("peft")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
+    command = [sys.executable, str(FILES["peft_lora"]), "--kill-at", "50"]
+    killed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    written = torch.load(tmp_path / "peft_run/checkpoints/last.ckpt", weights_only=True)
+    assert written["global_step"] == 40
+    assert len(written["state_dict"]) == 28  # two of each of the seven matrices of two layers
+    assert all(".lora_" in name for name in written["state_dict"])
+
+    printed = start("peft_lora", [], capsys, monkeypatch)
+    assert words(printed[-4:]) == words(shown("peft_lora"))
+    assert numbers(printed[-3:-2]) == [40, 120]
+    assert printed[-1] == shown("peft_lora")[-1]
+    assert (tmp_path / "peft_run/merged/model.safetensors").is_file()
 
 
 def test_the_commands_of_the_hydra_recipe_are_what_hydra_reads():
