@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, OverflowMonitor, TF32Precision
 from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.planning import flops_per_token
+from lightning_mp.precision.masters.store import Storage
 
 CLIP = 1.0
 LEARNING_RATE = 3e-4
@@ -328,8 +329,9 @@ def our_plugin(precision: str, device: str) -> Precision:
 # weight and moments are read, and weight and moments are written.
 FLOOR_BYTES = {
     "fp32 weights": 4 + (4 + 4 + 8) + (4 + 8),
-    "16-bit weights, fp32 masters": 2 + (2 + 4 + 8) + (2 + 4 + 8),
-    "16-bit weights, remainder": 2 + (2 + 2 + 2 + 8) + (2 + 2 + 8),
+    "fp32 masters": 2 + (2 + 4 + 8) + (2 + 4 + 8),
+    "remainder masters": 2 + (2 + 2 + 2 + 8) + (2 + 2 + 8),
+    "24bit masters": 2 + (2 + 2 + 1 + 8) + (2 + 1 + 8),
     "16-bit weights and moments": 2 + (2 + 2 + 4) + (2 + 4),
 }
 
@@ -377,20 +379,20 @@ def mixed_cells(workload: Workload, precision: str) -> list[Cell]:
 def masters_cells(workload: Workload) -> list[Cell]:
     """Master weights beside the loop that one writes by hand, and beside 16-bit weights without masters."""
     cell = partial(_cell, workload, precision="bf16-true")
-    fp32, remainder = "16-bit weights, fp32 masters", "16-bit weights, remainder"
+    ours = [
+        cell(
+            f"ours, {storage} masters",
+            train=_ours(partial(MasterWeightsPrecision, "bf16-true", storage=storage)),
+            floor=f"{storage} masters",
+        )
+        for storage in get_args(Storage)
+    ]
+    stock = train_lightning(lambda *_: HalfPrecision("bf16-true"), fused=True, clip=CLIP)
     return [
-        cell("ours, fp32 masters", train=_ours(lambda: MasterWeightsPrecision("bf16-true")), floor=fp32),
-        cell("plain", train=train_plain_masters, floor=fp32),
-        cell(
-            "ours, remainder",
-            train=_ours(lambda: MasterWeightsPrecision("bf16-true", storage="remainder")),
-            floor=remainder,
-        ),
-        cell(
-            "stock",
-            train=train_lightning(lambda *_: HalfPrecision("bf16-true"), fused=True, clip=CLIP),
-            floor="16-bit weights and moments",
-        ),
+        ours[0],
+        cell("plain", train=train_plain_masters, floor="fp32 masters"),
+        *ours[1:],
+        cell("stock", train=stock, floor="16-bit weights and moments"),
     ]
 
 
@@ -416,9 +418,9 @@ def every_plugin(workload: Workload) -> list[Cell]:
     fp16_masters = _ours(lambda: MasterWeightsPrecision("16-true"))
     return [
         *mixed_cells(workload, "bf16-mixed")[:3],
-        *masters_cells(workload)[:3],
+        *masters_cells(workload)[:-1],
         *mixed_cells(workload, "16-mixed")[:3],
-        _cell(workload, "ours, fp16 masters", "16-true", fp16_masters, floor="16-bit weights, fp32 masters"),
+        _cell(workload, "ours, fp16 masters", "16-true", fp16_masters, floor="fp32 masters"),
         _cell(workload, "ours, TF32Precision", "tf32", _ours(TF32Precision)),
         *float8_cells(workload),
     ]

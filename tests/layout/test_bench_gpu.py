@@ -272,8 +272,8 @@ def test_an_unknown_chip_gets_no_mfu() -> None:
 
 def test_the_floors_are_those_of_a_fused_step_over_all_bytes() -> None:
     """Beside published figures: TransformerEngine's fused Adam over fp32 masters, and over 16-bit remainders."""
-    assert FLOOR_BYTES["16-bit weights, fp32 masters"] == 30
-    assert FLOOR_BYTES["16-bit weights, remainder"] == 28
+    assert FLOOR_BYTES["fp32 masters"] == 30
+    assert FLOOR_BYTES["remainder masters"] == 28
     assert FLOOR_BYTES["fp32 weights"] == 32
 
 
