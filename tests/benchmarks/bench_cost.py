@@ -69,7 +69,8 @@ def section_of_steps(toy: bool) -> list[str]:
         "once; bytes are those of a model whose fp32 gradients take the bytes of one pass. Kernels are operations on "
         "gradients, a foreach operation being one. Casts of weights are those of all micro-batches of the step. A host "
         "wait is a value that Python reads from a tensor: on a GPU each of them waits for the device. Ours looks for "
-        "non-finite gradients in bf16, too: with an optimizer that is not fused, that is a wait which stock has not.",
+        "non-finite gradients in bf16, too: with an optimizer that is not fused, that is a wait which stock does not "
+        "have, and on a GPU the plugin says so when a fit is set up.",
         "",
         *table(["step", "way", "passes", "bytes", "kernels", "weight casts", "host waits"], rows),
     ]
