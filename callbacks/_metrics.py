@@ -8,12 +8,21 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, skip_inherited_hooks, wake
 from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 
-__all__ = ["CallbackMetrics", "Metrics"]
+__all__ = ["BATCH_HOOKS", "CallbackMetrics", "Metrics"]
+
+#: What Lightning calls on every micro-batch.
+BATCH_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
 
 Metrics = Callable[[], Mapping[str, float]]
 """Gives numbers that the host has; asked when they are due, and not on other steps."""
@@ -68,7 +77,7 @@ class CallbackMetrics(Callback):
         self._on_bar = trainer.progress_bar_metrics
         self._has_run, self._last_row = False, None
         callbacks = private_api.callbacks_of(trainer)
-        skip_inherited_hooks(callbacks)
+        self._skip_inherited_hooks(trainer)
         watching = [*callbacks, *trainer.lr_scheduler_configs]
         self._is_monitored = any(str(getattr(each, "monitor", None)).startswith("mp/") for each in watching)
         bar = trainer.progress_bar_callback
@@ -115,9 +124,18 @@ class CallbackMetrics(Callback):
         self._sources.clear()
         self._published, self._logged, self._on_bar = {}, {}, {}
         self._has_run = False
-        for callback in private_api.callbacks_of(trainer):
-            wake(callback, *BATCH_HOOKS)
         RunState.of(trainer).remove_callback(self)
+
+    def _skip_inherited_hooks(self, trainer: "pl.Trainer") -> None:
+        """Has Lightning pass over hooks that callbacks of the pack inherit from ``Callback``, which do nothing.
+
+        It enters its profiler for each of them, some 20 Python calls, and passes over a hook that is None.
+        """
+        for callback in private_api.callbacks_of(trainer):
+            if any(base.__module__.startswith("lightning_mp.") for base in type(callback).__mro__):
+                for hook in BATCH_HOOKS:
+                    if getattr(callback, hook) == getattr(Callback, hook).__get__(callback):
+                        Patches.of(trainer).replace(callback, hook, None)
 
     # -- where to ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers, report_folder
-from lightning_mp.callbacks._idle_hooks import idle
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
 from lightning_mp.core.quantities import parse_quantity
@@ -263,7 +262,6 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if self._first_batch:
             self._first_batch = False
             self._warn_of_an_early_end(trainer, batch)
-        idle(self, ChinchillaBudget, "on_train_batch_start")
 
     def _warn_of_an_early_end(self, trainer: "pl.Trainer", batch: Any) -> None:
         assert self._controller is not None
@@ -302,9 +300,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
     ) -> None:
         """Ends the run when its hours are over."""
         assert self._controller is not None
-        if self.device_hours is None:
-            idle(self, ChinchillaBudget, "on_train_batch_end")
-        elif not self._controller.is_open:
+        if self.device_hours is not None and not self._controller.is_open:
             over = self.device_seconds >= 3600 * self.device_hours
             if self._hours_are_over.ask(over, pl_module.device):
                 self._out_of_time = trainer.should_stop = True

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers
-from lightning_mp.callbacks._idle_hooks import idle
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import positive_number, whole_number
@@ -339,12 +338,11 @@ class MFUMonitor(SettingsRepr, Callback):
             self._read(self._clock())
 
     def _end_counting(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
-        """The first micro-batch that was trained on is over; from then on there is nothing to do before its end."""
+        """The first micro-batch that was trained on is over."""
         was_trained_on = self._tally is None  # without a loss there is no backward
         self._stop_counting()
         if was_trained_on and self._left_out == 0:
             self._settle_work(trainer, pl_module, batch)
-            idle(self, MFUMonitor, "on_train_batch_start", "on_after_backward")
         self._left_out = max(0, self._left_out - 1)
 
     def _metrics(self) -> dict[str, float]:

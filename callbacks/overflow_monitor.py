@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
-from lightning_mp.callbacks._idle_hooks import idle, wake
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.messages import listed
@@ -208,7 +207,6 @@ class OverflowMonitor(SettingsRepr, Callback):
         if self._most_skips is not None and self.skip_streak >= self._most_skips:
             self._stop_now = True
             self.stop_reason = self._reason(outcome)
-            wake(self, "on_train_batch_end")
 
     def _reason(self, outcome: StepOutcome) -> str:
         names = outcome.nonfinite_parameters()
@@ -226,8 +224,6 @@ class OverflowMonitor(SettingsRepr, Callback):
             self._settle()
         if self._stop_now:
             self._stop(trainer)
-        if self._limit is None:
-            idle(self, OverflowMonitor, "on_train_batch_end")
 
     def _metrics(self) -> dict[str, float]:
         if not self.attempted_steps:

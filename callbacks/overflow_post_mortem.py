@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
-from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.random_state import RandomState
@@ -139,8 +138,6 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._rms_at_start = torch.tensor(saved) if same else rms
         self._forget()
         self._ended = False
-        if not self.replay:
-            idle(self, OverflowPostMortem, *BATCH_HOOKS)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Makes a replay that could not be made when its outcome was reported."""
@@ -166,7 +163,6 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def _end(self) -> None:
         self._forget()
         self._ended = True
-        wake(self, *BATCH_HOOKS)
 
     def _forget(self) -> None:
         self._windows = {}

@@ -23,7 +23,6 @@ from lightning_mp.callbacks._gradient_exponents import (
     largest_on_any_rank,
     loss_scale_of,
 )
-from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS, idle, wake
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import names_in, positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
@@ -213,14 +212,6 @@ class UnderflowMonitor(SettingsRepr, Callback):
         if stage == "fit":
             CallbackMetrics.attach(trainer).add(lambda: self._logged)
 
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Without activations to watch there is nothing to do in most micro-batches."""
-        if self.watch == ("gradients",):
-            idle(self, UnderflowMonitor, *BATCH_HOOKS)
-            wake(self, "on_before_optimizer_step")
-            if self.needs_gradients(trainer.global_step):
-                wake(self, "on_before_backward")
-
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -244,7 +235,6 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """Watches the backward of an observed step; from here on forwards are recomputations."""
         if self.needs_gradients(trainer.global_step):
             self._backwards = (self._backwards or BackwardWatch(pl_module.device, self._left_out)).attach(loss)
-            wake(self, "on_after_backward")
         if self._hooks is not None:
             self._hooks.in_backward = True
             # The plugin may have changed it before the end of the batch.
@@ -258,18 +248,12 @@ class UnderflowMonitor(SettingsRepr, Callback):
             self._backwards.detach()
         if self._pending is not None and self._pending.step_index < trainer.global_step:
             self._settle()
-            if self.watch == ("gradients",):
-                idle(self, UnderflowMonitor, "on_after_backward")
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
         """Counts gradients, if this step is observed, and starts the transfer."""
         step_index = trainer.global_step
-        if self.needs_gradients(step_index + 1):
-            wake(self, "on_before_backward")
-        elif self.watch == ("gradients",):
-            idle(self, UnderflowMonitor, "on_before_backward")
         if not self.needs_gradients(step_index):
             return
         loss_scale = loss_scale_of(trainer)
@@ -336,7 +320,6 @@ class UnderflowMonitor(SettingsRepr, Callback):
         names = {kind: table.names for kind, table in tables.items()}
         numbers = HostCopy(pack_observation(scale, largest, tables.values()))
         self._pending = _Pending(trainer, step_index, names, numbers, kept_in_fp32)
-        wake(self, "on_after_backward")
 
     def _settle(self) -> None:
         """Reads the observation that is on its way, if there is one."""

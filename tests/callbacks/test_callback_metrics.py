@@ -12,8 +12,7 @@ from memory_logger import MemoryLogger
 from small_models import Regression, TokenModel, fused_adamw, loader, quiet_trainer, regression_batches, token_batches
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
-from lightning_mp.callbacks._idle_hooks import BATCH_HOOKS
-from lightning_mp.callbacks._metrics import CallbackMetrics
+from lightning_mp.callbacks._metrics import BATCH_HOOKS, CallbackMetrics
 from lightning_mp.core.private_api import callbacks_of
 
 SKIPPED = [2, 5]

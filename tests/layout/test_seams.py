@@ -463,7 +463,7 @@ def watch_hooks(use_seam):
 
 
 def test_lightning_passes_over_a_hook_that_is_none():
-    """What callbacks/_idle_hooks.py relies on."""
+    """What callbacks/_metrics.py relies on."""
     called = []
 
     class Looking(Callback):
