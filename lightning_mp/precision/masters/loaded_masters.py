@@ -118,21 +118,28 @@ def around_load(
 ) -> list[Callable[[], None]]:
     """Has ``begin`` change what an optimizer loads, and calls what it returns afterwards; the result ends that.
 
-    It comes at torch's hooks, or where a load calls none of them (bitsandbytes) after it.
+    It comes at torch's hooks, after those of others, or where a load calls none of them (bitsandbytes) after it. A
+    subclass whose load reads the state once more (pytorch_optimizer) finds it without masters.
     """
     pending: list[Callable[[], None]] = []
     hooked = False
+    loading: dict[str, Any] = {}
 
     def load(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal hooked
+        nonlocal hooked, loading
         hooked = False
-        result = patch.original(state_dict, *args, **kwargs)
-        if not hooked and isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
-            _, finish = begin(optimizer, dict(state_dict))
-            for state in optimizer.state.values():
-                if isinstance(state, dict):
-                    state.pop(MASTER_KEY, None)
-            finish()
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            return patch.original(state_dict, *args, **kwargs)
+        state = {key: dict(entry) if type(entry) is dict else entry for key, entry in state_dict["state"].items()}
+        loading = {**state_dict, "state": state}
+        try:
+            result = patch.original(loading, *args, **kwargs)
+            if not hooked:
+                _, finish = begin(optimizer, loading)
+                _drop_masters(optimizer.state)
+                finish()
+        finally:
+            loading = {}
         return result
 
     def before(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +147,7 @@ def around_load(
         hooked = True
         changed, finish = begin(optimizer, state_dict)
         pending[:] = [finish]  # in place of that of a load that failed
+        _drop_masters(loading.get("state", {}))
         return changed
 
     def after(optimizer: Optimizer) -> None:
@@ -152,6 +160,12 @@ def around_load(
         optimizer.register_load_state_dict_pre_hook(before).remove,
         optimizer.register_load_state_dict_post_hook(after).remove,
     ]
+
+
+def _drop_masters(state: Mapping[Any, Any]) -> None:
+    for entry in state.values():
+        if isinstance(entry, dict):
+            entry.pop(MASTER_KEY, None)
 
 
 @torch.no_grad()
