@@ -41,6 +41,7 @@ from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
+from lightning_mp.optimizers.low_bit_states import refuse_whole_checkpoints
 from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, forget_a_step_that_failed
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
 from lightning_mp.strategies.refused import (
@@ -238,6 +239,8 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             ResumableProgress.attach(trainer)
             self.setup_optimizers(trainer)
             refuse_without_dtensors(*self.optimizers)
+            if not self.save_distributed_checkpoint:
+                refuse_whole_checkpoints(self.optimizers, "FSDP2Strategy")
             self._ranks_alike = RanksAlike(trainer, self.optimizers)
         self.setup_precision_plugin()  # after the optimizers, to which master weights attach
         if self.tensor_parallel_size > 1:

@@ -133,8 +133,8 @@ def refuse_without_dtensors(*optimizers: Optimizer) -> None:
     """Refuses optimizers that torch cannot step DTensors with.
 
     Raises:
-        ValueError: if an Adafactor, before torch 2.15 an Rprop, or a fused SGD or Adagrad has DTensors among its
-            parameters.
+        ValueError: if an Adafactor, before torch 2.15 an Rprop, a fused SGD or Adagrad, or an optimizer of bitsandbytes
+            has DTensors among its parameters.
     """
     for optimizer in optimizers:
         kind, name = type(optimizer), type(optimizer).__name__
@@ -144,6 +144,11 @@ def refuse_without_dtensors(*optimizers: Optimizer) -> None:
                 f"{name} has sharded parameters (DTensors, from FSDP2 or tensor parallelism), and torch"
                 f" {torch.__version__} lacks operations that {name} needs on these. Use AdamW or another optimizer that"
                 " works element by element, or train with DDP."
+            )
+        if sharded and kind.__module__.partition(".")[0] == "bitsandbytes":
+            raise ValueError(
+                f"{name} of bitsandbytes has sharded parameters (DTensors, from FSDP2 or tensor parallelism), which its"
+                " kernels do not take (bitsandbytes 0.50). Use torchao.optim.AdamW8bit, or train with DDP."
             )
         if isinstance(optimizer, SGD | Adagrad) and any(group.get("fused") for group in sharded):
             raise ValueError(

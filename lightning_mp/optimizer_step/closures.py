@@ -21,7 +21,8 @@ __all__ = [
 def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     """Whether an optimizer's ``step`` is known to call its closure once, before anything else, or takes none.
 
-    So do all of torch's but LBFGS, and :class:`~lightning_mp.JointOptimizer`, which then need none: it has run already.
+    So do all of torch's but LBFGS, torchao's, and :class:`~lightning_mp.JointOptimizer`, which then need none: it has
+    run already.
     Whoever writes a ``step`` may do anything.
 
     Example:
@@ -29,7 +30,8 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
         (True, False)
     """
     package = kind.step.__module__.split(".")
-    if not issubclass(kind, LBFGS) and (package[:2] == ["torch", "optim"] or package[0] == "lightning_mp"):
+    known = package[:2] in (["torch", "optim"], ["torchao", "optim"]) or package[0] == "lightning_mp"
+    if known and not issubclass(kind, LBFGS):
         return True
     parameters = inspect.signature(kind.step).parameters
     return "closure" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())

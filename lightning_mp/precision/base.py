@@ -38,6 +38,7 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.manual_scale import LeftGradients, left_gradients, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
+from lightning_mp.optimizers.low_bit_states import save_plain_tensors
 from lightning_mp.optimizers.schedule_free import EvaluatedWeights
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
@@ -240,6 +241,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self.scaler is not None:
             refuse_closures_under_a_scale(optimizer, self)
         refuse_without_dtensors(optimizer)
+        save_plain_tensors(optimizer)
         # With a loss scaler, Lightning's own plugins wait, too.
         waits = why_steps_wait(optimizer) if self.scaler is None else None
         if waits and trainer.strategy.root_device.type != "cpu":

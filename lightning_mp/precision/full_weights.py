@@ -13,6 +13,7 @@ from lightning_mp.precision.masters.loaded_masters import (
     MASTERS_KEY,
     MastersIntoWeights,
     leave_out_stale_masters,
+    refuse_damaged_masters,
     warn_of_rounded_weights,
 )
 from lightning_mp.precision.trainable_weights import TrainedWeights
@@ -72,6 +73,7 @@ class FullWeightsPrecision(GradientStepPrecision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Reads the scaler's state; leaves out masters that are older than the checkpoint's weights."""
+        refuse_damaged_masters(checkpoint, type(self).__name__)
         super().on_load_checkpoint(checkpoint)
         leave_out_stale_masters(checkpoint)
         assert self._trainer is not None

@@ -34,6 +34,7 @@ from lightning_mp.precision.masters.checks import (
     check_sharding_units,
     check_strategy,
     hint_at_dtypes,
+    refuse_copies_of_weights,
     warn_of_lost_inputs,
 )
 from lightning_mp.precision.masters.first_values import (
@@ -48,9 +49,12 @@ from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32Gradi
 from lightning_mp.precision.masters.full_averages import FullAverages
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
 from lightning_mp.precision.masters.loaded_masters import (
+    MASTER_COUNT_KEY,
     MASTERS_KEY,
     MastersIntoWeights,
     leave_out_stale_masters,
+    masters_in,
+    refuse_damaged_masters,
     tell_of_rounding,
 )
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
@@ -156,6 +160,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self.fp32_checkpoints = true_or_false(fp32_checkpoints, "fp32_checkpoints", "MasterWeightsPrecision")
         self.policy = read_policy(policy, self.scaler, "MasterWeightsPrecision('16-true')")
         self._before: dict[nn.Parameter, Tensor] = {}
+        self._counts_masters = False  # a checkpoint has those of all ranks
         self._were_16_bit: set[nn.Parameter] = set()
         self._widened: dict[nn.Parameter, torch.dtype] = {}
         self._restore: Callable[[], None] | None = None
@@ -245,6 +250,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
         if self._full_state is not None:
             self._full_state.remove()
         before, self._before, self._restore = self._before, {}, None
+        for optimizer in optimizers:
+            refuse_copies_of_weights(optimizer)
+        self._counts_masters = not trainer.strategy.restore_checkpoint_after_setup
         self._masters = masters = make_store(self.storage)
         masters.changed.watch()
         copied = isinstance(trainer.strategy, DDPStrategy) and all_hold_the_same(trainer.strategy)
@@ -390,6 +398,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
         Lightning loads the optimizer's state after this; if it holds masters, those count.
         """
+        refuse_damaged_masters(checkpoint, "MasterWeightsPrecision")
         super().on_load_checkpoint(checkpoint)
         leave_out_stale_masters(checkpoint)
         if self._masters is None or self._trainer is None:
@@ -404,6 +413,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
             return
         self._add_late_masters(checkpoint)
         checkpoint[MASTERS_KEY] = "32-true" if self.fp32_checkpoints else self.precision
+        if self._counts_masters:
+            checkpoint[MASTER_COUNT_KEY] = len(masters_in(checkpoint))
         if not self.fp32_checkpoints and not self._told_of_rounding:
             self._told_of_rounding = True
             tell_of_rounding(self.dtype)

@@ -1,6 +1,6 @@
 """What MasterWeightsPrecision refuses, at set-up and with what to do instead."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,12 +12,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import listed
 from lightning_mp.core.nested_tensors import named_tensors_in
+from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.autocast_context import why_no_autocast
 from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
+from lightning_mp.precision.masters.store import unwrapped
 
 __all__ = [
     "DTYPES",
@@ -28,6 +31,7 @@ __all__ = [
     "check_sharding_units",
     "check_strategy",
     "hint_at_dtypes",
+    "refuse_copies_of_weights",
     "warn_of_lost_inputs",
 ]
 
@@ -146,6 +150,38 @@ def check_parametrizations(module: nn.Module, precision: str, in_float32: Collec
             " exponential map. Use"
             f" MasterWeightsPrecision({precision!r}, policy={{'*.parametrizations.*': 'fp32'}})."
         )
+
+
+def refuse_copies_of_weights(optimizer: Optimizer) -> None:
+    """Refuses optimizers that have views or moments of 16-bit weights elsewhere than in their groups and state.
+
+    Only what is there can be swapped for fp32: distributed-shampoo makes blocks of the weights in its constructor.
+
+    Raises:
+        MisconfigurationException: if there are any.
+    """
+    weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in DTYPES.values()]
+    own = {id(weight) for weight in weights}
+    memory = {unwrapped(local_shard(weight.detach())).untyped_storage().data_ptr() for weight in weights} - {0}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    for tensor in _tensors_in(attributes, depth=5):
+        is_view = type(tensor) is Tensor and id(tensor) not in own and tensor.dtype in DTYPES.values()
+        if is_view and tensor.untyped_storage().data_ptr() in memory:
+            raise MisconfigurationException(
+                f"MasterWeightsPrecision cannot be used with {type(optimizer).__name__}, which steps views of the"
+                " 16-bit weights that it made in its constructor, not what is in its param_groups. Use"
+                " AutocastPrecision, which keeps fp32 weights."
+            )
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    """Tensors in containers, and in attributes of objects that an optimizer has made of its package's classes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, (str, bytes, type, nn.Module, Optimizer)) and not callable(value):
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        for entry in inner or getattr(value, "__dict__", {}).values():
+            yield from _tensors_in(entry, depth - 1)
 
 
 def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -> None:

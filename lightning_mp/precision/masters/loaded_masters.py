@@ -18,6 +18,7 @@ from lightning_mp.precision.masters.store import refine_full
 
 __all__ = [
     "MASTERS_KEY",
+    "MASTER_COUNT_KEY",
     "MASTER_KEY",
     "MastersIntoWeights",
     "around_load",
@@ -25,6 +26,8 @@ __all__ = [
     "expecting_masters",
     "into_weight_",
     "leave_out_stale_masters",
+    "masters_in",
+    "refuse_damaged_masters",
     "tell_of_rounding",
     "warn_of_other_weights",
     "warn_of_rounded_weights",
@@ -36,6 +39,9 @@ MASTER_KEY = "master_param"
 
 #: In a checkpoint: its run trained the masters in the optimizer states. Says in which precision the weights are.
 MASTERS_KEY = "lightning_mp_masters"
+
+#: In a checkpoint that is a single file: how many masters its optimizer states have.
+MASTER_COUNT_KEY = "lightning_mp_master_count"
 
 
 def without_masters(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Tensor]]:
@@ -82,6 +88,38 @@ def warn_of_rounded_weights(precision: str) -> None:
         " fp32 masters, and they were not read with the optimizer states. Was it saved without them"
         " (save_weights_only=True)?"
     )
+
+
+def masters_in(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """What lies in the place of masters in the optimizer states of a checkpoint that is a single file."""
+    return [
+        entry[MASTER_KEY]
+        for state_dict in checkpoint.get("optimizer_states", ())
+        if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping)
+        for entry in state_dict["state"].values()
+        if isinstance(entry, Mapping) and MASTER_KEY in entry
+    ]
+
+
+def refuse_damaged_masters(checkpoint: Mapping[str, Any], owner: str) -> None:
+    """Refuses a checkpoint that lacks masters which it was saved with, or has something else in their place.
+
+    Lightning has loaded the weights by then: it calls a plugin only afterwards.
+
+    Raises:
+        ValueError: with how many there are.
+    """
+    if "optimizer_states" not in checkpoint:
+        return
+    found = masters_in(checkpoint)
+    masters = [value for value in found if isinstance(value, Tensor) and value.is_floating_point()]
+    saved = checkpoint.get(MASTER_COUNT_KEY, len(found))
+    if len(masters) != saved or len(masters) != len(found):
+        raise ValueError(
+            f"{owner}: the checkpoint is damaged. It was saved with {saved} fp32 masters in its optimizer states, and"
+            f" {len(masters)} of them are there. Resume from another checkpoint, or load the weights alone:"
+            " MyModule.load_from_checkpoint(path)."
+        )
 
 
 def leave_out_stale_masters(checkpoint: dict[str, Any]) -> None:

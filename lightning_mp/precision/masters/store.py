@@ -25,6 +25,7 @@ __all__ = [
     "refine",
     "refine_full",
     "rounds_to",
+    "unwrapped",
 ]
 
 #: The largest fp16 number.
@@ -33,8 +34,20 @@ HALF_MAX = torch.finfo(torch.float16).max
 Storage = Literal["fp32", "remainder"]
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor inside of a subclass that only changes how operations are computed, as torchao's MXFP8 weights do."""
+    while type(tensor) is not Tensor and not isinstance(tensor, DTensor) and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = getattr(tensor, names[0])
+        if len(names) != 1 or inner.shape != tensor.shape or inner.dtype != tensor.dtype:
+            break
+        tensor = inner
+    return tensor
+
+
 def _local(tensor: Tensor) -> Tensor:
-    return local_shard(tensor.detach())
+    local = local_shard(tensor.detach())
+    return local if type(local) is Tensor else unwrapped(local)
 
 
 def _as_parameter(value: Tensor, original: Tensor) -> nn.Parameter:
@@ -151,7 +164,7 @@ class MasterStore(ABC):
             given: it is the weight as it was given in fp32, not what a 16-bit weight keeps of it. Until the next step
                 it counts more than what a checkpoint has.
         """
-        value = value.detach().to(device=parameter.device, dtype=torch.float32)
+        value = unwrapped(value.detach()).to(device=parameter.device, dtype=torch.float32)
         self._keep(parameter, value)
         self.write_back([parameter], [value])
         if given:

@@ -1,0 +1,163 @@
+"""torchao's quantised states in checkpoints, and optimizers that masters or shards cannot work with."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fsdp2_runs as runs
+import lightning.pytorch as pl
+import pytest
+import torch
+from gloo import run_ranks
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from optimizer_packages import PRECISIONS, Row, batches, fit
+from small_models import Regression, loader, quiet_trainer, regression_batches
+from torch import nn
+
+from lightning_mp import MasterWeightsPrecision
+from lightning_mp.optimizers.low_bit_states import from_plain_tensors, to_plain_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::DeprecationWarning")
+
+ADAMW_8BIT = Row("torchao", "torchao.optim", "AdamW8bit")
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao compiles its steps, for half a minute."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_resume_takes_the_quantised_states(precision: str, tmp_path: Path) -> None:
+    """Lightning's own map_location is a function, which torch refuses for them."""
+    straight = fit(ADAMW_8BIT, precision, batches(), save_to=tmp_path / "half.ckpt")
+    [states] = torch.load(tmp_path / "half.ckpt", weights_only=True)["optimizer_states"]
+    assert states["state"][0]["exp_avg"]["tensors"]["codes"].dtype == torch.uint8
+    resumed = fit(ADAMW_8BIT, precision, batches(), ckpt_path=tmp_path / "half.ckpt")
+    assert all(map(torch.equal, resumed, straight))
+
+
+def test_only_classes_of_torchao_are_made_from_a_checkpoint() -> None:
+    saved = {"tensor_subclass": "os.system", "tensors": {}, "attributes": None, "size": (1,), "stride": (1,)}
+    with pytest.raises(ValueError, match="'os.system', which is no tensor class of torchao"):
+        from_plain_tensors({0: {"exp_avg": saved}})
+    state = {0: {"step": 1, "pair": (torch.ones(1), [2])}}
+    assert to_plain_tensors(state) == from_plain_tensors(state) == state
+
+
+class LowBit(runs.Recorded):
+    def configure_optimizers(self) -> Any:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(self.parameters(), lr=1e-2)
+
+
+def low_bit() -> LowBit:
+    torch.manual_seed(0)
+    return LowBit(layers=1, heads=2, width=128, block_tokens=runs.TOKENS, vocab=runs.VOCABULARY)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp16", "masters"])
+def test_sharded_quantised_states_resume_on_any_number_of_ranks(precision: str, tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+
+    def on_rank(rank: int, ranks: int, **arguments: Any) -> dict[str, torch.Tensor]:
+        plugin = runs.fp16() if precision == "fp16" else MasterWeightsPrecision("bf16-true")
+        with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
+            result = runs.train(rank, ranks, runs.fsdp2(), module=low_bit(), plugin=plugin, **arguments)
+        return result["weights"]
+
+    straight = run_ranks(lambda rank: on_rank(rank, 2, steps=6), 2)
+    run_ranks(lambda rank: on_rank(rank, 2, steps=3, save_to=path), 2)
+    for weights, expected in zip(
+        run_ranks(lambda rank: on_rank(rank, 2, steps=6, ckpt_path=path), 2), straight, strict=True
+    ):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    for weights in run_ranks(lambda rank: on_rank(rank, 4, steps=6, ckpt_path=path), 4):
+        for name, value in straight[0].items():
+            # shards of fewer than 4,096 elements are not quantised; three steps of 0.01 lead as far as 0.03
+            torch.testing.assert_close(weights[name].float(), value.float(), rtol=0, atol=8e-3)
+
+
+@pytest.mark.full
+def test_whole_checkpoints_of_sharded_quantised_states_are_refused_at_set_up() -> None:
+    def on_rank(rank: int) -> str:
+        with pytest.raises(MisconfigurationException) as caught:
+            runs.train(rank, 2, runs.fsdp2(save_distributed_checkpoint=False), module=low_bit())
+        return str(caught.value)
+
+    for message in run_ranks(on_rank, 2):
+        assert "FSDP2Strategy(save_distributed_checkpoint=False) cannot save the quantised state of" in message
+        assert "Use save_distributed_checkpoint=True" in message
+
+
+class Blocked(torch.optim.SGD):
+    """As distributed-shampoo does, it steps views that it made in its constructor."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr)
+        self.blocks = [{"rows": tuple(p.detach().split(4))} for group in self.param_groups for p in group["params"]]
+
+
+def test_masters_refuse_an_optimizer_that_steps_views_of_its_own() -> None:
+    with pytest.raises(MisconfigurationException, match="Blocked, which steps views of the 16-bit weights"):
+        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(
+            Regression(Blocked), loader(regression_batches(2))
+        )
+
+
+class MXFP8(pl.LightningModule):
+    def __init__(self) -> None:
+        from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+        from torchao.quantization.quant_api import quantize_
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False)).bfloat16()
+        recipe = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+        quantize_(self.net, recipe, filter_fn=lambda module, _: isinstance(module, nn.Linear))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def test_masters_of_mxfp8_weights_are_plain_and_alike_in_both_storages() -> None:
+    rows = list(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)))
+    trained = []
+    for storage in ("fp32", "remainder"):
+        module = MXFP8()
+        before = [parameter._data.clone() for parameter in module.net.parameters()]
+        trainer = quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true", storage=storage)])
+        trainer.fit(module, loader(rows))
+        trained.append([parameter._data.clone() for parameter in module.net.parameters()])
+        assert not any(map(torch.equal, trained[-1], before))
+        masters = [state["master_param"] for state in trainer.optimizers[0].state_dict()["state"].values()]
+        assert {(type(master), master.dtype) for master in masters} <= {
+            (torch.Tensor, torch.float32),
+            (nn.Parameter, torch.float32),
+        }
+    for ours, theirs in zip(*trained, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)  # ties round otherwise
+
+
+@pytest.mark.parametrize("damage", ["missing", "text"])
+def test_a_checkpoint_with_damaged_masters_is_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    row = Row("torch", "torch.optim", "AdamW")
+    fit(row, "fp32 masters", batches(), save_to=path)
+    checkpoint = torch.load(path, weights_only=True)
+    entry = checkpoint["optimizer_states"][0]["state"][1]
+    if damage == "missing":
+        del entry["master_param"]
+    else:
+        entry["master_param"] = "master"
+    torch.save(checkpoint, path)
+    for precision, plugin in (("fp32 masters", "MasterWeightsPrecision"), ("fp16 autocast", "AutocastPrecision")):
+        with pytest.raises(ValueError, match=f"{plugin}: the checkpoint is damaged.*2 fp32 masters.*1 of them"):
+            fit(row, precision, batches(), ckpt_path=path)
