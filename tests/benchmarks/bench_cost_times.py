@@ -18,7 +18,7 @@ PRECISIONS = ("bf16-mixed", "16-mixed")
 # a CPU takes minutes for the large model's few steps in fp16, and tokens are few so that the host's share is large
 SIZES = {
     "1M": (GPTConfig(layers=4, heads=4, width=128, block_tokens=64), 2, PRECISIONS),
-    "30M": (GPTConfig(layers=9, heads=8, width=512, block_tokens=64), 1, PRECISIONS[:1]),
+    "30M": (GPTConfig(layers=9, heads=8, width=512, block_tokens=16), 1, PRECISIONS[:1]),
 }
 """Model, sequences per step, and precisions."""
 TOY = {"toy": (GPTConfig(layers=1, heads=2, width=16, block_tokens=16, vocab=64), 2, PRECISIONS)}
