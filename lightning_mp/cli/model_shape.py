@@ -35,9 +35,9 @@ def add_shape(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--heads", metavar="H", help="of queries; default one per 128 of width")
     group.add_argument("--kv-heads", metavar="K", help="of keys and values; default as many")
     group.add_argument("--head-width", metavar="S", help="of one head; default width over heads")
-    group.add_argument("--ffn", metavar="F", dest="ffn_width", help="width inside of the MLP; default 8/3 of width")
+    group.add_argument("--ffn", metavar="F", dest="ffn_width", help="width inside the MLP; default 8/3 of width")
     group.add_argument("--experts", metavar="E", help="of a mixture")
-    group.add_argument("--active-experts", metavar="A", help="that a token meets; default 2")
+    group.add_argument("--active-experts", metavar="A", help="of one token; default 2")
     group.add_argument("--tied-head", action="store_true", help="the output layer is the token table")
 
 

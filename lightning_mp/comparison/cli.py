@@ -97,7 +97,9 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", d
     pairs.add_argument("--monitor", metavar="NAME", help="validation loss; default the training loss, demo val/loss")
     pairs.add_argument("--margin", type=float, metavar="M", help="increase of the loss that is accepted; default 0.004")
     pairs.add_argument("--confidence", type=float, metavar="P", help="of the intervals; default 0.95")
-    pairs.add_argument("--file", type=Path, metavar="FILE", help="keeps finished runs; the same command goes on there")
+    pairs.add_argument(
+        "--file", type=Path, metavar="FILE", help="keeps finished runs; the same command continues there"
+    )
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda or mps; default auto")
     parser.add_argument(
         "--rounds", type=int, default=5, metavar="N", help="how often each precision is timed; default 5"

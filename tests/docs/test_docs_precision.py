@@ -201,10 +201,13 @@ class Row:
 
 def rows_of(heading: str) -> dict[str, Row]:
     section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = {}
+    rows, purposes = {}, {}
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not cells[0].startswith("`"):
+        if not cells[0].startswith("`") or len(cells) < 2:
+            continue
+        if len(cells) == 2:
+            purposes[cells[0]] = cells[1]
             continue
         sizes, total = cells[1].split(" = ")
         passes = [re.fullmatch(r"(\d+) \((\d+) bytes\)", cell) for cell in cells[2:4]]
@@ -215,8 +218,9 @@ def rows_of(heading: str) -> dict[str, Row]:
             [None if match is None else (int(match[1]), int(match[2])) for match in passes],
             int(cells[4]),
             [None if wait == "refused" else int(wait) for wait in cells[5].split(" / ")],
-            cells[6],
+            purposes[cells[0]],
         )
+    assert len(rows) == len(purposes)
     return rows
 
 
