@@ -302,11 +302,9 @@ class MFUMonitor(SettingsRepr, Callback):
             )
             return
         convention = self.flops_per_token if isinstance(self.flops_per_token, str) else "as given"
-        convention += "; causal attention as a full square" if convention == "exact" else ""
-        ran_again = f", and {format_quantity(again)} recomputed" if again else ""
         operations = format_quantity(work.model_flops_per_token)
         rank_zero_info(
-            f"MFUMonitor: {operations} FLOPs per {self._counted} ({convention}){ran_again}."
+            f"MFUMonitor: {operations} FLOPs per {self._counted} ({convention})."
             + ("" if again is not None else " No HFU: compiled code cannot be counted.")
         )
         if self.flop_count is not None and self.flop_count.unknown:

@@ -255,7 +255,7 @@ def test_without_a_peak_it_is_said_once_and_the_rest_is_logged(monkeypatch: pyte
     said = [message for message in messages if "neither MFU nor HFU" in message]
     assert len(said) == 1
     assert "no peak is known for the device 'cpu'. Give it: MFUMonitor(peak_flops=...)." in said[0]
-    assert "MFUMonitor: 528 FLOPs per token (exact; causal attention as a full square)." in messages
+    assert "MFUMonitor: 528 FLOPs per token (exact)." in messages
     assert messages[-1] == "MFUMonitor, whole run: 10 tokens/s, 10 of them without padding, goodput 100.0%."
 
 
