@@ -26,6 +26,7 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     Whoever writes a ``step`` may do anything.
 
     Example:
+        >>> import torch
         >>> evaluates_its_closure_once(torch.optim.AdamW), evaluates_its_closure_once(torch.optim.LBFGS)
         (True, False)
     """
@@ -41,6 +42,7 @@ def cannot_do_without_its_closure(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to evaluate the loss itself: LBFGS, and a ``step`` that must be given a closure.
 
     Example:
+        >>> import torch
         >>> weights = [torch.nn.Parameter(torch.ones(1))]
         >>> cannot_do_without_its_closure(torch.optim.SGD(weights)), cannot_do_without_its_closure(LBFGS(weights))
         (False, True)
