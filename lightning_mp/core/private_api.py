@@ -4,6 +4,7 @@ Each entry of :data:`PRIVATE_NAMES` says which private name the pack relies on a
 upgrade takes one away.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -53,6 +54,7 @@ __all__ = [
     "forward_position",
     "grad_scaler_scale",
     "has_gradient_hooks",
+    "has_other_step_hooks",
     "has_stepped",
     "has_unscaled",
     "holds_compiled_code",
@@ -70,6 +72,7 @@ __all__ = [
     "set_callbacks",
     "set_unscaled",
     "shares_memory",
+    "step_without_hooks",
     "supports_amp_scaling",
     "unscaled_found_inf",
     "version_of",
@@ -79,6 +82,8 @@ __all__ = [
     "make_room_for_hooks",
     "memory_of",
 ]
+
+_OPTIMIZER_MODULE: Any = sys.modules[Optimizer.__module__]
 
 #: (owner, private name, why it is needed)
 PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
@@ -98,6 +103,9 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.optim, "_muon", "the module of the next two names"),
     (torch.optim._muon, "_zeropower_via_newtonschulz", "Muon's orthogonalisation, of a matrix that was put together"),
     (torch.optim._muon, "_adjust_lr", "Muon's learning rate for the shape of a whole matrix"),
+    (Optimizer, "_patch_step_function", "marks a step that runs hooks, and keeps the one that does not"),
+    (_OPTIMIZER_MODULE, "_global_optimizer_pre_hooks", "whether other hooks have to see all parameters of a step"),
+    (_OPTIMIZER_MODULE, "_global_optimizer_post_hooks", "the same after the step"),
     (torch.amp.GradScaler, "_unscale_grads_", "both GradScaler paths, fused and not, check gradients here"),
     (torch.amp.GradScaler, "_check_scale_growth_tracker", "the scale tensor with torch's error if there is none"),
     (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "where the scale tensor is made"),
@@ -427,6 +435,24 @@ def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequ
     if isinstance(scheduler, SequentialLR):
         return scheduler._schedulers, scheduler._milestones
     return (scheduler._schedulers, ()) if isinstance(scheduler, ChainedScheduler) else ((), ())
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """The optimizer's step alone: no hook before or after it, no profiler, no count of steps."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def has_other_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether more is called around its steps than one hook before, one after and one before any optimizer's."""
+    return (
+        len(optimizer._optimizer_step_pre_hooks) > 1
+        or len(optimizer._optimizer_step_post_hooks) > 1
+        or len(_OPTIMIZER_MODULE._global_optimizer_pre_hooks) > 1
+        or len(_OPTIMIZER_MODULE._global_optimizer_post_hooks) > 0
+    )
 
 
 def make_room_for_hooks(optimizer: Optimizer) -> None:

@@ -23,6 +23,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.devices import sent_to
 
 __all__ = [
+    "LARGEST_NORM",
     "LocalGradients",
     "accumulation_dtype",
     "any_overflow",
@@ -31,6 +32,7 @@ __all__ = [
     "local_shard",
     "local_shards",
     "multiply_",
+    "not_below",
     "parameters_with_gradient",
     "read_gradients",
     "reduce_partial_gradients_",
@@ -177,8 +179,10 @@ def _norms_of_one_kind(shards: Sequence[Tensor]) -> Tensor:
     """Of shards of one device and dtype."""
     dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
     norms = torch.stack(tuple(private_api.foreach_norm(list(shards), 2, dtype=dtype)))
-    # torch does not square a single number.
-    return torch.where(norms.square().isinf(), torch.inf, norms)
+    if any(shard.numel() == 1 for shard in shards):
+        # torch does not square a single number.
+        norms = torch.where(norms.square().isinf(), torch.inf, norms)
+    return norms
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +222,21 @@ def any_overflow(norms: Tensor) -> Tensor:
     return (~torch.isfinite(norms.square())).any().float()
 
 
+def not_below(value: Tensor, limit: float) -> Tensor:
+    """1.0 where a number is not below the limit or is nan, else 0.0; float32, in two kernels.
+
+    Example:
+        >>> import torch
+        >>> not_below(torch.tensor([1.0, torch.inf, torch.nan]), torch.inf)
+        tensor([0., 1., 1.])
+    """
+    return torch.logical_not(value < limit, out=torch.empty(value.shape, dtype=torch.float32, device=value.device))
+
+
+#: Numbers from here on have a square that does not fit into float32, once they are rounded to it themselves.
+LARGEST_NORM = 2.0**64 * (1 - 2.0**-25)
+
+
 def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
     """This rank's share of the squared global norm.
 
@@ -233,7 +252,7 @@ def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
     """
     squares = norms.to(accumulation_dtype(norms.device)).square()
     if copies.count(copies[0]) == len(copies):
-        return squares.sum() / copies[0]
+        return squares.sum() / copies[0] if copies[0] > 1 else squares.sum()
     weights = sent_to(torch.tensor(copies, dtype=squares.dtype), squares.device)
     return (squares / weights).sum()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import lightning.pytorch as pl
@@ -69,6 +70,11 @@ class GradientReplication:
                 " must divide ranks_per_parameter, because the ranks that hold the same parameters are made of groups"
                 " with the same plain gradients."
             )
+
+    @cached_property
+    def is_one_process(self) -> bool:
+        """Nobody else steps with this process."""
+        return not (dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1)
 
     @classmethod
     def every_rank(cls, group: ProcessGroup | None = None) -> Self:

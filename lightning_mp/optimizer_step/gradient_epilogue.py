@@ -25,7 +25,7 @@ class GradientEpilogue:
         norms       = |g_p| of every local shard                      one pass over the gradients
         sum, totals = sum over ranks of (sum_p norm_p^2 / copies_p, window totals)
         factor      = normalisation(totals) / scale
-        found_inf   = sum or 1/scale is not finite, or sum * factor^2 does not fit into fp32
+        found_inf   = sum * factor^2 is not finite, or under a loss scale does not fit into fp32
         coefficient = min(1, max_norm / (sqrt(sum) * factor + 1e-6))
         fused:   optimizer.grad_scale = 1 / (factor * coefficient); the kernel divides, and skips on found_inf
         else:    g *= factor * coefficient                             two passes
@@ -53,7 +53,7 @@ class GradientEpilogue:
     norms: Tensor | None
     grad_norm: Tensor
     found_inf: Tensor
-    _anyone: Tensor
+    _anyone: Tensor | None
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class GradientEpilogue:
 
     def anyone_has_gradients(self) -> bool:
         """Whether any rank has some; all ranks get the same answer. Only a rank without waits for the device."""
-        return bool(self.parameters) or bool(self._anyone > 0)
+        return bool(self.parameters) or (self._anyone is not None and bool(self._anyone > 0))
 
     @property
     def shards(self) -> list[Tensor]:
@@ -96,26 +96,44 @@ class GradientEpilogue:
         Returns:
             The totals over all ranks.
         """
-        square_sum = self._read()
+        here = self._read()
+        if self._ranks.is_one_process and here.norms is not None:
+            wide = torch.float32 if self._device.type == "mps" else torch.float64
+            self.grad_norm = torch.linalg.vector_norm(here.norms, dtype=wide).to(self._device)
+            self.grad_norm = self._unless_found(self.grad_norm)
+            self._anyone = None
+            totals = totals.to(self.grad_norm) if totals is not None else None
+        else:
+            square_sum = self._unless_found(self._ranks.square_sum(here, self._device))
+            vector = torch.stack([square_sum, torch.full_like(square_sum, float(bool(self.parameters)))])
+            if totals is not None:
+                vector = torch.cat([vector, totals.to(vector)])
+            gradient_ops.sum_over_ranks_(vector, self._ranks.group)
+            self.grad_norm = vector[0].sqrt()
+            self._anyone = vector[1]
+            totals = vector[2:] if totals is not None else None
         # A copy: the scaler updates its own in place before the outcome is read.
         scale = self._given_scale
-        self.scale = scale.to(self._device, copy=True) if scale is not None else None
-        for found in self._unscaled_found or ():
-            # What was not finite may have been clipped since; the step is skipped nevertheless, as by the scaler.
-            square_sum = torch.where(found.to(self._device) > 0, torch.nan, square_sum)
-        vector = torch.stack([square_sum, torch.full_like(square_sum, float(bool(self.parameters)))])
-        if totals is not None:
-            vector = torch.cat([vector, totals.to(device=self._device, dtype=vector.dtype)])
-        gradient_ops.sum_over_ranks_(vector, self._ranks.group)
-        self.grad_norm = vector[0].sqrt()
-        self._anyone = vector[1]
-        self.found_inf = (~torch.isfinite(self.grad_norm)).float()
-        return vector[2:] if totals is not None else None
+        self.scale = scale.to(self._device, self.grad_norm.dtype, copy=True) if scale is not None else None
+        if not self._is_scaled:
+            self.found_inf = gradient_ops.not_below(self.grad_norm, torch.inf)
+        return totals
 
-    def _read(self) -> Tensor:
+    @property
+    def _is_scaled(self) -> bool:
+        """The gradients are to be divided by the loss scale; whether they overflow is known once they are."""
+        return self.scale is not None and self._unscaled_found is None
+
+    def _unless_found(self, value: Tensor) -> Tensor:
+        """What was not finite may have been clipped since; the step is skipped nevertheless, as by the scaler."""
+        for found in self._unscaled_found or ():
+            value = torch.where(found.to(self._device) > 0, torch.nan, value)
+        return value
+
+    def _read(self) -> gradient_ops.LocalGradients:
         here = gradient_ops.read_gradients(self.optimizer)
         self.parameters, self.norms = here.parameters, here.norms
-        return self._ranks.square_sum(here, self._device)
+        return here
 
     def plan(self, normalisation: Tensor | None, max_norm: float | None = None) -> None:
         """Plans by what gradients are multiplied: normalisation over loss scale, and the clip coefficient.
@@ -125,16 +143,17 @@ class GradientEpilogue:
             max_norm: largest two-norm over all parameters and ranks; None where nothing is clipped, or later.
         """
         factor = normalisation
-        if self.scale is not None and self._unscaled_found is None:
-            inverse = self.scale.to(self.grad_norm.dtype).reciprocal()
-            self.found_inf = torch.maximum(self.found_inf, (~torch.isfinite(inverse)).float())
+        if self._is_scaled:
+            assert self.scale is not None
+            inverse = self.scale.reciprocal()
             factor = inverse if factor is None else factor.to(inverse) * inverse
         self._factor = self.multiplier = factor
         if factor is not None:
             self.grad_norm = self.grad_norm * factor.to(self.grad_norm)
-            if self.scale is not None:
-                # A scale below 1 makes gradients larger.
-                self.found_inf = torch.maximum(self.found_inf, gradient_ops.any_overflow(self.grad_norm.float()))
+        if factor is not None and self.scale is not None:
+            # A scale below 1 makes gradients larger.
+            found_inf = gradient_ops.not_below(self.grad_norm, gradient_ops.LARGEST_NORM)
+            self.found_inf = found_inf if self._is_scaled else torch.maximum(self.found_inf, found_inf)
         if max_norm is not None:
             coefficient = gradient_ops.clip_coefficient(self.grad_norm, max_norm)
             self.multiplier = coefficient if factor is None else factor * coefficient
@@ -162,8 +181,9 @@ class GradientEpilogue:
         Returns:
             Their norm over all ranks.
         """
-        norm = gradient_ops.sum_over_ranks_(self._read(), self._ranks.group).sqrt()
-        self.found_inf = torch.maximum(self.found_inf, (~torch.isfinite(norm)).float())
+        square_sum = self._ranks.square_sum(self._read(), self._device)
+        norm = gradient_ops.sum_over_ranks_(square_sum, self._ranks.group).sqrt()
+        self.found_inf = torch.maximum(self.found_inf, gradient_ops.not_below(norm, torch.inf))
         self.is_checked = True
         return norm
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from ctypes import c_float
 from dataclasses import fields
 from numbers import Real
 from typing import Any, Literal, Self
@@ -20,7 +21,7 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
 from lightning_mp.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
 
-__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler", "OnFloor"]
+__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler", "OnFloor", "overflows_at_floor"]
 
 OnFloor = Literal["raise", "warn", "ignore"]
 
@@ -85,6 +86,18 @@ def _check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) ->
             "The checkpoint's loss scale is nan: its weights and moments may contain nan as well. Load an earlier"
             " checkpoint, or take the scaler's state out of this one."
         )
+
+
+def overflows_at_floor(before: int, found_inf: float, scale: float, rule: ScaleRule) -> int:
+    """Overflows in a row at the floor, one step later; counted on the host, where a step's numbers come late.
+
+    Args:
+        before: the count before the step.
+        found_inf: 0.0 for a healthy step and 1.0 for an overflow.
+        scale: of that step, a float32 number.
+        rule: the constants.
+    """
+    return before + 1 if found_inf > 0 and scale <= c_float(rule.min_scale).value else 0
 
 
 def _resolve_device_type(device: str | torch.device | None) -> str:
@@ -187,10 +200,11 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         # torch keeps no constants when it is disabled.
         self._disabled_rule = None if enabled else rule
         self._init_hysteresis_tracker = hysteresis
-        self._init_floor_tracker = 0
         self._hysteresis_tracker: Tensor | None = None
-        self._floor_tracker: Tensor | None = None
-        self._floor_copy: HostCopy | None = None
+        self._overflows_at_floor = 0
+        # Of the last update, found_inf and the scale before it: read one update late, so that nothing waits.
+        self._last_update: HostCopy | None = None
+        self._has_counted = False
 
     @classmethod
     def static(cls, scale: float, device: str | None = None, *, enabled: bool = True) -> Self:
@@ -220,7 +234,6 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
-        self._floor_tracker = torch.full((), self._init_floor_tracker, dtype=torch.int32, device=dev)
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies a loss, or an iterable of losses, by the scale, in float32.
@@ -278,13 +291,13 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         if new_scale is not None:
             if math.isnan(new_scale):
                 raise ValueError("LossScaler.update(new_scale=nan): a loss scale must be a number, 2^-126 to 2^126.")
+            self._count_last_update()
             super().update(new_scale)
             assert self._scale is not None
             self._scale.clamp_(self._min_scale, min(self._max_scale, _LARGEST_SCALE))
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         assert self._hysteresis_tracker is not None
-        assert self._floor_tracker is not None
         flags = [
             flag.to(scale.device)
             for state in self._per_optimizer_states.values()
@@ -293,16 +306,29 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
         found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
-        state = ScaleState(scale, growth_tracker, self._hysteresis_tracker, self._floor_tracker)
-        update_scale_(state, found_inf, self.rule)
+        last, self._last_update = self._last_update, HostCopy(torch.stack([found_inf, scale]))
+        numbers = last.read() if last is not None else None
+        if numbers is not None:
+            self._count(*numbers)
+        known_scale = numbers[1] if numbers is not None else None
+        update_scale_(
+            ScaleState(scale, growth_tracker, self._hysteresis_tracker), found_inf, self.rule, known_scale=known_scale
+        )
         self._per_optimizer_states.clear()
-        if self._on_floor == "ignore":
-            return
-        # Read one update late: nothing waits for the device.
-        previous, self._floor_copy = self._floor_copy, HostCopy(self._floor_tracker.reshape(1))
-        overflows = int(previous.read()[0]) if previous is not None else 0
-        if overflows and overflows % FLOOR_PATIENCE_STEPS == 0:
+        has_counted, self._has_counted = self._has_counted, False
+        overflows = self._overflows_at_floor
+        if self._on_floor != "ignore" and has_counted and overflows and overflows % FLOOR_PATIENCE_STEPS == 0:
             self._complain_of_the_floor(overflows)
+
+    def _count(self, found_inf: float, scale: float) -> None:
+        self._overflows_at_floor = overflows_at_floor(self._overflows_at_floor, found_inf, scale, self.rule)
+        self._has_counted = True
+
+    def _count_last_update(self) -> None:
+        """Counts it now, if it is not counted yet."""
+        last, self._last_update = self._last_update, None
+        if last is not None:
+            self._count(*last.read())
 
     def _complain_of_the_floor(self, overflows: int) -> None:
         message = (
@@ -319,6 +345,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         """torch's five entries, then those of this class; ``GradScaler.load_state_dict`` takes it too."""
         if not self._enabled:
             return {}
+        self._count_last_update()
         return super().state_dict() | {
             "min_scale": self._min_scale,
             "max_scale": self._max_scale,
@@ -326,7 +353,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             "hysteresis_refill": self._hysteresis_refill,
             "on_floor": self._on_floor,
             "_hysteresis_tracker": _read(self._hysteresis_tracker, self._init_hysteresis_tracker),
-            "_floor_tracker": _read(self._floor_tracker, self._init_floor_tracker),
+            "_floor_tracker": self._overflows_at_floor,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -365,18 +392,17 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             )
         super().load_state_dict({**state_dict, "scale": scale})
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
-        self._init_floor_tracker = state_dict.get("_floor_tracker", 0)
-        self._floor_copy = None
-        if self._hysteresis_tracker is not None and self._floor_tracker is not None:
+        self._overflows_at_floor = state_dict.get("_floor_tracker", 0)
+        self._last_update, self._has_counted = None, False
+        if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
-            self._floor_tracker.fill_(self._init_floor_tracker)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._count_last_update()
         state: dict[str, Any] = super().__getstate__()
         if self._enabled:
             state["_init_hysteresis_tracker"] = _read(self._hysteresis_tracker, self._init_hysteresis_tracker)
-            state["_init_floor_tracker"] = _read(self._floor_tracker, self._init_floor_tracker)
-        return state | {"_hysteresis_tracker": None, "_floor_tracker": None, "_floor_copy": None}
+        return state | {"_hysteresis_tracker": None}
 
 
 def _read(tracker: Tensor | None, initial: int) -> int:

@@ -70,10 +70,9 @@ class ScaleState:
     scale: Tensor  # float32, shape []
     growth_tracker: Tensor  # int32, shape []; healthy steps since the last change
     hysteresis_tracker: Tensor  # int32, shape []; overflows that are still forgiven, plus one
-    floor_tracker: Tensor  # int32, shape []; overflows in a row at the floor
 
 
-def update_scale_(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> None:
+def update_scale_(state: ScaleState, found_inf: Tensor, rule: ScaleRule, known_scale: float | None = None) -> None:
     """One update of the loss scale, in place and without reading anything on the host.
 
     With ``hysteresis=1`` and bounds that are never met this is, bit for bit, the rule of ``torch.amp.GradScaler``:
@@ -81,13 +80,11 @@ def update_scale_(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> None
     .. code-block:: text
 
         if found_inf:
-            floor_tracker += 1 if scale <= min_scale else -floor_tracker
             hysteresis_tracker -= 1
             growth_tracker = 0
             if hysteresis_tracker <= 0:
                 scale = max(min_scale, scale * backoff_factor)
         else:
-            floor_tracker = 0
             growth_tracker += 1
             if growth_tracker == growth_interval:
                 growth_tracker = 0
@@ -103,11 +100,24 @@ def update_scale_(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> None
         state: changed in place.
         found_inf: scalar tensor, 0.0 for a healthy step and 1.0 for an overflow.
         rule: the constants.
+        known_scale: the scale before this update or the one before, if the host knows it: far from the bounds nothing
+            is clamped, and without hysteresis the update is one kernel.
     """
-    overflow = found_inf > 0
-    at_floor = overflow & (state.scale <= rule.min_scale)
-    state.floor_tracker.copy_(torch.where(at_floor, state.floor_tracker + 1, 0))
+    if rule.hysteresis > 1:
+        found_inf = _forgive_(state, found_inf, rule)
+    amp_update_scale_(
+        state.scale, state.growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+    )
+    lowest, highest = 2.0 * rule.min_scale, rule.max_scale / 2.0  # products are rounded
+    if known_scale is None or not (
+        known_scale * rule.backoff_factor**2 > lowest and known_scale * rule.growth_factor**2 < highest
+    ):
+        state.scale.clamp_(rule.min_scale, rule.max_scale)
 
+
+def _forgive_(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> Tensor:
+    """What hysteresis leaves of an overflow; its tracker, and that of growth where it forgives, move."""
+    overflow = found_inf > 0
     state.hysteresis_tracker.sub_(overflow.to(torch.int32))
     forgiven = overflow & (state.hysteresis_tracker > 0)
     # The update below counts a forgiven overflow as one healthy step: -1 makes that come out as 0, far from growth.
@@ -116,8 +126,4 @@ def update_scale_(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> None
     refill = ~overflow if rule.hysteresis_refill == "step" else grows
     state.hysteresis_tracker.copy_(torch.where(refill, rule.hysteresis, state.hysteresis_tracker))
 
-    backs_off = (overflow & ~forgiven).to(torch.float32)
-    amp_update_scale_(
-        state.scale, state.growth_tracker, backs_off, rule.growth_factor, rule.backoff_factor, rule.growth_interval
-    )
-    state.scale.clamp_(rule.min_scale, rule.max_scale)
+    return (overflow & ~forgiven).to(torch.float32)

@@ -258,7 +258,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         copied = isinstance(trainer.strategy, DDPStrategy) and all_hold_the_same(trainer.strategy)
         fill(masters, optimizers, before, self._were_16_bit, from_rank_zero=copied)
         remember_masters(trainer.lightning_module, masters)
-        self._hooks = [MasterHooks(optimizer, masters) for optimizer in optimizers]
+        self._hooks = [MasterHooks(optimizer, masters, self._fp32_copies) for optimizer in optimizers]
         module: nn.Module = trainer.lightning_module
         self._held.append(FullAverages(trainer, masters))
         if trainer.strategy.restore_checkpoint_after_setup:
@@ -277,7 +277,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         for former in (hooks for hooks in self._hooks if hooks.optimizer not in self._trainer.optimizers):
             former.remove()
         self._hooks = [hooks for hooks in self._hooks if hooks.optimizer in self._trainer.optimizers]
-        self._hooks.append(MasterHooks(optimizer, self._masters))
+        self._hooks.append(MasterHooks(optimizer, self._masters, self._fp32_copies))
 
     def _hold(self, optimizer: Optimizer) -> None:
         """Under FSDP1 the optimizer has the fp32 shards itself."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.core import private_api
+from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 
@@ -41,6 +42,16 @@ class Fp32Gradients:
     def __init__(self) -> None:
         # parameter -> its own gradient, the copy in its place
         self._shown: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        #: By what 16-bit gradients are still to be multiplied when a step makes fp32 ones of them.
+        self.factor: Tensor | None = None
+
+    def for_step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """What an optimizer gets: fp32 copies of 16-bit gradients, multiplied; others as they are."""
+        ready = as_float32(gradients)
+        if self.factor is not None:
+            copies = [copy for copy, own in zip(ready, gradients, strict=True) if copy is not own]
+            gradient_ops.multiply_([local_shard(copy) for copy in copies], self.factor)
+        return ready
 
     def show(self, parameters: Sequence[Tensor]) -> None:
         """Replaces the gradients that are 16 bit."""
@@ -54,6 +65,7 @@ class Fp32Gradients:
 
     def put_back(self, parameters: Iterable[Tensor]) -> None:
         """Gives parameters their own 16-bit gradients again, as they were before :meth:`show`: after a step."""
+        self.factor = None
         for parameter in parameters:
             if parameter in self._shown:
                 own, copy = self._shown.pop(parameter)
@@ -101,7 +113,10 @@ class Fp32GradientEpilogue(GradientEpilogue):
         super().clip_scaled(limit, by_value=by_value)
 
     def apply(self) -> None:
-        """Multiplies what was planned into the gradients."""
-        if self.multiplier is not None:
-            self._fp32_copies.show(self.parameters)
+        """Multiplies what was planned into the gradients; into fp32 copies of 16-bit ones when the step makes them."""
+        self._fp32_copies.factor = None
+        if self._value_limit is None and self.multiplier is not None:
+            wide = [p for p in self.parameters if p.grad is not None and p.grad.dtype not in HALF_DTYPES]
+            gradient_ops.multiply_(gradient_ops.local_shards(wide), self.multiplier)
+            self._fp32_copies.factor, self.multiplier = self.multiplier, None
         super().apply()

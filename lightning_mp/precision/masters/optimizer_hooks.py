@@ -12,6 +12,9 @@ For the time of a step, fp32 masters stand in the parameter groups where the 16-
 An optimizer that shares its groups with a base optimizer (SAM, Lookahead) has state in both, which moves together. A
 parameter is stood for by the same master in every step, so that state also stays with it where it is kept elsewhere.
 
+An optimizer whose update of a parameter depends on no other steps block by block, so that fp32 gradients, and masters
+that are lent, never exist for all parameters at once. Numbers are those of one block, to the bit.
+
 The parameters themselves are never touched. Swapping ``parameter.data`` for fp32 data would be simpler, but a change
 of dtype makes autograd drop the gradient accumulator that DDP has hooked, and from the second step on the ranks would
 train apart, without an error.
@@ -28,7 +31,7 @@ from torch.optim import Adagrad, Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.core.patches import Patch
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, as_float32
+from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32Gradients
 from lightning_mp.precision.masters.loaded_masters import (
     MASTER_KEY,
     around_load,
@@ -40,7 +43,25 @@ from lightning_mp.precision.masters.loaded_masters import (
 from lightning_mp.precision.masters.store import MasterStore
 from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 
-__all__ = ["MASTER_KEY", "MasterHooks"]
+__all__ = ["BLOCK_SHARE", "MASTER_KEY", "MasterHooks", "steps_in_blocks"]
+
+#: The update of a parameter by one of these depends on its own gradient and state, and on nothing else.
+_SEPARABLE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD"),
+        *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+
+#: A block has at most this share of the parameters, or ``_SMALLEST_BLOCK`` of them, or is one parameter.
+BLOCK_SHARE = 1 / 32
+_SMALLEST_BLOCK = 16 * 2**20  # 64 MiB in fp32
+
+
+def steps_in_blocks(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is one that steps block by block."""
+    return type(optimizer) in _SEPARABLE and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 class MasterHooks:
@@ -49,11 +70,15 @@ class MasterHooks:
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         store: where the masters are. A 16-bit parameter that is not in it gets a master at its first step.
+        gradients: knows by what fp32 gradients are multiplied when they are made.
     """
 
-    def __init__(self, optimizer: Optimizer, store: MasterStore) -> None:
+    def __init__(self, optimizer: Optimizer, store: MasterStore, gradients: Fp32Gradients | None = None) -> None:
         self.optimizer = optimizer
         self._store = store
+        self._gradients = gradients if gradients is not None else Fp32Gradients()
+        # The parameters of each group while one block of them is in its place.
+        self._whole: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._swapped_in: dict[Tensor, Tensor] = {}
         self._stepping: list[Optimizer] = []
         self._versions: dict[Tensor, int] = {}
@@ -127,10 +152,48 @@ class MasterHooks:
         elif callable(kwargs.get("closure")):
             changed = args, kwargs | {"closure": self._with_weights(kwargs["closure"])}
         else:
-            self._swap_in(only_with_gradient=True)
+            self._step_all_blocks_but_the_last()
             return None
         self._swap_in(only_with_gradient=False)
         return changed
+
+    def _step_all_blocks_but_the_last(self) -> None:
+        blocks = self._blocks()
+        if len(blocks) < 2:
+            self._swap_in(only_with_gradient=True)
+            return
+        groups = self.optimizer.param_groups
+        whole = [(group, group["params"]) for group in groups]
+        for block in blocks:
+            depth, self._whole = self._depth, whole
+            for group, members in zip(groups, block, strict=True):
+                group["params"] = members
+            self._swap_in(only_with_gradient=True)
+            if block is not blocks[-1]:
+                private_api.step_without_hooks(self.optimizer)
+                self.swap_out()
+            self._depth = depth
+
+    def _blocks(self) -> list[list[list[Tensor]]]:
+        """Blocks of parameters with a gradient, each as one list per group; one where nothing is gained by more."""
+        groups = [[p for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
+        sizes = [[local_shard(p.detach()).numel() for p in members] for members in groups]
+        limit = max(_SMALLEST_BLOCK, BLOCK_SHARE * sum(map(sum, sizes)))
+        # Other hooks around the step have to find all parameters in it.
+        if sum(map(sum, sizes)) <= limit or not steps_in_blocks(self.optimizer):
+            return []
+        if private_api.has_other_step_hooks(self.optimizer) or len(with_wrapped(self.optimizer)) > 1:
+            return []
+        blocks: list[list[list[Tensor]]] = []
+        room = 0.0
+        for index, (members, numbers) in enumerate(zip(groups, sizes, strict=True)):
+            for parameter, size in zip(members, numbers, strict=True):
+                if not blocks or size > room:
+                    blocks.append([[] for _ in groups])
+                    room = limit
+                blocks[-1][index].append(parameter)
+                room -= size
+        return blocks
 
     def _with_weights(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's forward needs the 16-bit weights, as they are by then."""
@@ -182,7 +245,7 @@ class MasterHooks:
             self._versions[parameter] = private_api.version_of(parameter)
             self._move_state(parameter, master)
         with_gradient = [p for p in self._swapped_in if p.grad is not None]
-        gradients = as_float32([p.grad for p in with_gradient if p.grad is not None])
+        gradients = self._gradients.for_step([p.grad for p in with_gradient if p.grad is not None])
         for parameter, gradient in zip(with_gradient, gradients, strict=True):
             self._swapped_in[parameter].grad = gradient
         self._marks = [_mark(parameter.grad, master) for parameter, master in self._swapped_in.items()]
@@ -198,6 +261,9 @@ class MasterHooks:
         """Puts the 16-bit parameters back and writes them again, if masters are swapped in; can be called any time."""
         swapped_in, self._swapped_in = self._swapped_in, {}
         self._versions, self._marks, self._depth = {}, [], 0
+        whole, self._whole = self._whole, []
+        for group, parameters in whole:
+            group["params"] = parameters
         if not swapped_in:
             return
         parameter_of = {master: parameter for parameter, master in swapped_in.items()}

@@ -1,0 +1,264 @@
+"""What a step with masters costs from the end of backward on: operations, bytes moved, and memory inside of it."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from small_models import loader, quiet_trainer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mp import AutocastPrecision, MasterWeightsPrecision
+from lightning_mp.language_model import GPT, GPTConfig
+from lightning_mp.precision.masters import optimizer_hooks
+from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
+from lightning_mp.precision.masters.store import make_store
+
+ROOM = ("empty", "empty_like", "new_empty", "empty_strided")
+
+
+class StepCost(TorchDispatchMode):
+    """Of the operations while ``active``: their number, the bytes that they are handed and write, the most that lived
+    of the memory that they made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
+        self.start()
+
+    def start(self) -> None:
+        self.names: list[str] = []
+        self.bytes = self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.active:
+            return result
+        name = func._schema.name.removeprefix("aten::")
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        memories = {t.untyped_storage()._cdata for t in read}
+        for tensor in made:
+            self._follow(tensor, memories)
+        is_view = made and not func._schema.is_mutable and all(t.untyped_storage()._cdata in memories for t in made)
+        if name in ROOM or is_view or name == "detach":
+            return result
+        if name != "_local_scalar_dense":  # a foreach AdamW on the CPU reads the number of steps of each weight
+            self.names.append(name)
+        self.bytes += sum(t.nbytes for t in read + made)
+        if name == "_fused_adamw_":  # parameters, both moments, and under a factor the gradients are written, too
+            weights = sum(t.nbytes for t in args[0])
+            self.bytes += 4 * weights if (kwargs or {}).get("grad_scale") is not None else 3 * weights
+        elif name.startswith("_foreach") and name.endswith("_") and name != "_foreach_copy_":
+            self.bytes += sum(t.nbytes for t in args[0])
+        elif name == "copy_":
+            self.bytes -= args[0].nbytes
+        return result
+
+    def _follow(self, tensor: Tensor, memories: set[int]) -> None:
+        memory = tensor.untyped_storage()
+        key, size = memory._cdata, memory.nbytes()
+        if key in self._known | memories:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(memory, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        if key in self._known:
+            self._known.discard(key)
+            self.live -= size
+
+
+class Cost(Callback):
+    """The cost of each step."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mode, self.rows = StepCost(), []
+        self.parameters = sum(p.numel() for p in pl_module.parameters())
+        self.mode.__enter__()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mode.start()
+        self.mode.active = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.mode.active = False
+        self.rows.append((len(self.mode.names), self.mode.bytes / self.parameters, self.mode.peak / self.parameters))
+
+    def on_train_end(self, *_: Any) -> None:
+        self.mode.__exit__(None, None, None)
+
+
+class Language(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GPT(GPTConfig(layers=6, heads=2, width=64, block_tokens=16, vocab=64))
+        self.batch = torch.arange(34).view(2, 17) % 64
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(self.batch[:, :-1]).flatten(0, 1).float(), self.batch[:, 1:].flatten())
+
+
+class Vision(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 64, 4, 4)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(64, 2, 256, 0.0, batch_first=True, norm_first=True) for _ in range(4))
+        )
+        self.head = nn.Linear(64, 10)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        images = torch.ones(2, 3, 16, 16, dtype=self.patch.weight.dtype)
+        return self.head(self.blocks(self.patch(images).flatten(2).mT).mean(1)).float().square().mean()
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW-fused": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "AdamW-foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
+    "SGD-fused": partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
+}
+
+
+def cost(module: pl.LightningModule, plugin: Any, optimizer: str) -> tuple[int, float, float]:
+    """Of a step that is not the first, clipped."""
+    seen = Cost()
+    module.configure_optimizers = lambda: OPTIMIZERS[optimizer](module.parameters())
+    quiet_trainer(plugins=[plugin], callbacks=[seen], gradient_clip_val=1.0).fit(module, loader([torch.ones(2)] * 4))
+    assert seen.rows[2][:2] == seen.rows[3][:2]
+    return seen.rows[3]
+
+
+MASTERS: dict[str, Any] = {
+    "fp32": lambda: MasterWeightsPrecision("bf16-true"),
+    "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "fp16": lambda: MasterWeightsPrecision("16-true"),
+}
+#: Operations and bytes per parameter with a fused AdamW.
+FUSED = {"fp32": (40, 56), "remainder": (60, 72), "fp16": (50, 66)}
+
+
+@pytest.mark.quick_cases(6)
+@pytest.mark.parametrize("model", [Language, Vision])
+@pytest.mark.parametrize("storage", MASTERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_is_few_operations_however_many_weights(model: Any, storage: str, optimizer: str) -> None:
+    operations, moved, _ = cost(model(), MASTERS[storage](), optimizer)
+    most_operations, most_moved = FUSED[storage]
+    # A foreach AdamW has more kernels itself.
+    foreach = optimizer == "AdamW-foreach"
+    assert operations <= most_operations + 20 * foreach
+    if not foreach:
+        assert moved <= most_moved
+
+
+def test_autocast_in_fp16_adds_few_scalars() -> None:
+    operations, moved, _ = cost(Language(), AutocastPrecision("16-mixed"), "AdamW-fused")
+    assert operations <= 45
+    assert moved <= 36.1
+
+
+@pytest.mark.parametrize("storage", MASTERS)
+@pytest.mark.parametrize("optimizer", ["AdamW-fused", "AdamW-foreach"])
+def test_a_step_in_blocks_needs_little_memory(storage: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a model of gigabytes: 16.5 bytes per parameter inside of a step, and 14.5 with remainders."""
+
+    class Wide(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(64)))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(torch.ones(2, 64, dtype=self.net[0].weight.dtype)).float().square().mean()
+
+    one = cost(Wide(), MASTERS[storage](), optimizer)
+    monkeypatch.setattr(optimizer_hooks, "_SMALLEST_BLOCK", 0)
+    blocks = cost(Wide(), MASTERS[storage](), optimizer)
+    assert one[2] >= (8 if storage == "remainder" else 4)
+    assert blocks[2] <= (1.0 if optimizer == "AdamW-foreach" else 0.5)  # foreach makes temporaries itself
+    assert blocks[1] == pytest.approx(one[1], rel=0.01), "nothing is moved twice"
+
+
+SEPARABLE = sorted(kind.__name__ for kind in optimizer_hooks._SEPARABLE)
+
+
+def trained(name: str, storage: Any, block: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, int]:
+    """Weights, masters and state after steps in blocks, and how many blocks the last one had."""
+    monkeypatch.setattr(optimizer_hooks, "_SMALLEST_BLOCK", block)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=name != "Muon") for _ in range(5)))
+    values = [p.detach().clone() for p in net.parameters()]
+    parameters = list(net.bfloat16().parameters())
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-2}]
+    optimizer = getattr(torch.optim, name)(groups, lr=1e-2, **settings)
+    store = make_store(storage)
+    for parameter, value in zip(parameters, values, strict=True):
+        store.set(parameter, value)
+    MasterHooks(optimizer, store)
+    swaps = 0
+
+    def swap_in(members: Any, original: Any = store.swap_in) -> Any:
+        nonlocal swaps
+        swaps += 1
+        return original(members)
+
+    store.swap_in = swap_in
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
+        net(x).float().square().mean().backward()
+        if step == 2:
+            parameters[1].grad = None
+        swaps = 0
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, len(parameters) - 3]
+    assert set(optimizer.state) <= set(parameters)
+    state = [optimizer.state[p] for p in parameters]
+    return [*parameters, *map(store.get, parameters), *[t for t in tree_leaves(state) if isinstance(t, Tensor)]], swaps
+
+
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_blocks_change_no_bit(name: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+    one, once = trained(name, storage, 10**6, monkeypatch, **settings)
+    many, blocks = trained(name, storage, 80, monkeypatch, **settings)
+    assert once == 1 < blocks
+    assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+
+
+def test_hooks_of_others_find_all_parameters_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_hooks, "_SMALLEST_BLOCK", 0)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters())
+    MasterHooks(optimizer, make_store("fp32"))
+    seen = []
+    optimizer.register_step_post_hook(lambda stepped, *_: seen.append(len(stepped.param_groups[0]["params"])))
+    net(torch.ones(1, 8).bfloat16()).sum().backward()
+    optimizer.step()
+    assert seen == [10]
+
+
+def test_a_step_that_raises_between_blocks_leaves_the_groups_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_hooks, "_SMALLEST_BLOCK", 0)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters())
+    hooks = MasterHooks(optimizer, make_store("remainder"))
+    net(torch.ones(1, 8).bfloat16()).sum().backward()
+    net[2].weight.grad = net[2].weight.grad.to_sparse()
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    hooks.swap_out()
+    assert optimizer.param_groups[0]["params"] == list(net.parameters())
+    assert torch.equal(net[4].weight, before[-2])
