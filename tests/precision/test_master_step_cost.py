@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision
 from lightning_mp.language_model import GPT, GPTConfig
-from lightning_mp.precision.masters import optimizer_hooks
+from lightning_mp.precision.masters import step_blocks
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.store import make_store
 
@@ -182,19 +182,19 @@ def test_a_step_in_blocks_needs_little_memory(storage: str, optimizer: str, monk
             return self.net(torch.ones(2, 64, dtype=self.net[0].weight.dtype)).float().square().mean()
 
     one = cost(Wide(), MASTERS[storage](), optimizer)
-    monkeypatch.setattr(optimizer_hooks, "_SMALLEST_BLOCK", 0)
+    monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", 0)
     blocks = cost(Wide(), MASTERS[storage](), optimizer)
     assert one[2] >= (8 if storage == "remainder" else 4)
     assert blocks[2] <= (1.0 if optimizer == "AdamW-foreach" else 0.5)  # foreach makes temporaries itself
     assert blocks[1] == pytest.approx(one[1], rel=0.01), "nothing is moved twice"
 
 
-SEPARABLE = sorted(kind.__name__ for kind in optimizer_hooks._SEPARABLE)
+SEPARABLE = sorted(kind.__name__ for kind in step_blocks.SEPARABLE)
 
 
 def trained(name: str, storage: Any, block: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, int]:
     """Weights, masters and state after steps in blocks, and how many blocks the last one had."""
-    monkeypatch.setattr(optimizer_hooks, "_SMALLEST_BLOCK", block)
+    monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", block)
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8, bias=name != "Muon") for _ in range(5)))
     values = [p.detach().clone() for p in net.parameters()]
@@ -238,7 +238,7 @@ def test_blocks_change_no_bit(name: str, storage: str, monkeypatch: pytest.Monke
 
 
 def test_hooks_of_others_find_all_parameters_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_hooks, "_SMALLEST_BLOCK", 0)
+    monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", 0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).bfloat16()
     optimizer = torch.optim.AdamW(net.parameters())
     MasterHooks(optimizer, make_store("fp32"))
@@ -250,7 +250,7 @@ def test_hooks_of_others_find_all_parameters_in_one_step(monkeypatch: pytest.Mon
 
 
 def test_a_step_that_raises_between_blocks_leaves_the_groups_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_hooks, "_SMALLEST_BLOCK", 0)
+    monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", 0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).bfloat16()
     optimizer = torch.optim.AdamW(net.parameters())
     hooks = MasterHooks(optimizer, make_store("remainder"))

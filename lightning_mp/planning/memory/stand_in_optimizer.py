@@ -12,11 +12,10 @@ from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.planning.memory.live_storages import LiveStorages
+from lightning_mp.precision.masters.remainder_block import padded
+from lightning_mp.precision.masters.step_blocks import step_blocks
 
 __all__ = ["OptimizerFactory", "StandInOptimizer", "make_optimizers", "optimizers_in"]
-
-# While a master is taken apart, per element: magnitude, high part and shifted bits in int32, the remainder in int16.
-_SPLIT_BYTES = 14
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -139,7 +138,7 @@ class StandInOptimizer:
         kept: Tensor | None = None
         if has_master:
             short = self._precision.master_bytes == 2
-            kept = torch.empty(parameter.shape, dtype=torch.int16, device="meta") if short else value
+            kept = torch.empty(padded(parameter.numel()), dtype=torch.int16, device="meta") if short else value
         stand_in = nn.Parameter(value, requires_grad=parameter.requires_grad)
         self._of.append((parameter, stand_in, kept))
         return stand_in
@@ -155,9 +154,38 @@ class StandInOptimizer:
         return list(tensors_in([dict(state) for state in self.optimizer.state.values()]))
 
     def step(self, live: LiveStorages | None = None) -> None:
-        """Makes one step with the gradients that the parameters have."""
-        used = [row for row in self._of if row[0].grad is not None]
-        for parameter, stand_in, kept in used:
+        """Makes one step with the gradients that the parameters have; block by block, as masters are stepped."""
+        used: dict[Tensor, tuple[Tensor, Tensor | None]]
+        used = {stand_in: (parameter, kept) for parameter, stand_in, kept in self._of if parameter.grad is not None}
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "estimate_memory() cannot step LBFGS: how often it runs the step depends on the loss. It keeps about"
+                " 2 x history_size + 2 values per parameter; pass optimizer='SGD' for everything else of the step."
+            )
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        for stand_in in used:
+            stand_in.grad = torch.empty_like(stand_in)  # blocks are made of parameters that have one
+        blocks = step_blocks(self.optimizer) if self._precision.master_bytes else []
+        for stand_in in used:
+            stand_in.grad = None
+        try:
+            for block in blocks or [whole]:
+                for group, members in zip(groups, block, strict=True):
+                    group["params"] = members
+                self._step_block([p for members in block for p in members if p in used], used, live)
+        finally:
+            for group, members in zip(groups, whole, strict=True):
+                group["params"] = members
+
+    def _step_block(
+        self,
+        members: list[Tensor],
+        used: Mapping[Tensor, tuple[Tensor, Tensor | None]],
+        live: LiveStorages | None,
+    ) -> None:
+        for stand_in in members:
+            parameter, kept = used[stand_in]
             assert parameter.grad is not None
             widened = parameter.grad.dtype != stand_in.dtype
             stand_in.grad = torch.empty(parameter.shape, dtype=stand_in.dtype, device="meta")
@@ -172,11 +200,6 @@ class StandInOptimizer:
         observed = (
             private_api.observe_dispatch(live.after_operation) if live and self._has_temporaries else nullcontext()
         )
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "estimate_memory() cannot step LBFGS: how often it runs the step depends on the loss. It keeps about"
-                " 2 x history_size + 2 values per parameter; pass optimizer='SGD' for everything else of the step."
-            )
         try:
             with observed:
                 self.optimizer.step()
@@ -187,12 +210,7 @@ class StandInOptimizer:
                 " Pass optimizer= with one that keeps as many bytes, such as 'AdamW' (8 per parameter) or 'SGD' (0)."
             ) from error
         finally:
-            for _, stand_in, _ in used:
+            for stand_in in members:
                 stand_in.grad = None
-        short = [(stand_in, kept) for _, stand_in, kept in used if kept is not None and kept.dtype == torch.int16]
-        if live is not None and short:
-            largest = max(kept.numel() for _, kept in short)
-            split = torch.empty(_SPLIT_BYTES * largest, dtype=torch.int8, device="meta")
-            live.add("temporaries", [split])
-            live.sample()
-            live.add(None, [stand_in for stand_in, _ in short])
+        if live is not None:
+            live.add(None, [p for p in members if (kept := used[p][1]) is not None and kept.dtype == torch.int16])

@@ -40,28 +40,11 @@ from lightning_mp.precision.masters.loaded_masters import (
     warn_of_other_weights,
     without_masters,
 )
+from lightning_mp.precision.masters.step_blocks import step_blocks
 from lightning_mp.precision.masters.store import MasterStore
 from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 
-__all__ = ["BLOCK_SHARE", "MASTER_KEY", "MasterHooks", "steps_in_blocks"]
-
-#: The update of a parameter by one of these depends on its own gradient and state, and on nothing else.
-_SEPARABLE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD"),
-        *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-    )
-)
-
-#: A block has at most this share of the parameters, or ``_SMALLEST_BLOCK`` of them, or is one parameter.
-BLOCK_SHARE = 1 / 32
-_SMALLEST_BLOCK = 16 * 2**20  # 64 MiB in fp32
-
-
-def steps_in_blocks(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is one that steps block by block."""
-    return type(optimizer) in _SEPARABLE and not any(group.get("differentiable") for group in optimizer.param_groups)
+__all__ = ["MASTER_KEY", "MasterHooks"]
 
 
 class MasterHooks:
@@ -158,8 +141,10 @@ class MasterHooks:
         return changed
 
     def _step_all_blocks_but_the_last(self) -> None:
-        blocks = self._blocks()
-        if len(blocks) < 2:
+        # Other hooks around the step have to find all parameters in it.
+        is_alone = not private_api.has_other_step_hooks(self.optimizer) and len(with_wrapped(self.optimizer)) == 1
+        blocks = step_blocks(self.optimizer) if is_alone else []
+        if not blocks:
             self._swap_in(only_with_gradient=True)
             return
         groups = self.optimizer.param_groups
@@ -173,27 +158,6 @@ class MasterHooks:
                 private_api.step_without_hooks(self.optimizer)
                 self.swap_out()
             self._depth = depth
-
-    def _blocks(self) -> list[list[list[Tensor]]]:
-        """Blocks of parameters with a gradient, each as one list per group; one where nothing is gained by more."""
-        groups = [[p for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
-        sizes = [[local_shard(p.detach()).numel() for p in members] for members in groups]
-        limit = max(_SMALLEST_BLOCK, BLOCK_SHARE * sum(map(sum, sizes)))
-        # Other hooks around the step have to find all parameters in it.
-        if sum(map(sum, sizes)) <= limit or not steps_in_blocks(self.optimizer):
-            return []
-        if private_api.has_other_step_hooks(self.optimizer) or len(with_wrapped(self.optimizer)) > 1:
-            return []
-        blocks: list[list[list[Tensor]]] = []
-        room = 0.0
-        for index, (members, numbers) in enumerate(zip(groups, sizes, strict=True)):
-            for parameter, size in zip(members, numbers, strict=True):
-                if not blocks or size > room:
-                    blocks.append([[] for _ in groups])
-                    room = limit
-                blocks[-1][index].append(parameter)
-                room -= size
-        return blocks
 
     def _with_weights(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's forward needs the 16-bit weights, as they are by then."""

@@ -21,10 +21,20 @@ from torch import Tensor
 
 from lightning_mp.core import private_api
 
-__all__ = ["RemainderBlock"]
+__all__ = ["RemainderBlock", "padded"]
 
 # Kernels over lists of tensors read and write 16 bytes at once where memory is aligned.
 _ALIGNMENT = 64
+
+
+def padded(numel: int) -> int:
+    """Remainders for which there is room, for as many weights.
+
+    Example:
+        >>> padded(65)
+        128
+    """
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
 
 
 class RemainderBlock:
@@ -42,7 +52,7 @@ class RemainderBlock:
         for weight in weights:
             # Dense memory in whatever order; `empty_like` of anything else is contiguous.
             self._places.append((weight.shape, torch.empty_like(weight, device="meta").stride(), end))
-            end += -(-weight.numel() // _ALIGNMENT) * _ALIGNMENT
+            end += padded(weight.numel())
         self._remainders = torch.zeros(end, dtype=torch.int16, device=weights[0].device)
         self._high = torch.tensor([1 << 16], dtype=torch.int32, device=weights[0].device)
         self._masters: Tensor | None = None
