@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer, _muon
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core.patches import Patch
 
@@ -445,11 +446,11 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-def has_other_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether more is called around its steps than one hook before, one after and one before any optimizer's."""
+def has_other_step_hooks(before: RemovableHandle, after: RemovableHandle) -> bool:
+    """Whether more is called around an optimizer's steps than these hooks, and one before any optimizer's."""
+    own = before.hooks_dict_ref(), after.hooks_dict_ref()
     return (
-        len(optimizer._optimizer_step_pre_hooks) > 1
-        or len(optimizer._optimizer_step_post_hooks) > 1
+        any(hooks is None or len(hooks) > 1 for hooks in own)
         or len(_OPTIMIZER_MODULE._global_optimizer_pre_hooks) > 1
         or len(_OPTIMIZER_MODULE._global_optimizer_post_hooks) > 0
     )

@@ -90,9 +90,12 @@ class MasterWeightsPrecision(GradientStepPrecision):
     Lightning's "bf16-true"                     2      2        0      4       8
     =========================================== ====== ======== ====== ======= ===
 
-    During a step come an fp32 copy of the gradients (4 bytes) and, with "remainder", the fp32 masters (4 bytes). A
-    parameter that is frozen, or that no optimizer has, takes 2 bytes and has no master. When it is unfrozen or added
-    (``add_param_group``) later, its master starts from its 16-bit weight, and is saved and loaded from then on.
+    During a step come an fp32 copy of the gradients (4 bytes) and, with "remainder", the fp32 masters (4 bytes). The
+    optimizers of ``torch.optim`` whose update of a parameter depends on no other (all but LBFGS and SparseAdam) step in
+    blocks of 64 MiB or of a 32nd of the parameters, whichever is larger, if no other hooks are around their steps:
+    then these are needed for one block at a time. A parameter that is frozen, or that no optimizer has, takes 2 bytes
+    and has no master. When it is unfrozen or added (``add_param_group``) later, its master starts from its 16-bit
+    weight, and is saved and loaded from then on.
 
     As in Lightning's "bf16-true", floating-point tensors in a batch are cast to 16 bit, and tensors made in ``forward``
     are 16 bit by default. Unlike there, modules are made in fp32, so that masters start from the true initial weights,

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import PrecisionSpec
+from lightning_mp.gradients.step_blocks import padded, step_blocks
 from lightning_mp.planning.memory.live_storages import LiveStorages
-from lightning_mp.precision.masters.remainder_block import padded
-from lightning_mp.precision.masters.step_blocks import step_blocks
 
 __all__ = ["OptimizerFactory", "StandInOptimizer", "make_optimizers", "optimizers_in"]
 

@@ -31,6 +31,7 @@ from torch.optim import Adagrad, Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.core.patches import Patch
 from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.gradients.step_blocks import step_blocks
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32Gradients
 from lightning_mp.precision.masters.loaded_masters import (
     MASTER_KEY,
@@ -40,7 +41,6 @@ from lightning_mp.precision.masters.loaded_masters import (
     warn_of_other_weights,
     without_masters,
 )
-from lightning_mp.precision.masters.step_blocks import step_blocks
 from lightning_mp.precision.masters.store import MasterStore
 from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 
@@ -76,9 +76,12 @@ class MasterHooks:
                 if parameter in store:
                     _widen(stepping, group, parameter, store.get(parameter))
         private_api.make_room_for_hooks(optimizer)
+        self._around_steps = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
         self._ends = [
-            optimizer.register_step_pre_hook(self._before_step).remove,
-            optimizer.register_step_post_hook(self._after_step).remove,
+            *(hook.remove for hook in self._around_steps),
             optimizer.register_state_dict_post_hook(self._add_masters).remove,
         ]
         for loading in stepping:
@@ -142,7 +145,7 @@ class MasterHooks:
 
     def _step_all_blocks_but_the_last(self) -> None:
         # Other hooks around the step have to find all parameters in it.
-        is_alone = not private_api.has_other_step_hooks(self.optimizer) and len(with_wrapped(self.optimizer)) == 1
+        is_alone = not private_api.has_other_step_hooks(*self._around_steps) and len(with_wrapped(self.optimizer)) == 1
         blocks = step_blocks(self.optimizer) if is_alone else []
         if not blocks:
             self._swap_in(only_with_gradient=True)

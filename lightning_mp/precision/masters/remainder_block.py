@@ -20,21 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_mp.core import private_api
+from lightning_mp.gradients.step_blocks import padded
 
-__all__ = ["RemainderBlock", "padded"]
-
-# Kernels over lists of tensors read and write 16 bytes at once where memory is aligned.
-_ALIGNMENT = 64
-
-
-def padded(numel: int) -> int:
-    """Remainders for which there is room, for as many weights.
-
-    Example:
-        >>> padded(65)
-        128
-    """
-    return -(-numel // _ALIGNMENT) * _ALIGNMENT
+__all__ = ["RemainderBlock"]
 
 
 class RemainderBlock:

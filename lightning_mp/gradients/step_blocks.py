@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.gradients.gradient_ops import local_shard
 
-__all__ = ["BLOCK_SHARE", "SEPARABLE", "step_blocks"]
+__all__ = ["BLOCK_SHARE", "SEPARABLE", "padded", "step_blocks"]
 
 #: The update of a parameter by one of these depends on its own gradient and state, and on nothing else.
 SEPARABLE: frozenset[type[Optimizer]] = frozenset(
@@ -54,3 +54,17 @@ def step_blocks(optimizer: Optimizer) -> list[list[list[Tensor]]]:
             blocks[-1][index].append(parameter)
             room -= size
     return blocks
+
+
+# Kernels over lists of tensors read and write 16 bytes at once where memory is aligned.
+_ALIGNMENT = 64
+
+
+def padded(numel: int) -> int:
+    """Elements for which there is room in the memory of a block, for a parameter of as many.
+
+    Example:
+        >>> padded(65)
+        128
+    """
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
