@@ -15,6 +15,7 @@ from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.messages import listed
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -131,6 +132,8 @@ class OverflowMonitor(SettingsRepr, Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Watches the steps of a stock precision plugin; those of this package report outcomes themselves."""
         self._trainer = trainer
+        patches = Patches.of(trainer)
+        patches.at_end(self._forget_run)
         self.stop_reason, self._stop_now = None, False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._has_scale = scaler is not None and scaler.is_enabled()
@@ -139,6 +142,7 @@ class OverflowMonitor(SettingsRepr, Callback):
             self._observer = StockPluginObserver(trainer, pl_module, guard=self.guard).attach()
         if self.count_real_steps:
             self._limit = RealStepLimit(trainer)
+            patches.at_end(self._limit.detach)
         self._pass_on_skips()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -170,23 +174,8 @@ class OverflowMonitor(SettingsRepr, Callback):
             " OverflowPostMortem(replay=True) tells whether the scale or the model is at fault."
         )
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Removes everything that the callback installed."""
-        self._detach()
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Removes everything that the callback installed."""
-        self._detach()
-
-    def _detach(self) -> None:
-        observer, limit = self._observer, self._limit
+    def _forget_run(self) -> None:
         self._observer = self._limit = self._trainer = None
-        try:
-            if observer is not None:
-                observer.detach()
-        finally:
-            if limit is not None:
-                limit.detach()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -308,9 +308,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Removes the wrappers of the step methods; the model stays sharded."""
-        alike, self._ranks_alike = self._ranks_alike, None
-        if alike is not None:
-            alike.detach()
+        self._ranks_alike = None
         methods, self._methods = self._methods, None
         if methods is not None:
             methods.detach()

@@ -80,16 +80,16 @@ class AccumulationBoundary:
         if checkpoints_wait:
             DeferredCheckpoints(trainer, is_open).attach()
         self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if carries_over else None
-        self._frequency: LearningRateFrequency | None = None
         self.acts_at_ends = self._reductions is not None or carries_over
         self.before_step: Callable[[], Any] | None = None
         DeclinedBatches(trainer, pl_module, is_open, self._goes_on, close)
+        Patches.of(trainer).at_end(self._detach)
 
     def start(self) -> None:
         """Training starts: by now every monitor is there. With outcomes, skipped steps do not count."""
         if RunState.of(self._trainer).find(StepOutcomeDispatcher) is None:
-            self._frequency = LearningRateFrequency(self._trainer, lambda: 0).attach()
-            self.before_step = self._frequency.attach  # a fit may have been given other schedulers since the last one
+            # Again before each step: a fit may have been given other schedulers since the last one.
+            self.before_step = LearningRateFrequency(self._trainer, lambda: 0).attach().attach
 
     def begin(self, *, closes: bool, last_of_epoch: bool = False) -> None:
         """A micro-batch begins; ``closes`` if the optimizer steps after it."""
@@ -118,15 +118,12 @@ class AccumulationBoundary:
         """Makes sure that it is known whether the last step was skipped."""
         RunState.of(self._trainer).flush()
 
-    def detach(self) -> None:
-        """Leaves everything as it was."""
+    def _detach(self) -> None:
         self._loop.min_steps = self._min_steps
         if self._reductions is not None:
             self._reductions.detach()
         if self._carry_over is not None:
             self._carry_over.detach()
-        if self._frequency is not None:
-            self._frequency.detach()
 
 
 class DeferredCheckpoints:

@@ -242,8 +242,6 @@ class AccumulationController(Callback):
             trainer.accumulate_grad_batches = self.settings.idle_value()
         if self._meter is not None:
             self._meter.restore_labels()
-        if self._boundary is not None:
-            self._boundary.detach()
         self.settings = AccumulationSettings(self.settings.constant)
         self._meter = self._boundary = None
         self._loss_average, self._count_check, self._has_looked = None, None, False

@@ -21,8 +21,8 @@ __all__ = ["RanksAlike"]
 class RanksAlike:
     """Sharded ranks run the same units; DDP reduces every parameter that is trained.
 
-    Both are looked at between the last backward of a step and the step. Any part of the pack may ask for it; the first
-    one is heard.
+    Both are looked at between the last backward of a step and the step, until the run ends. Any part of the pack may
+    ask for it; the first one is heard.
 
     Args:
         trainer: after its strategy has wrapped the model.
@@ -30,7 +30,6 @@ class RanksAlike:
     """
 
     def __init__(self, trainer: "pl.Trainer", optimizers: Sequence[Optimizer]) -> None:
-        self._trainer = trainer
         self._units: AgreedUnits | None = None
         self._unreduced: UnreducedParameters | None = None
         self._method: Patch | None = None
@@ -41,6 +40,8 @@ class RanksAlike:
         run.keep(self)
         self._units = AgreedUnits.of(model, optimizers, trainer.strategy.root_device)
         self._unreduced = UnreducedParameters.of(model)
+        if self._units is not None:
+            Patches.of(trainer).at_end(self._units.detach)
         if self._units is not None or self._unreduced is not None:
             self._method = Patches.of(trainer).replace(trainer.strategy, "optimizer_step", self._optimizer_step)
 
@@ -52,15 +53,6 @@ class RanksAlike:
         """
         if self._units is not None:
             self._units.settle()
-
-    def detach(self) -> None:
-        """Stops watching."""
-        if self._units is not None:
-            self._units.detach()
-        if self._method is not None:
-            self._method.undo()
-            self._method = None
-        RunState.of(self._trainer).drop(self)
 
     def _optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *others: Any, **named: Any) -> Any:
         assert self._method is not None

@@ -15,7 +15,6 @@ weights are changed.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -25,10 +24,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
@@ -143,8 +142,6 @@ class StepOutcomeDispatcher:
         self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module, lambda: self._last_skipped, self.settle)
         self._frequency = LearningRateFrequency(trainer, lambda: self.skipped_steps)
         self._averaging = SkippedStepAveragingGuard(trainer, self.settle, lambda: self.skipped_steps)
-        self._ranks_alike: RanksAlike | None = None
-        self._handles: list[RemovableHandle] = []
         self._profiler = private_api.profiler_of(trainer)
         self._callbacks: list[Callback] = []
         self._asking: list[Callback] = []
@@ -159,7 +156,7 @@ class StepOutcomeDispatcher:
         self._learning_rate.attach()
         self._frequency.attach()
         self._averaging.attach()
-        self._ranks_alike = RanksAlike(self._trainer, optimizers)
+        RanksAlike(self._trainer, optimizers)
         for optimizer in optimizers:
             self.settle_before_saving(optimizer)
         self._run.keep(self, self.settle)
@@ -168,23 +165,16 @@ class StepOutcomeDispatcher:
     def settle_before_saving(self, optimizer: Optimizer) -> None:
         """Settles the last outcome before this optimizer's state goes into a checkpoint."""
         private_api.make_room_for_hooks(optimizer)
-        self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
+        handle = optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        Patches.of(self._trainer).at_end(handle.remove)
 
     def detach(self) -> None:
-        """Settles the last outcome and takes every wrapper away, whatever is raised meanwhile."""
-        with ExitStack() as stack:
-            # The last one first.
-            stack.callback(lambda: setattr(self._run, "skipped_steps", self.skipped_steps))
-            stack.callback(self._run.drop, self)
-            stack.callback(self._averaging.detach)
-            stack.callback(self._frequency.detach)
-            stack.callback(self._learning_rate.detach)
-            for handle in self._handles:
-                stack.callback(handle.remove)
-            self._handles = []
-            if self._ranks_alike is not None:
-                stack.callback(self._ranks_alike.detach)
+        """Settles the last outcome. What was replaced is put back when the run ends."""
+        try:
             self.settle()
+        finally:
+            self._run.skipped_steps = self.skipped_steps
+            self._run.drop(self)
 
     def record(self, optimizer: Optimizer, report: StepReport, *, settle_now: bool) -> None:
         """Takes the report of a step that was just made.

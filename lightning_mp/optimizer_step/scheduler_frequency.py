@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_mp.core.answering_int import AnsweringInt
+from lightning_mp.core.patches import Patches
 
 __all__ = ["LearningRateFrequency"]
 
@@ -27,9 +28,10 @@ class LearningRateFrequency:
         self._trainer = trainer
         self._skipped_steps = skipped_steps
         self._held: list[LRSchedulerConfig] = []
+        Patches.of(trainer).at_end(self._detach)
 
     def attach(self) -> Self:
-        """Starts counting steps; again before each, as a fit may be given other schedulers inside of it."""
+        """Counts steps until the run ends; again before each, as a fit may be given other schedulers inside of it."""
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == "step" and config.frequency != 1 and not isinstance(config.frequency, AnsweringInt):
                 self._held.append(config)
@@ -37,7 +39,7 @@ class LearningRateFrequency:
                 config.frequency = AnsweringInt.of(config.frequency, partial(self._steps_since, config.frequency))
         return self
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """Gives the configurations their plain numbers back."""
         for config in (*self._held, *self._trainer.lr_scheduler_configs):  # who copies one copies its frequency
             if isinstance(config.frequency, AnsweringInt):

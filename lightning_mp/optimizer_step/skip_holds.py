@@ -5,7 +5,6 @@ attribute set there would end up in ``scheduler.state_dict()``.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -119,12 +118,6 @@ class SkippedStepSchedulerGuard:
         """Starts holding."""
         self._method = Patches.of(self._trainer).replace(self._pl_module, "lr_scheduler_step", self._step)
 
-    def detach(self) -> None:
-        """Puts the module's own method back."""
-        if self._method is not None:
-            self._method.undo()
-            self._method = None
-
     def settle(self, *, skipped: bool) -> None:
         """The outcome of the last step is known."""
         snapshots, self._snapshots = self._snapshots, []
@@ -170,7 +163,6 @@ class SkippedStepAveragingGuard:
         self._trainer = trainer
         self._before_asking = before_asking
         self._skipped_steps = skipped_steps
-        self._methods: list[Patch] = []
         self._skipped = False
 
     def attach(self) -> None:
@@ -189,14 +181,6 @@ class SkippedStepAveragingGuard:
             return bool(method.original(step_idx=step_idx, epoch_idx=epoch_idx))
 
         method = Patches.of(self._trainer).replace(callback, "should_update", should_update)
-        self._methods.append(method)
-
-    def detach(self) -> None:
-        """Puts the callbacks' own methods back."""
-        methods, self._methods = self._methods, []
-        with ExitStack() as stack:
-            for method in methods:
-                stack.callback(method.undo)
 
     def settle(self, *, skipped: bool) -> None:
         """The outcome of the last step is known."""

@@ -42,7 +42,8 @@ class StockPluginObserver:
         self._method: Patch | None = None
 
     def attach(self) -> Self:
-        """Starts watching."""
+        """Watches until the run ends."""
+        Patches.of(self._trainer).at_end(self._dispatcher.detach)
         self._dispatcher.attach(self._trainer.optimizers)
         self._method = Patches.of(self._trainer).replace(
             self._trainer.precision_plugin, "optimizer_step", self._optimizer_step
@@ -52,15 +53,6 @@ class StockPluginObserver:
     def skipped_before(self, skipped_steps: int) -> None:
         """So many steps of the run were skipped before it was resumed."""
         self._dispatcher.skipped_steps = skipped_steps
-
-    def detach(self) -> None:
-        """Puts the plugin's own method back."""
-        method, self._method = self._method, None
-        try:
-            if method is not None:
-                method.undo()
-        finally:
-            self._dispatcher.detach()
 
     def _optimizer_step(
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
