@@ -21,9 +21,11 @@ pytestmark = [
 def test_the_plugin_costs_a_tenth_of_stock_and_all_callbacks_six_tenths(tmp_path: Path, micro_batches: int) -> None:
     """Between logging steps; on one at most three times as much. Among 100 is a step that is observed for underflow."""
     stock = calls(tmp_path, micro_batches, STOCK)
-    assert calls(tmp_path, micro_batches, AutocastPrecision("bf16-mixed")) <= 1.10 * stock
-    every = all_callbacks().values()
-    assert calls(tmp_path, micro_batches, AutocastPrecision("bf16-mixed"), every) <= 1.60 * stock
+    plugin = calls(tmp_path, micro_batches, AutocastPrecision("bf16-mixed"))
+    every = calls(tmp_path, micro_batches, AutocastPrecision("bf16-mixed"), all_callbacks().values())
+    print(f"\nPython calls per micro-batch, of {micro_batches}: {plugin / stock:.2f}; {every / stock:.2f} of stock's")
+    assert plugin <= 1.10 * stock
+    assert every <= 1.60 * stock
     on_a_logging_step = calls(
         tmp_path, micro_batches, AutocastPrecision("bf16-mixed"), all_callbacks().values(), log_every_n_steps=1
     )
