@@ -35,6 +35,7 @@ from lightning_mp.precision.masters.checks import (
     check_strategy,
     hint_at_dtypes,
     refuse_copies_of_weights,
+    refuse_states_by_memory,
     warn_of_lost_inputs,
 )
 from lightning_mp.precision.masters.first_values import (
@@ -255,6 +256,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         before, self._before, self._restore = self._before, {}, None
         for optimizer in optimizers:
             refuse_copies_of_weights(optimizer)
+            refuse_states_by_memory(optimizer, self.storage)
         self._counts_masters = not trainer.strategy.restore_checkpoint_after_setup
         self._masters = masters = make_store(self.storage)
         masters.changed.watch()

@@ -54,8 +54,9 @@ def _difference(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, cou
     then, now = ([len(group["params"]) for group in some] for some in (saved, groups))
     if counts_parameters and then != now:
         return f"its groups have {then} parameters, here they have {now}"
-    # torch has defaults that no group has; optimizers add to groups in their first step.
-    lacks = sorted((optimizer.defaults.keys() & groups[0].keys()) - saved[0].keys())
+    # torch has defaults that no group has; optimizers add to groups in their first step; heavyball has a `__class__`.
+    settings = optimizer.defaults.keys() & groups[0].keys()
+    lacks = sorted(key for key in settings - saved[0].keys() if not key.startswith("__"))
     others = sorted(key for key in saved[0].keys() - groups[0].keys() if not key.startswith(_OF_SCHEDULERS))
     # Newer versions of torch have more settings, and take older states.
     if lacks and others:

@@ -1,5 +1,6 @@
 """Optimizers of other packages under each precision: they train, clip, skip to the bit and resume, or are refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from optimizer_packages import CHECKS, PRECISIONS, ROWS, Row, outcomes
 
 # Their first steps compile for minutes; what they compute is the same.
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
+
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +18,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_trains_clips_skips_and_resumes(row: Row, precision: str, tmp_path: Path) -> None:
@@ -26,3 +30,14 @@ def test_trains_clips_skips_and_resumes(row: Row, precision: str, tmp_path: Path
             dict(outcomes(row, precision, tmp_path))
         return
     assert dict(outcomes(row, precision, tmp_path)) == dict.fromkeys(CHECKS, True)
+
+
+def test_the_table_of_the_docs_has_these_optimizers() -> None:
+    lines = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    listed = {
+        (cells[1].strip(), name)
+        for cells in lines
+        if len(cells) == 9
+        for name in re.findall(r"\b[A-Z]\w+", cells[3].partition(" on LoRA")[0])
+    }
+    assert {(row.package, row.name if row.wrap is None else "Lookahead") for row in ROWS} == listed

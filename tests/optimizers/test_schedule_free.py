@@ -26,6 +26,8 @@ PLUGINS: dict[str, Any] = {
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
 }
 
+SLOW = ("bf16-mixed", "remainder")
+
 
 def make_net() -> nn.Sequential:
     torch.manual_seed(0)
@@ -131,7 +133,7 @@ class SaveOnce(pl.Callback):
 
 @pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 4), ("on_validation_end", 6)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("precision", PLUGINS)
+@pytest.mark.parametrize("precision", [pytest.param(n, marks=pytest.mark.full if n in SLOW else ()) for n in PLUGINS])
 def test_a_resumed_run_is_the_uninterrupted_one(
     precision: str, name: str, hook: str, step: int, tmp_path: Path
 ) -> None:

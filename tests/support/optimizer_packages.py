@@ -1,7 +1,4 @@
-"""Optimizers of other packages: how each is made, and whether it trains, clips, skips and resumes in each precision.
-
-``python tests/support/optimizer_packages.py`` prints the table of docs/optimizers.md for the packages that are there.
-"""
+"""Optimizers of other packages: how each is made, and whether it trains, clips, skips and resumes in each precision."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -75,7 +72,10 @@ ROWS = [
     *(Row("torch-optimizer", "torch_optimizer", name) for name in ("Yogi", "Lamb", "RAdam")),
     Row("torch-optimizer", "torch_optimizer", "Yogi", wrap=_lookahead),
     *(Row("torch-optimi", "optimi", name) for name in ("AdamW", "Lion", "StableAdamW")),
-    *(Row("heavyball", "heavyball", name) for name in ("AdamW", "SFAdamW", "SOAP")),
+    *(Row("heavyball", "heavyball", name) for name in ("AdamW", "SOAP")),
+    Row(
+        "heavyball", "heavyball", "SFAdamW", refused={"remainder masters": "finds its state by the memory of a weight"}
+    ),
     *(Row("dion", "dion", name) for name in ("Dion", "Muon", "NorMuon")),
     Row("distributed-shampoo", "distributed_shampoo", "DistributedShampoo", refused=_VIEWS),
     Row("transformers", "transformers.optimization", "Adafactor", {"relative_step": False, "scale_parameter": False}),

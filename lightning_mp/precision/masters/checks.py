@@ -18,6 +18,7 @@ from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import listed
 from lightning_mp.core.nested_tensors import named_tensors_in
 from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.optimizers.schedule_free import has_evaluated_weights
 from lightning_mp.precision.autocast_context import why_no_autocast
 from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
 from lightning_mp.precision.masters.store import unwrapped
@@ -32,6 +33,7 @@ __all__ = [
     "check_strategy",
     "hint_at_dtypes",
     "refuse_copies_of_weights",
+    "refuse_states_by_memory",
     "warn_of_lost_inputs",
 ]
 
@@ -172,6 +174,23 @@ def refuse_copies_of_weights(optimizer: Optimizer) -> None:
                 " 16-bit weights that it made in its constructor, not what is in its param_groups. Use"
                 " AutocastPrecision, which keeps fp32 weights."
             )
+
+
+def refuse_states_by_memory(optimizer: Optimizer, storage: str) -> None:
+    """Refuses heavyball's optimizers with ``train()`` and ``eval()`` where masters are lent in new memory (3.2).
+
+    Raises:
+        MisconfigurationException: with the storage to take.
+    """
+    if (
+        storage == "remainder"
+        and type(optimizer).__module__.startswith("heavyball")
+        and has_evaluated_weights(optimizer)
+    ):
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision(storage='remainder') cannot be used with {type(optimizer).__name__} of heavyball,"
+            " which finds its state by the memory of a weight, and that is new in every step. Use storage='fp32'."
+        )
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
