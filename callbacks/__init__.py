@@ -5,6 +5,7 @@ from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpoint
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
 from lightning_mp.callbacks.budget_forecast import BudgetForecast
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
+from lightning_mp.callbacks.exact_resume import ExactResume
 from lightning_mp.callbacks.gradient_noise_scale import GradientNoiseScale
 from lightning_mp.callbacks.mfu_monitor import MFUMonitor
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
@@ -23,6 +24,7 @@ __all__ = [
     "AtomicCheckpoints",
     "BudgetForecast",
     "ChinchillaBudget",
+    "ExactResume",
     "GradientNoiseScale",
     "MFUMonitor",
     "MicroBatchOnOOM",

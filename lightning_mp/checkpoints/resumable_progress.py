@@ -1,6 +1,7 @@
 """What a checkpoint says of epochs and data, so that a run goes on with the very next batch."""
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.run_state import RunState
 
-__all__ = ["ResumableProgress"]
+__all__ = ["ResumableProgress", "batches_to_do_again", "saves_on_exception"]
 
 
 class ResumableProgress(Callback):
@@ -61,15 +62,20 @@ class ResumableProgress(Callback):
         self._at_start: list[dict[str, Any]] = []
         # Of a run that has ended.
         self._at_end: list[dict[str, Any]] = []
+        #: Called in ``on_train_start``, before the epoch of a checkpoint goes on or ends.
+        self.when_resumed: Callable[[], None] = _nothing
 
     @classmethod
-    def attach(cls, trainer: "pl.Trainer") -> None:
+    def attach(cls, trainer: "pl.Trainer") -> "ResumableProgress":
         """Puts one in front of the Trainer's callbacks if there is none."""
         run = RunState.of(trainer)
-        if run.callback(cls) is None:
-            new = cls()
-            new.setup(trainer, trainer.lightning_module, str(trainer.state.fn))
-            run.place_callback(new)
+        found = run.callback(cls)
+        if found is not None:
+            return found
+        new = cls()
+        new.setup(trainer, trainer.lightning_module, str(trainer.state.fn))
+        run.place_callback(new)
+        return new
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Lets samplers know the epoch before their loader goes on inside it."""
@@ -77,6 +83,7 @@ class ResumableProgress(Callback):
             return
         self._before_fetches.clear()
         self._at_end = []
+        self.when_resumed = _nothing
 
         def process(dataloader: object) -> object:
             processed = patch.original(dataloader)
@@ -93,21 +100,20 @@ class ResumableProgress(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
+        private_loop_api.load_late_states(trainer)
+        self.when_resumed()
         if private_loop_api.end_resumed_epoch(trainer):
             self._at_start = []  # the next epoch begins anew
         private_loop_api.end_resumed_batch(trainer)
-        saves_on_exception = any(
-            isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
-            for callback in callbacks_of(trainer)
-        )
+        goes_back = saves_on_exception(trainer)
 
-        if saves_on_exception or private_loop_api.fetches_ahead(trainer):
+        if goes_back or private_loop_api.fetches_ahead(trainer):
             self._before_fetches.append(self._at_start)
 
         def keep(states: list[dict[str, Any]]) -> None:
             self._before_fetches.append(deepcopy(states))  # a loader may hand out what its next fetch changes
 
-        private_loop_api.before_each_fetch(trainer, keep, always=saves_on_exception)
+        private_loop_api.before_each_fetch(trainer, keep, always=goes_back)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Lets ``ReduceLROnPlateau`` see the metric of a resumed epoch."""
@@ -122,13 +128,11 @@ class ResumableProgress(Callback):
             return
         leave_out_begun_epoch(progress)
         reopen_epoch(progress, num_batches=trainer.num_training_batches)
-        batches = progress["epoch_loop.batch_progress"]["current"]
-        in_work = batches["ready"] > batches["processed"]
-        if in_work and not private_loop_api.is_accumulating(trainer):
+        fetched = batches_to_do_again(trainer, progress)
+        if _is_in_work(progress) and not private_loop_api.is_accumulating(trainer):
             # Lightning counts the step of a batch that was in work when it goes on, and again when it has made it.
             progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         # Those before the fetch of the first batch that is not done. The present ones are right if it was not fetched.
-        fetched = in_work + private_loop_api.fetches_ahead(trainer)
         if self._at_end or 0 < fetched <= len(self._before_fetches):
             progress["state_dict"]["combined_loader"] = self._at_end or self._before_fetches[-fetched]
 
@@ -136,6 +140,33 @@ class ResumableProgress(Callback):
         """Keeps the loaders' states, which Lightning resets after this."""
         fetches_ahead = private_loop_api.fetches_ahead(trainer) and self._before_fetches
         self._at_end = self._before_fetches[-1] if fetches_ahead else deepcopy(private_loop_api.loader_states(trainer))
+
+
+def saves_on_exception(trainer: "pl.Trainer") -> bool:
+    """Whether a checkpoint may be written while a batch is in work."""
+    return any(
+        isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+        for callback in callbacks_of(trainer)
+    )
+
+
+def batches_to_do_again(trainer: "pl.Trainer", progress: Mapping[str, Any]) -> int:
+    """Batches that were fetched and are not done: the one in work, and one that is fetched ahead.
+
+    Args:
+        trainer: of the run.
+        progress: of the fit loop, as a checkpoint holds it.
+    """
+    return _is_in_work(progress) + private_loop_api.fetches_ahead(trainer)
+
+
+def _is_in_work(progress: Mapping[str, Any]) -> bool:
+    batches = progress["epoch_loop.batch_progress"]["current"]
+    return bool(batches["ready"] > batches["processed"])
+
+
+def _nothing() -> None:
+    return None
 
 
 def leave_out_begun_epoch(progress: dict[str, Any]) -> None:

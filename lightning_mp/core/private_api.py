@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer, _muon
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core.patches import Patch
@@ -142,6 +143,10 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (progress, "_ProcessedTracker", "how many epochs were begun and ended"),
     (CombinedLoader, "_state_dicts", "the states of the training loaders, as a checkpoint holds them"),
     (CombinedLoader, "_load_state_dicts", "puts them back where Lightning does not"),
+    (DataLoader, "_get_iterator", "the moment in which a loader makes an iterator"),
+    (DataLoader, "_index_sampler", "what a loader asks for indices"),
+    (DataLoader, "_auto_collation", "whether those are indices of batches"),
+    (fit_loop._FitLoop, "_results", "what a training epoch has logged so far"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
 )
 

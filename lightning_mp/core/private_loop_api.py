@@ -1,6 +1,8 @@
 """The part of the seams that is about Lightning's loops and settings: where a run stands, its limits, its samplers."""
 
+import builtins
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,22 +12,39 @@ from lightning.pytorch.callbacks import Callback, ModelPruning
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.random_state import random_state_kept
 
 __all__ = [
     "average_model_of",
+    "batches_yielded",
+    "around_validation",
     "before_each_fetch",
+    "before_each_advance",
     "before_first_fetch",
     "ddp_arguments",
     "end_restart",
     "end_resumed_batch",
     "end_resumed_epoch",
+    "end_of_resumed_epoch",
     "fetches_ahead",
+    "index_sampler",
     "is_accumulating",
+    "is_in_end_of_epoch",
+    "is_in_start_of_epoch",
+    "load_late_states",
+    "log_resumed_batch",
+    "logged_results",
+    "latest_metrics",
     "loader_states",
     "logger_step",
     "replace_end_of_epoch",
+    "replace_index_sampler",
+    "restore_logged_results",
+    "set_metric_state",
     "rewinds_weights",
     "set_device_property",
     "set_max_steps",
@@ -223,3 +242,187 @@ def average_model_of(callback: Callback) -> torch.nn.Module | None:
     """What ``WeightAveraging`` or ``StochasticWeightAveraging`` averages into; None outside of a fit."""
     average: torch.nn.Module | None = vars(callback)["_average_model"]
     return average
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+def index_sampler(loader: "DataLoader[Any]") -> Any:
+    """What a loader asks for indices: of batches, or of samples where it makes no batches."""
+    return loader._index_sampler
+
+
+def replace_index_sampler(loader: "DataLoader[Any]", sampler: Any) -> Callable[[], None]:
+    """Puts another in its place, which the loader refuses otherwise; returns what takes it away again."""
+    name = "batch_sampler" if loader._auto_collation else "sampler"
+    before = vars(loader)[name]
+    object.__setattr__(loader, name, sampler)
+    return lambda: object.__setattr__(loader, name, before)
+
+
+def batches_yielded(iterator: Any) -> int:
+    """How many batches an iterator of a ``DataLoader`` has returned."""
+    return int(iterator._num_yielded)
+
+
+def load_late_states(trainer: "pl.Trainer") -> None:
+    """Has loaders continue that were made before the checkpoint was read, as for ``estimated_stepping_batches``.
+
+    Lightning does not.
+    """
+    loop = trainer.fit_loop
+    if not (loop.restarting and loop._combined_loader_states_to_load and loop._combined_loader is not None):
+        return
+    for loader in loop._combined_loader.flattened:
+        set_sampler_epoch(trainer, loader)
+    loop._load_combined_loader_states()
+    assert loop._data_fetcher is not None
+    iter(loop._data_fetcher)
+
+
+def before_each_advance(trainer: "pl.Trainer", function: Callable[[], None]) -> None:
+    """Calls ``function`` before each epoch, or the rest of one, when nothing of it was done."""
+
+    def advance() -> None:
+        function()
+        patch.original()
+
+    patch = Patches.of(trainer).replace(trainer.fit_loop, "on_advance_start", advance)
+
+
+def is_in_start_of_epoch(trainer: "pl.Trainer") -> bool:
+    """Whether ``on_train_epoch_start`` is under way."""
+    counts = trainer.fit_loop.epoch_progress.current
+    assert isinstance(counts, _ProcessedTracker)
+    return counts.ready > counts.started
+
+
+def is_in_end_of_epoch(trainer: "pl.Trainer") -> bool:
+    """Whether ``on_train_epoch_end`` is under way, before the epoch's metrics are logged."""
+    counts = trainer.fit_loop.epoch_progress.current
+    assert isinstance(counts, _ProcessedTracker)
+    return counts.ready == counts.started == counts.processed == counts.completed + 1
+
+
+def around_validation(trainer: "pl.Trainer", before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Calls the functions before a validation asks its loaders for anything, and when it is over."""
+
+    def run() -> Any:
+        before()
+        outputs = patch.original()
+        after()
+        return outputs
+
+    def count() -> None:
+        with random_state_kept(torch.device("cpu")):
+            counting.original()
+
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    patch = Patches.of(trainer).replace(validation, "run", run)
+    # On a restart where a validation lies behind, Lightning makes the iterators of its loaders for nothing.
+    counting = Patches.of(trainer).replace(validation, "increment_progress_to_evaluation_end", count)
+
+
+# -- logged values -----------------------------------------------------------------------------------------------------
+
+
+def logged_results(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What the training epoch has logged so far: plain values of each entry, by which it can be made again."""
+    found: dict[str, Any] = {}
+    for key, result in trainer.fit_loop.epoch_loop._results.items():
+        meta = result.meta
+        if result.has_reset or meta.dataloader_idx is not None or meta.sync.group is not None:
+            continue
+        cache = result._forward_cache
+        found[key] = {
+            "arguments": {
+                "fx": meta.fx,
+                "name": meta.name,
+                "prog_bar": meta.prog_bar,
+                "logger": meta.logger,
+                "on_step": meta.on_step,
+                "on_epoch": meta.on_epoch,
+                "enable_graph": meta.enable_graph,
+                "sync_dist": meta.sync.should,
+                "add_dataloader_idx": meta.add_dataloader_idx,
+                "metric_attribute": meta.metric_attribute,
+                "rank_zero_only": meta.sync.rank_zero_only,
+            },
+            "reduce_fx": meta.reduce_fx.__name__,
+            "is_builtin": meta.reduce_fx in (sum, max, min),
+            "value": result.value.detach().cpu().clone() if result.is_tensor else None,
+            "batch_size": int(result.cumulated_batch_size) if result.is_tensor and meta.is_mean_reduction else None,
+            "forward_cache": cache.detach().cpu().clone() if isinstance(cache, Tensor) else None,
+            "updates": result._update_count,
+        }
+    return found
+
+
+def restore_logged_results(trainer: "pl.Trainer", saved: Mapping[str, Any], *, inside_epoch: bool) -> None:
+    """Makes the entries again, as if this process had logged them."""
+    results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
+    for key, entry in saved.items():
+        arguments, value = entry["arguments"], entry["value"]
+        attribute = arguments["metric_attribute"]
+        logged = value.to(module.device) if value is not None else attrgetter(attribute)(module)
+        function = getattr(builtins if entry["is_builtin"] else torch, entry["reduce_fx"])
+        results.log(**arguments, value=logged, reduce_fx=function, sync_dist_fn=trainer.strategy.reduce, batch_size=1)
+        result = results[key]
+        if value is not None:
+            result.value = logged.clone()
+        if entry["batch_size"] is not None:
+            result.cumulated_batch_size = torch.tensor(entry["batch_size"], device=module.device)
+        cache = entry["forward_cache"]
+        result._forward_cache = cache if cache is None else cache.to(module.device)
+        result._computed, result._update_count = None, entry["updates"]
+    if inside_epoch:
+        # Lightning forgets what was logged before the first batch that it sees of an epoch.
+        trainer._logger_connector._first_loop_iter = False
+
+
+def log_resumed_batch(trainer: "pl.Trainer") -> None:
+    """Has loggers see the values of a batch once more that a checkpoint was written after, and maybe before they did.
+
+    ``fit_loop.reset`` has been called. It has counted the epoch if the batch is its last.
+    """
+    epoch_loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    if not (epoch_loop.restarted_on_train_batch_end and trainer.fit_loop.restarted_mid_epoch):
+        return
+    is_last = epoch_loop.batch_progress.is_last_batch
+    epochs.completed -= is_last
+    trainer._logger_connector.update_train_step_metrics()
+    epochs.completed += is_last
+
+
+def latest_metrics(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What ``trainer.callback_metrics`` has by now, without asking for more; to be changed in place."""
+    return trainer._logger_connector._callback_metrics
+
+
+def set_metric_state(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
+    """Has a metric continue as if it had been updated so many times."""
+    for name, value in states.items():
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = updates, None
+
+
+def end_of_resumed_epoch(trainer: "pl.Trainer") -> None:
+    """Does what follows ``on_train_epoch_end``: epoch metrics are logged, and a learning rate may follow them.
+
+    ``fit_loop.reset`` has been called, which counts the epoch where the run is limited in epochs.
+    """
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    if not (fit_loop.restarted_on_epoch_end or fit_loop.resumed_on_epoch_end):
+        return
+    counts = fit_loop.epoch_progress.current
+    assert isinstance(counts, _ProcessedTracker)
+    completed = counts.completed
+    counts.completed = counts.processed - 1
+    connector.on_epoch_end()
+    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if all(config.monitor in connector._callback_metrics for config in plateaus):
+        fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    fit_loop.epoch_loop._batches_that_stepped -= 1
+    connector.update_train_epoch_metrics()
+    fit_loop.epoch_loop._batches_that_stepped += 1
+    counts.completed = completed

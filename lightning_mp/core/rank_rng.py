@@ -1,7 +1,9 @@
 """Random numbers that differ between ranks which otherwise draw the same, as ranks of one model do."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -48,6 +50,9 @@ class RankRNG:
         True
     """
 
+    # Those with a sequence that goes on, for checkpoints.
+    _kept: ClassVar["WeakSet[RankRNG]"] = WeakSet()
+
     def __init__(
         self, rank: int, is_needed: Callable[[], bool] = lambda: True, *, seed: Callable[[], int] | None = None
     ) -> None:
@@ -57,6 +62,22 @@ class RankRNG:
         self._seed: int | None = None
         self._states: Sequence[Tensor] = ()
         self._common: list[tuple[torch.Generator, Tensor]] = []
+        if seed is not None:
+            self._kept.add(self)
+
+    @classmethod
+    def kept_states(cls) -> list[dict[str, Any]]:
+        """Where the sequences of this process that go on stand, by rank."""
+        kept = sorted((rng for rng in cls._kept if rng._seed is not None), key=lambda rng: rng._rank)
+        return [{"rank": rng._rank, "seed": rng._seed, "states": list(rng._states)} for rng in kept]
+
+    @classmethod
+    def restore_kept(cls, states: Sequence[Mapping[str, Any]]) -> None:
+        """Has those of the same rank continue."""
+        for state in states:
+            for rng in cls._kept:
+                if rng._rank == state["rank"]:
+                    rng._seed, rng._states = state["seed"], state["states"]
 
     def begin(self, *devices: torch.device) -> None:
         """From here on, on these devices, until :meth:`end`; does nothing if it has begun."""

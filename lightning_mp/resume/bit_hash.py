@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_mp.core.nested_tensors import tensors_in
 
@@ -22,7 +23,7 @@ def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     summed modulo 2^64: the sum has no order, so that it is the same on every device and in every run.
 
     Args:
-        tensors: of any shapes and dtypes, on ``device``.
+        tensors: of any shapes and dtypes; of a DTensor the part of this rank.
         device: where the hash is.
 
     Example:
@@ -34,7 +35,8 @@ def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, tensor in enumerate(tensors, start=1):
-        plain = tensor.detach().to_dense().contiguous().reshape(-1)
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        plain = own.detach().to_dense().contiguous().reshape(-1)
         if not plain.numel():
             continue
         size = min(plain.element_size(), 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 __all__ = ["RECORDED_KINDS", "Parting", "first_parting", "read_records", "write_record"]
 
 #: What is hashed of a step, in the order in which it comes about.
-RECORDED_KINDS = ("batch", "loss", "gradient norm", "weights", "state")
+RECORDED_KINDS = ("batch", "loss", "gradients", "weights", "state")
 
 Records = Mapping[int, Mapping[str, int]]
 

@@ -21,6 +21,7 @@ from lightning_mp import (
     AutocastPrecision,
     BudgetForecast,
     ChinchillaBudget,
+    ExactResume,
     FSDP2Strategy,
     GradientNoiseScale,
     MasterWeightsPrecision,
@@ -46,6 +47,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "AtomicCheckpoints": lambda: {"callbacks": [AtomicCheckpoints()]},
     "BudgetForecast": lambda: {"callbacks": [ChinchillaBudget(tokens=1000), BudgetForecast("loss")]},
     "ChinchillaBudget": lambda: {"callbacks": [ChinchillaBudget(tokens=1000)]},
+    "ExactResume": lambda: {"callbacks": [ExactResume()]},
     "GradientNoiseScale": lambda: {"callbacks": [GradientNoiseScale(), AccumulationScheduler({0: 2})]},
     "MFUMonitor": lambda: {"callbacks": [MFUMonitor(peak_flops=1e12)]},
     "MicroBatchOnOOM": lambda: {"callbacks": [MicroBatchOnOOM()]},
@@ -74,6 +76,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
             UnderflowMonitor(every_n_steps=1),
             GradientNoiseScale(),
             AtomicCheckpoints(),
+            ExactResume(),
         ],
     },
 }

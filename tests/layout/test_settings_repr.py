@@ -33,6 +33,7 @@ SETTINGS = {
     ),
     "BudgetForecast": ({"metric": "loss", "every_n_steps": 7, "confidence": 0.8}, {}),
     "ChinchillaBudget": ({"tokens": "1.5M", "landing": "floor", "save": False}, {"tokens": 1_500_000}),
+    "ExactResume": ({"on_unsupported": "error", "record": "bits.jsonl"}, {}),
     "FSDP2Strategy": (
         {"shard": "blocks.*", "replicate_size": 2, "timeout": datetime.timedelta(seconds=9)},
         {"shard": ("blocks.*",)},

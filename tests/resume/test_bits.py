@@ -150,7 +150,7 @@ def test_one_flipped_bit_changes_the_hash_of_any_dtype() -> None:
 
 def test_the_first_step_and_kind_at_which_records_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     choose = random.Random(0)
-    kinds = ("batch", "loss", "gradient norm", "weights", "state")
+    kinds = ("batch", "loss", "gradients", "weights", "state")
     steps = [{kind: choose.getrandbits(63) for kind in kinds} for _ in range(20)]
     straight, resumed = tmp_path / "straight.jsonl", tmp_path / "resumed.jsonl"
     for batch, hashes in enumerate(steps):

@@ -1,0 +1,379 @@
+"""A resumed run continues to the bit: random numbers, position in the data and epoch metrics in every checkpoint."""
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.checkpoints.resumable_progress import ResumableProgress, batches_to_do_again, saves_on_exception
+from lightning_mp.core import private_loop_api
+from lightning_mp.core.patches import Patches
+from lightning_mp.core.random_state import random_state_kept
+from lightning_mp.core.rank_rng import RankRNG
+from lightning_mp.core.saved_state import POSITIVE_COUNT, Kind, checked_state
+from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.distributed.data_ranks import data_rank, num_data_ranks
+from lightning_mp.resume.bit_hash import bit_hash, bit_hash_of_nested
+from lightning_mp.resume.differences import EXACT_RESUME_KEY
+from lightning_mp.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported
+from lightning_mp.resume.metric_states import metric_states, restore_metric_states
+from lightning_mp.resume.random_numbers import captured, restore
+from lightning_mp.resume.records import RECORDED_KINDS, write_record
+
+__all__ = ["ExactResume"]
+
+_LIST = Kind("a list", lambda value: isinstance(value, list))
+_MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
+
+
+class ExactResume(SettingsRepr, Callback):
+    """Has ``fit(ckpt_path=...)`` continue on the next batch with the same random numbers, as if it had not stopped.
+
+    Every checkpoint of the run then holds, for each rank, the state of the random numbers (torch on the CPU and on the
+    rank's device, Python, NumPy), the position of every training loader, and what was logged of the epoch so far. The
+    loaders stay as they are: an ordinary ``DataLoader`` with ``shuffle``, a sampler, a batch sampler, a ``generator``
+    or workers; a ``DistributedSampler``; several in a ``CombinedLoader``. A resumed run asks the sampler again for the
+    indices that were used, and loads none of their samples. Loaders with a ``state_dict``, such as torchdata's
+    ``StatefulDataLoader``, and iterable datasets with one (without workers), continue from that.
+
+    A run is changed in two places: each batch that a worker process loads has a seed of its own, so that augmentation
+    does not depend on what the worker had loaded before; and a validation loader with ``persistent_workers`` no longer
+    advances the random numbers of the process when it starts its workers.
+
+    Args:
+        on_unsupported: what to do about a training loader whose position cannot be recorded: ``"warn"`` or ``"error"``.
+        record: a file ``*.jsonl`` to which a hash of each batch, loss, gradients, weights and state is written, for
+            ``lightning-mp bits``. It costs one read from the device per batch.
+
+    Raises:
+        ValueError: if ``on_unsupported`` is neither of the two, or ``record`` is no ``.jsonl`` file; on loading, if the
+            state in a checkpoint is damaged, or from a loader with another dataset length or batch size.
+        MisconfigurationException: at set-up, with ``on_unsupported="error"``, if the position of a training loader
+            cannot be recorded.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[ExactResume()], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, *, on_unsupported: Literal["warn", "error"] = "warn", record: str | Path | None = None) -> None:
+        if on_unsupported not in ("warn", "error"):
+            raise ValueError(f"ExactResume(on_unsupported={on_unsupported!r}): it must be 'warn' or 'error'.")
+        if record is not None and Path(record).suffix != ".jsonl":
+            raise ValueError(f"ExactResume(record={str(record)!r}): give a file named *.jsonl.")
+        self.on_unsupported = on_unsupported
+        self.record = None if record is None else Path(record)
+        self._positions: list[LoaderPosition | StreamPosition] = []
+        self._positions_are_complete = False
+        # What this rank continues from, until it does.
+        self._resumed: dict[str, Any] | None = None
+        # Random states before the fetch before the last, and before the last, where a batch may be done again.
+        self._before_fetches: deque[dict[str, Any]] = deque(maxlen=2)
+        self._before_epoch: dict[str, Any] | None = None
+        # Random state and metrics before the validation that runs.
+        self._before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._at_end: dict[str, Any] | None = None
+        self._hashes: dict[str, Tensor] = {}
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Looks at loaders as they are made, and at the moments from which a checkpoint may be written."""
+        refuse_other_trainers(self, trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._positions, self._positions_are_complete = [], False
+        self._resumed = self._before_epoch = self._before_validation = self._at_end = None
+        self._before_fetches.clear()
+        progress = ResumableProgress.attach(trainer)
+        progress.when_resumed = lambda: self._restore_metrics(trainer)
+
+        def process(dataloader: object) -> object:
+            processed = processing.original(dataloader)
+            self._look_at(trainer, processed)
+            return processed
+
+        def begin(states: list[dict[str, Any]]) -> None:
+            self._positions_are_complete = True
+            random = captured(pl_module.device)
+            if self._resumed is not None and self._resumed["random"]["ahead"] is not None:
+                random = self._resumed["random"]["ahead"]
+                restore(random, pl_module.device)
+                for position in self._positions:
+                    position.when_made = lambda: restore(random, pl_module.device)
+            self._before_fetches = deque([random], maxlen=2)
+
+        processing = Patches.of(trainer).replace(trainer.strategy, "process_dataloader", process)
+        private_loop_api.before_first_fetch(trainer, begin)
+        private_loop_api.before_each_advance(trainer, lambda: self._begin_epoch(trainer))
+        private_loop_api.around_validation(trainer, lambda: self._begin_validation(trainer), self._end_validation)
+
+    def _look_at(self, trainer: "pl.Trainer", loader: object) -> None:
+        """Gives a training loader a state, unless it has one."""
+        patches = Patches.of(trainer)
+        if trainer.state.stage != RunningStage.TRAINING:
+            if isinstance(loader, DataLoader) and loader.persistent_workers:
+                _start_workers_aside(loader, patches)
+            return
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            return
+        reason = why_unsupported(loader)
+        if reason:
+            self._tell_unsupported(reason)
+            return
+        if self._positions_are_complete:  # loaders are made anew
+            self._positions, self._positions_are_complete = [], False
+        assert isinstance(loader, DataLoader)
+        if isinstance(loader.dataset, IterableDataset):
+            self._positions.append(StreamPosition(loader, patches))
+        else:
+            ranks = data_rank(trainer), num_data_ranks(trainer)
+            self._positions.append(LoaderPosition(loader, patches, *ranks, self._tell_unsupported))
+
+    def _tell_unsupported(self, reason: str) -> None:
+        text = f"ExactResume cannot resume the training loader: {reason}. A resumed run repeats samples of its epoch."
+        if self.on_unsupported == "error":
+            raise MisconfigurationException(text)
+        rank_zero_warn(text)
+
+    # -- moments -------------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self, trainer: "pl.Trainer") -> None:
+        device = trainer.lightning_module.device
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            restore(resumed["random"]["now"], device)
+            for position, state in zip(self._positions, _of_positions(resumed["loaders"]), strict=False):
+                position.restore_generators(state)
+            RankRNG.restore_kept(resumed["random"]["of_ranks"])
+        self._before_epoch = captured(device)
+
+    def _begin_validation(self, trainer: "pl.Trainer") -> None:
+        if not trainer.sanity_checking:
+            module = trainer.lightning_module
+            self._before_validation = captured(module.device), metric_states(module)
+
+    def _end_validation(self) -> None:
+        self._before_validation = None
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """What is written from here on is written after the validation."""
+        self._before_validation = None
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Keeps random states before each fetch, where a batch may be done again."""
+        if self.record is not None and trainer.is_global_zero and trainer.ckpt_path is None:
+            self.record.parent.mkdir(parents=True, exist_ok=True)
+            self.record.unlink(missing_ok=True)
+
+        def keep(states: list[dict[str, Any]]) -> None:
+            self._before_fetches.append(captured(pl_module.device))
+
+        private_loop_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Keeps the random state of the end, for checkpoints that are written after the run."""
+        self._at_end = captured(pl_module.device)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the state of every rank; all ranks call this."""
+        progress = checkpoint.get("loops", {}).get("fit_loop")
+        if progress is None:
+            return
+        metrics = {
+            "logged": private_loop_api.logged_results(trainer),
+            "states": metric_states(pl_module),
+            "latest": {
+                name: value.detach().cpu().clone()
+                for name, value in private_loop_api.latest_metrics(trainer).items()
+                if isinstance(value, Tensor)
+            },
+            "epoch_ends": private_loop_api.is_in_end_of_epoch(trainer),
+        }
+        if self._before_validation is not None and progress["epoch_loop.batch_progress"]["current"]["completed"]:
+            metrics["states"] = self._before_validation[1]
+            repeat_validation(progress)
+        loaders = progress["state_dict"].get("combined_loader", [])
+        if is_epoch_over(progress):
+            for state in _of_positions(loaders):
+                state["is_over"] = True
+        own = {"random": self._random(trainer, progress), "loaders": loaders, "metrics": metrics}
+        ranks = _gathered(own)
+        checkpoint[EXACT_RESUME_KEY] = {"version": 1, "num_ranks": len(ranks), "per_rank": ranks}
+
+    def _random(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> dict[str, Any]:
+        """Where random numbers continue, and where they do for what is fetched ahead."""
+        epochs, batches = progress["epoch_progress"]["current"], progress["epoch_loop.batch_progress"]["current"]
+        now = captured(trainer.lightning_module.device)
+        if self._at_end is not None:
+            now = self._at_end
+        elif self._before_validation is not None:
+            now = self._before_validation[0]
+        elif private_loop_api.is_in_start_of_epoch(trainer) and self._before_epoch is not None:
+            now = self._before_epoch
+        elif batches["ready"] > batches["processed"] and saves_on_exception(trainer):
+            now = self._before_fetches[-1]
+        ahead = None
+        if epochs["ready"] and private_loop_api.fetches_ahead(trainer):
+            again = min(batches_to_do_again(trainer, progress), len(self._before_fetches))
+            ahead = self._before_fetches[-again] if again else None
+        return {"now": now, "ahead": ahead, "of_ranks": RankRNG.kept_states()}
+
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Takes this rank's state, and gives the loaders theirs.
+
+        Raises:
+            ValueError: if the state is damaged.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        saved = checkpoint.get(EXACT_RESUME_KEY)
+        if saved is None:
+            rank_zero_warn(
+                "ExactResume: this checkpoint holds no random state and no position in the data, as its run had no"
+                " ExactResume(). This run draws other random numbers and begins its epoch's data again."
+            )
+            return
+        kinds = {"num_ranks": POSITIVE_COUNT, "per_rank": _LIST}
+        values = checked_state(saved, kinds, "ExactResume")
+        rank, num_ranks = trainer.global_rank, values["num_ranks"]
+        own = checked_state(
+            values["per_rank"][min(rank, num_ranks - 1)],
+            {"random": _MAPPING, "loaders": _LIST, "metrics": _MAPPING},
+            f"ExactResume on rank {rank}",
+        )
+        if num_ranks != trainer.world_size:
+            rank_zero_warn(
+                f"ExactResume: the checkpoint is of {num_ranks} ranks, this run has {trainer.world_size}. Each epoch"
+                " continues with the samples that are left, in the same order; random numbers and the rounding of sums"
+                " differ."
+            )
+            for state in _of_positions(own["loaders"]):
+                state["last"] = None  # the ranks share the order, but each has other indices
+        with random_state_kept(pl_module.device):
+            restore(own["random"]["now"], pl_module.device)  # or says that it cannot
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"]
+        self._resumed = own
+
+    def _restore_metrics(self, trainer: "pl.Trainer") -> None:
+        if self._resumed is None:
+            return
+        metrics, module = self._resumed["metrics"], trainer.lightning_module
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        inside = bool(batches) and not metrics["epoch_ends"]
+        private_loop_api.restore_logged_results(trainer, metrics["logged"], inside_epoch=inside)
+        restore_metric_states(module, metrics["states"])
+        latest = {name: value.to(module.device) for name, value in metrics["latest"].items()}
+        private_loop_api.latest_metrics(trainer).update(latest)
+        if metrics["epoch_ends"]:
+            private_loop_api.end_of_resumed_epoch(trainer)
+        elif inside:
+            private_loop_api.log_resumed_batch(trainer)
+
+    # -- record --------------------------------------------------------------------------------------------------------
+
+    def needs_gradients(self, step_index: int) -> bool:
+        """Whether gradients are hashed; the precision plugins ask."""
+        return self.record is not None
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Hashes the batch."""
+        if self.record is not None:
+            zero = torch.zeros((), dtype=torch.int64, device=pl_module.device)
+            self._hashes = dict.fromkeys(RECORDED_KINDS, zero) | {"batch": bit_hash_of_nested(batch, pl_module.device)}
+
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        """Hashes the gradients."""
+        if self.record is not None:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self._hashes["gradients"] = bit_hash(gradients, pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hashes the rest, and writes one line."""
+        if self.record is None:
+            return
+        device = pl_module.device
+        self._hashes["loss"] = bit_hash_of_nested(outputs, device)
+        self._hashes["weights"] = bit_hash(pl_module.parameters(), device)
+        states = [
+            value
+            for optimizer in trainer.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        self._hashes["state"] = bit_hash([*pl_module.buffers(), *states], device)
+        stacked = torch.stack([self._hashes[kind] for kind in RECORDED_KINDS]) * (2 * trainer.global_rank + 1)
+        if trainer.world_size > 1:
+            dist.all_reduce(stacked)
+        if trainer.is_global_zero:
+            hashes = dict(zip(RECORDED_KINDS, stacked.tolist(), strict=True))
+            number = trainer.fit_loop.epoch_loop.total_batch_idx
+            write_record(self.record, number, trainer.global_step, hashes)
+
+
+def is_epoch_over(progress: Mapping[str, Any]) -> bool:
+    """Whether no batch of the epoch is left; ``progress`` is that of the fit loop, as a checkpoint holds it."""
+    epochs, batches = progress["epoch_progress"]["current"], progress["epoch_loop.batch_progress"]
+    is_done = batches["current"]["ready"] == batches["current"]["processed"]
+    return bool(epochs["ready"]) and (epochs["processed"] >= epochs["ready"] or (batches["is_last_batch"] and is_done))
+
+
+def repeat_validation(progress: dict[str, Any]) -> None:
+    """What is written inside of a validation counts as written before it; ``progress`` is changed in place."""
+    batches, validation = progress["epoch_loop.batch_progress"], progress["epoch_loop.val_loop.batch_progress"]
+    for counts in (batches["total"], batches["current"]):
+        counts["completed"] -= 1
+    for name, number in validation["current"].items():
+        validation["total"][name] -= number
+        validation["current"][name] = 0
+    validation["is_last_batch"] = False
+
+
+def _of_positions(states: list[Any]) -> list[Any]:
+    """Those that this package has written."""
+    return [state for state in states if isinstance(state, dict) and "is_over" in state]
+
+
+def _gathered(own: dict[str, Any]) -> list[Any]:
+    """The states of all ranks, on rank 0; elsewhere this rank's alone."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [own]
+    is_first = dist.get_rank() == 0
+    ranks: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    dist.gather_object(own, ranks)
+    return ranks if ranks is not None else [own]
+
+
+def _start_workers_aside(loader: "DataLoader[Any]", patches: Patches) -> None:
+    """A resumed run starts them once more, and would draw one more seed than the run before it."""
+
+    def get_iterator() -> Any:
+        with random_state_kept(torch.device("cpu")):
+            return making.original()
+
+    making = patches.replace(loader, "_get_iterator", get_iterator)

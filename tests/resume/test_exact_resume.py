@@ -1,0 +1,329 @@
+"""Promise 6, with ordinary loaders: dropout, shuffled data and augmentation continue to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from exact_runs import (
+    BATCH,
+    BATCHES,
+    LOADERS,
+    SAMPLES,
+    SAVES,
+    Augmented,
+    Dropped,
+    Memory,
+    run,
+)
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from restarts import Interruption
+from small_models import quiet_trainer
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_mp import AtomicCheckpoints, AutocastPrecision, ExactResume, LossScaler
+from lightning_mp.__main__ import main
+from lightning_mp.resume.random_numbers import captured, restore
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.* is defined in your"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+]
+
+
+CASES = [(loader, save) for loader in LOADERS for save in ("each step", "on an exception")]
+CASES += [(loader, save) for loader in ("shuffle", "no length") for save in ("each validation", "each epoch")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("loader", "save"), CASES)
+def test_a_resumed_run_is_equal_to_the_bit(loader: str, save: str, tmp_path: Path) -> None:
+    """Weights, optimizer, order of samples, logged metrics, stopping, and the random numbers behind the end."""
+    make, saved = LOADERS[loader], SAVES[save]
+    straight = run(tmp_path / "straight", (), make, saved)
+    # before the first batch of an epoch; in the middle of one, and soon again
+    for before in ((BATCHES + 1,), (BATCHES + 4, 2)):
+        resumed = run(tmp_path / str(before), before, make, saved)
+        assert resumed.differences(straight) == [], before
+
+
+class SavesEverywhere(Callback):
+    """Writes a checkpoint in a hook, and interrupts the run behind it."""
+
+    def __init__(self, hook: str, call: int, path: Path) -> None:
+        self.left, self.path, self.is_saved = call, path, False
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.left -= not trainer.sanity_checking
+        if not self.left and not self.is_saved:
+            self.is_saved = True
+            trainer.save_checkpoint(self.path)
+            raise Interruption
+
+
+HOOKS = {
+    "on_train_batch_end": 8,
+    "on_validation_start": 3,
+    "on_validation_batch_end": 4,
+    "on_validation_end": 2,
+    "on_train_epoch_end": 2,
+    "on_train_epoch_start": 2,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_checkpoint_may_be_written_in_any_hook(hook: str, tmp_path: Path) -> None:
+    """Inside of a validation, or between epochs; with a learning rate that follows the mean loss of the epoch."""
+
+    def fit(name: str, *callbacks: Callback, ckpt_path: Path | None = None, memory: Memory | None = None) -> Any:
+        pl.seed_everything(0 if ckpt_path is None else 5, verbose=False)
+        trainer = quiet_trainer(
+            callbacks=[ExactResume(), *callbacks],
+            logger=memory,
+            log_every_n_steps=1,
+            val_check_interval=3,
+            max_epochs=3,
+        )
+        module = Dropped(plateau=True)
+        try:
+            trainer.fit(module, LOADERS["shuffle"](), ckpt_path=ckpt_path)
+        except Interruption:
+            return module
+        return trainer, module
+
+    path, memories = tmp_path / "saved.ckpt", (Memory(), Memory())
+    expected, straight = fit("straight", memory=memories[0])
+    fit("killed", SavesEverywhere(hook, HOOKS[hook], path), memory=memories[1])
+    trainer, resumed = fit("resumed", ckpt_path=path, memory=memories[1])
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+    assert memories[0].logged == memories[1].logged
+    assert trainer.optimizers[0].param_groups[0]["lr"] == expected.optimizers[0].param_groups[0]["lr"] < 0.05
+
+
+def test_no_sample_is_loaded_twice_and_the_loader_is_as_it_was(tmp_path: Path) -> None:
+    loaders = [LOADERS["shuffle"]() for _ in range(2)]
+    samplers = [loader.batch_sampler for loader in loaders]
+    attributes = set(vars(loaders[0]))
+    run(tmp_path, (3,), iter(loaders).__next__, SAVES["each step"], max_epochs=1)
+    first, second = (loader.dataset.loaded for loader in loaders)
+    assert len(first) == 3 * BATCH  # the third batch was loaded before the interruption
+    assert sorted([*first[: 2 * BATCH], *second]) == list(range(SAMPLES))
+    for loader, sampler in zip(loaders, samplers, strict=True):
+        assert loader.batch_sampler is sampler
+        assert set(vars(loader)) == attributes
+
+
+@pytest.mark.full
+def test_a_run_without_a_checkpoint_is_what_it_was_without_the_callback(tmp_path: Path) -> None:
+    for loader in ("shuffle", "generator", "a sampler in Python", "stream"):
+        runs = [
+            run(
+                tmp_path / f"{loader}{len(callbacks)}",
+                (),
+                LOADERS[loader],
+                SAVES["each epoch"],
+                make_callbacks=lambda callbacks=callbacks: callbacks,
+            )
+            for callbacks in ([], [ExactResume()])
+        ]
+        assert runs[0].differences(runs[1]) == []
+
+
+@pytest.mark.full
+def test_in_fp16_with_skipped_steps_inside_windows(tmp_path: Path) -> None:
+    """With the pack's other parts; two checkpoints of one step are equal for `lightning-mp bits`."""
+
+    def arguments() -> dict[str, Any]:
+        scaler = LossScaler(init_scale=2.0**24, growth_interval=2)
+        return {"plugins": [AutocastPrecision("16-mixed", scaler=scaler)], "accumulate_grad_batches": 2}
+
+    def callbacks() -> list[Callback]:
+        return [ExactResume(), AtomicCheckpoints()]
+
+    make, save = LOADERS["shuffle"], SAVES["each step"]
+    straight = run(tmp_path / "straight", (), make, save, make_callbacks=callbacks, **arguments())
+    for before in ((3,), (8, 4)):
+        resumed = run(tmp_path / "resumed" / str(before), before, make, save, make_callbacks=callbacks, **arguments())
+        assert resumed.differences(straight) == []
+    assert (
+        main(["bits", str(tmp_path / "straight" / "last.ckpt"), str(tmp_path / "resumed" / "(3,)" / "last.ckpt")]) == 0
+    )
+
+
+def test_a_record_names_the_step_and_kind_that_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Bump(Callback):
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.global_step == 4:
+                next(pl_module.parameters()).grad.view(torch.int32)[0, 0] ^= 1 << 20
+
+    files = [tmp_path / name for name in ("straight.jsonl", "resumed.jsonl", "other.jsonl")]
+    for file, before, others in zip(files, ((), (3,), ()), ([], [], [Bump()]), strict=True):
+        run(
+            tmp_path / file.stem,
+            before,
+            LOADERS["shuffle"],
+            SAVES["each step"],
+            make_callbacks=lambda file=file, others=others: [ExactResume(record=file), *others],
+            max_epochs=1,
+            limit_val_batches=0,
+        )
+    assert main(["bits", str(files[0]), str(files[1])]) == 0
+    assert capsys.readouterr().out == f"equal: {BATCHES} batches\n"
+    assert main(["bits", str(files[0]), str(files[2])]) == 1
+    assert capsys.readouterr().out.startswith("different from step 5, batch 4: first the gradients\n")
+
+
+def test_random_numbers_of_all_libraries_are_put_back() -> None:
+    import random
+
+    device = torch.device("cpu")
+    random.gauss()  # leaves a second number behind
+    np.random.standard_normal()
+    state = captured(device)
+    drawn = [(torch.rand(1).item(), random.gauss(), np.random.standard_normal()) for _ in range(2)]
+    restore(state, device)
+    assert [(torch.rand(1).item(), random.gauss(), np.random.standard_normal()) for _ in range(2)] == drawn
+    with pytest.raises(ValueError, match="state of random numbers cannot be loaded: 'python' is a tensor of shape"):
+        restore(state | {"python": torch.zeros(3)}, device)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def saved_after(tmp_path: Path, loader: Any, batches: int = 2, callback: Callback | None = None) -> Path:
+    path = tmp_path / "saved.ckpt"
+    trainer = quiet_trainer(callbacks=[callback or ExactResume(), SavesEverywhere("on_train_batch_end", batches, path)])
+    with pytest.raises(Interruption):
+        trainer.fit(Dropped(), loader)
+    return path
+
+
+def resume(path: Path, loader: Any) -> None:
+    quiet_trainer(callbacks=[ExactResume()]).fit(Dropped(), loader, ckpt_path=path)
+
+
+class Drawing(Sampler[int]):
+    """Draws from global random numbers for each index."""
+
+    def __iter__(self) -> Any:
+        return (int(torch.randint(SAMPLES, ())) for _ in range(SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Augmented()[i] for i in range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Augmented(20), BATCH), "the dataset's length was 22 in the checkpoint's run and is 20 now"),
+        (lambda: DataLoader(Augmented(), 5), "batch size times ranks was 4 in the checkpoint's run and is 5 now"),
+        (LOADERS["workers"], r"the number of workers \(0, or any\) was 0 in the checkpoint's run and is 1 now"),
+        (LOADERS["in order"], "batch 2 of this epoch has other indices than before, as SequentialSampler does not"),
+    ],
+)
+def test_a_loader_that_is_another_one_is_refused(loader: Any, message: str, tmp_path: Path) -> None:
+    path = saved_after(tmp_path, LOADERS["shuffle"]())
+    with pytest.raises(ValueError, match=message):
+        resume(path, loader())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.clear(), "state of ExactResume cannot be loaded: it has no 'num_ranks', 'per_rank'"),
+        (
+            lambda state: state["per_rank"][0].pop("random"),
+            "ExactResume on rank 0 cannot be loaded: it has no 'random'",
+        ),
+        (
+            lambda state: state["per_rank"][0]["random"]["now"].update(torch=torch.zeros(3)),
+            "state of random numbers cannot be loaded: 'torch' is a tensor of shape",
+        ),
+        (
+            lambda state: state["per_rank"][0]["loaders"][0].update(batches=-1),
+            "state of a training loader cannot be loaded: 'batches' is -1; it must be a whole number from 0",
+        ),
+    ],
+)
+def test_a_damaged_state_changes_nothing(damage: Any, message: str, tmp_path: Path) -> None:
+    path = saved_after(tmp_path, LOADERS["shuffle"]())
+    checkpoint = torch.load(path, weights_only=True)  # tensors and plain values
+    damage(checkpoint["lightning_mp_exact_resume"])
+    torch.save(checkpoint, path)
+    state = captured(torch.device("cpu"))["torch"]
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(callbacks=[ExactResume()]).fit(Dropped(), LOADERS["shuffle"](), ckpt_path=path)
+    if "loader" not in message:
+        torch.manual_seed(3)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_checkpoint_of_a_run_without_the_callback_is_said_to_be_one(tmp_path: Path) -> None:
+    path = saved_after(tmp_path, LOADERS["in order"](), callback=Callback())
+    with pytest.warns(UserWarning, match="ExactResume: this checkpoint holds no random state and no position"):
+        resume(path, LOADERS["in order"]())
+
+
+class Batches:
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(1, 3), torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (lambda: DataLoader(Endless(), BATCH), "the iterable dataset Endless has no state_dict"),
+        (Batches, "Batches is no DataLoader and has no state_dict"),
+        (lambda: DataLoader(Augmented(), BATCH, sampler=Drawing()), "Drawing draws from global random numbers in the"),
+        (
+            lambda: DataLoader(Augmented(), BATCH, num_workers=1, in_order=False),
+            r"with DataLoader\(in_order=False\) the order depends on the speed of the workers",
+        ),
+    ],
+)
+def test_a_loader_that_cannot_be_resumed_is_named(loader: Any, reason: str) -> None:
+    text = f"ExactResume cannot resume the training loader: {reason}"
+    with pytest.warns(UserWarning, match=text):
+        quiet_trainer(callbacks=[ExactResume()], limit_train_batches=3, limit_val_batches=0).fit(Dropped(), loader())
+    with pytest.raises(MisconfigurationException, match=text):
+        quiet_trainer(callbacks=[ExactResume(on_unsupported="error")]).fit(Dropped(), loader())
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(ValueError, match=r"ExactResume\(on_unsupported='ignore'\): it must be 'warn' or 'error'"):
+        ExactResume(on_unsupported="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ExactResume\(record='bits.txt'\): give a file named \*.jsonl"):
+        ExactResume(record="bits.txt")
+
+
+@pytest.mark.full
+def test_loaders_made_before_the_checkpoint_is_read_continue_too(tmp_path: Path) -> None:
+    """`trainer.estimated_stepping_batches` in configure_optimizers makes them early."""
+
+    class OneCycle(Dropped):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 3 * BATCHES
+            return super().configure_optimizers()
+
+    for loader in ("shuffle", "workers that persist"):
+        runs = [
+            run(tmp_path / loader / str(before), before, LOADERS[loader], SAVES["each step"], module=OneCycle)
+            for before in ((), (BATCHES + 3,))
+        ]
+        assert runs[1].differences(runs[0]) == []
