@@ -179,10 +179,8 @@ def _norms_of_one_kind(shards: Sequence[Tensor]) -> Tensor:
     """Of shards of one device and dtype."""
     dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
     norms = torch.stack(tuple(private_api.foreach_norm(list(shards), 2, dtype=dtype)))
-    if any(shard.numel() == 1 for shard in shards):
-        # torch does not square a single number.
-        norms = torch.where(norms.square().isinf(), torch.inf, norms)
-    return norms
+    # torch does not square a single number; from this one on a square does not fit.
+    return norms.masked_fill_(norms >= (2.0**512 if dtype == torch.float64 else 2.0**64), torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
