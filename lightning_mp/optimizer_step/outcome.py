@@ -227,7 +227,7 @@ class StepOutcomeDispatcher:
 
     def _who_asks(self) -> list[Callback]:
         """Callbacks that have the hook; looked for again when the Trainer's list is another."""
-        callbacks = private_api.callbacks_of(self._trainer)
+        callbacks = vars(self._trainer)["callbacks"]
         if callbacks != self._callbacks:
             self._callbacks = list(callbacks)
             self._asking = [c for c in callbacks if getattr(c, "on_after_optimizer_step", None) is not None]
