@@ -29,7 +29,7 @@ help:
 	@echo "make demo        train the demo; options in ARGS, for instance ARGS='--precision 16-mixed'"
 	@echo "make test        lint, types, tests, doctests (at most 6 minutes on 2 cores)"
 	@echo "make test-full   the same, and the slow tests and the notebooks"
-	@echo "make soak        20,000 steps of interrupted runs, 200 fits in one process (hours)"
+	@echo "make soak        20,000 steps of interrupted runs, 100 kills, 200 fits in one process (hours)"
 	@echo "make mutants     three random one-line changes per package: which of them do its tests not see? (an hour)"
 	@echo "make lint        ruff and mypy only;  make format rewrites the files"
 	@echo "make notebooks   run the notebooks, keeping nothing"
@@ -68,7 +68,7 @@ test-full: lint
 	$(MAKE) notebooks
 
 soak: $(INSTALLED)
-	$(RUN) -m pytest tests/soak --soak-steps 20000 --soak-fits 200
+	$(RUN) -m pytest tests/soak tests/resume/test_exact_resume_on_ranks.py --soak-steps 20000 --soak-fits 200
 
 # not in CI: which random one-line changes of the product no test of their package sees
 mutants: $(INSTALLED)
