@@ -25,28 +25,33 @@ def refuse_whole_checkpoints(optimizers: Sequence[Optimizer], strategy: str) -> 
     Raises:
         MisconfigurationException: names the optimizer.
     """
-    for optimizer in (part for o in optimizers for part in (o.optimizers if isinstance(o, JointOptimizer) else [o])):
-        if type(optimizer).__module__.startswith("torchao.optim"):
-            raise MisconfigurationException(
-                f"{strategy}(save_distributed_checkpoint=False) cannot save the quantised state of torchao's"
-                f" {type(optimizer).__name__} as one file. Use save_distributed_checkpoint=True, which resumes on any"
-                " number of ranks."
-            )
+    for optimizer in (part for each in optimizers for part in _parts_of_torchao(each)):
+        raise MisconfigurationException(
+            f"{strategy}(save_distributed_checkpoint=False) cannot save the quantised state of torchao's"
+            f" {type(optimizer).__name__} as one file. Use save_distributed_checkpoint=True, which resumes on any"
+            " number of ranks."
+        )
 
 
 def save_plain_tensors(optimizer: Optimizer) -> None:
-    """Has an optimizer save its tensor subclasses as the plain tensors in them, and load them again.
+    """Has an optimizer of torchao save its tensor subclasses as the plain tensors in them, and load them again.
 
     Lightning reads checkpoints with a function as ``map_location``, which torch refuses for subclasses
     (``torch._utils._get_restore_location``, torch 2.13). Where the state is sharded, its DTensors stay what they are.
     The hooks stay on the optimizer, for a checkpoint that is written after the fit.
     """
-    if optimizer in _hooked:
+    if optimizer in _hooked or not _parts_of_torchao(optimizer):
         return
     _hooked.add(optimizer)
     private_api.make_room_for_hooks(optimizer)
     optimizer.register_state_dict_post_hook(_save)
     optimizer.register_load_state_dict_pre_hook(_load)
+
+
+def _parts_of_torchao(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer, or those in a joint one, whose class or a base of it is torchao's."""
+    parts = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
+    return [part for part in parts if any(kind.__module__.startswith("torchao.optim") for kind in type(part).__mro__)]
 
 
 def _save(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
