@@ -1,6 +1,7 @@
 """docs/strategies.md, written from what the runs of every cell gave."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from strategy_rows import FAMILIES
@@ -17,29 +18,28 @@ Which precision plugin works on which strategy, and how close its runs are to a 
 
 ## How to read the tables
 
-Each field stands for {len(CLIPPING)} training runs of {NUM_WINDOWS} optimizer steps on 2 or 4 processes (CPU, gloo):
-without clipping, clipped by norm, clipped by value; in turn with
+Each strategy and precision is trained {len(CLIPPING)} times for {NUM_WINDOWS} optimizer steps on 2 or 4 processes (CPU,
+gloo): without clipping, clipped by norm, clipped by value; in turn with
 {" and with ".join(map(str, ACCUMULATION))} micro-batches per step.
 
-A **number** is the relative tolerance within which these runs equal one process that sees all data with the same
-plugin: the loss of every micro-batch, the norm of every true gradient before clipping, and the final weights
-(relative to how far training has moved them). Exactly equal on all ranks, to the bit, are norms, decisions, loss
-scales and final weights. Two overflows are planted on the last rank, an infinite loss in step {LOSS_WINDOW + 1} and
-an infinite element of its own shard of a gradient in step {GRADIENT_WINDOW + 1}: all ranks skip these two steps
-together, and no other.
+**Tolerance** is relative to one process that sees all data with the same plugin, and applies to the loss of every
+micro-batch, the norm of every true gradient before clipping, and the final weights (relative to how far training has
+moved them). Norms, decisions, loss scales and final weights are equal on all ranks, to the bit. Two overflows are
+planted on the last rank, an infinite loss in step {LOSS_WINDOW + 1} and an infinite element of its own shard of a
+gradient in step {GRADIENT_WINDOW + 1}: all ranks skip these two steps together, and no other.
 
-A number in **brackets** is a refusal: before anything is computed the run raises that message [below](#refusals).
+**Refused** combinations raise the message with that [number](#refusals) before anything is computed.
 
-| coarsest format | tolerance | which is |
+| coarsest format | usual tolerance | which is |
 |---|---|---|
 | fp16 | 2^-9 | twice the distance from 1 to the next number |
 | bf16 | 2^-6 | twice the distance from 1 to the next number |
 | fp8 (e4m3) | 2^-4 | half that distance: each sum has many such roundings, which cancel in part |
 
-FSDP1 has twice as much under autocast, because it rounds more. 16-bit weights ("16-true", "bf16-true") may also
-differ by half the distance, times their size. A run without its clipping, with the other clipping, or with
-micro-batches of different sizes weighted equally is outside of these tolerances, which is tested too. The one process
-is tested against a plain fp32 PyTorch loop, within four times the tolerance.
+FSDP1 rounds more under autocast and has twice as much. 16-bit weights ("16-true", "bf16-true") may also differ by half
+the distance, times their size. Tests show that a run without its clipping, with the other clipping, or with
+micro-batches of different sizes weighted equally lies outside of these tolerances. The one process is compared with a
+plain fp32 PyTorch loop, within four times the tolerance.
 
 ## What runs
 
@@ -61,13 +61,12 @@ The last two are `ReducedPrecisionDDPStrategy` by its names `mp_ddp_bf16_reduce`
 gradients, as masters have them, are reduced as they are. With a static graph, windows of several micro-batches work
 from the second step on.""",
     "`FSDPStrategy`": """\
-Through a subclass for tests that tells torch to use the CPU. Under autocast FSDP1 does two things differently: it casts
-floating-point batches to 16 bit, targets too, and gathers all parameters in 16 bit. With a `policy` that names modules
-it does neither.""",
+Run through a subclass that tells torch to use the CPU. Under autocast FSDP1 also casts floating-point batches to 16
+bit, targets too, and gathers all parameters in 16 bit; with a `policy` that names modules it does neither.""",
     "`ModelParallelStrategy`": """\
 The model shards and splits itself in `configure_model`.""",
     "`FSDP2Strategy`": """\
-The model knows nothing of it: `FSDP2Strategy(shard=nn.Linear)`, with `replicate_size=2`, and with
+The model is unchanged: `FSDP2Strategy(shard=nn.Linear)`, with `replicate_size=2`, and with
 `tensor_parallel_size=2` and `tensor_parallel_plan={"up": "column", "down": "row"}`.""",
     "`PipelineParallelStrategy`": """\
 Experimental. Two stages, split in the middle of the residual block; up to 4 microbatches per batch, of different sizes
@@ -88,39 +87,56 @@ def page(results: Mapping[tuple[str, Cell], str], tolerances: Mapping[tuple[str,
         results: "equal", or the message of the refusal.
         tolerances: of each strategy and precision.
     """
-    messages = list(dict.fromkeys(text for text in results.values() if text != EQUAL))
+    messages = list(dict.fromkeys(_shortened(text) for text in results.values() if text != EQUAL))
     equal = sum(text == EQUAL for text in results.values())
     lines = [_TEXT, "## The tables", "", f"{len(results)} runs: {equal} are equal, {len(results) - equal} are refused."]
     for family, layouts in FAMILIES.items():
-        lines += ["", f"### {family}", "", _ABOUT[family], "", *_header()]
+        lines += ["", f"### {family}", "", _ABOUT[family], "", *_HEADER]
         for strategy, layout in layouts.items():
-            fields = []
+            refused: dict[str, list[str]] = {}
+            wider = []
             for precision in PRECISIONS:
                 found = {
                     cell: text
                     for (name, cell), text in results.items()
                     if (name, cell.precision) == (strategy, precision)
                 }
-                fields.append(_field(found, messages, tolerances[strategy, precision]))
-            lines.append(f"| {strategy} | {layout.ranks} | {' | '.join(fields)} |")
+                for where in _refused(found, messages):
+                    refused.setdefault(where, []).append(precision)
+                tolerance = tolerances[strategy, precision]
+                if EQUAL in found.values() and tolerance != _usual_tolerance(precision):
+                    wider.append(f"{precision} 2^{math.log2(tolerance):.0f}")
+            cells = [", ".join(wider) or "usual", "; ".join(map(_listed, refused.values(), refused))]
+            lines.append(f"| {strategy} | {layout.ranks} | {' | '.join(cells)} |")
     lines += ["", "## Refusals", ""]
     lines += [f"{number}. {message}" for number, message in enumerate(messages, start=1)]
     return "\n".join(lines) + "\n" + _NOT_VERIFIED
 
 
-def _header() -> Iterator[str]:
-    yield f"| strategy | processes | {' | '.join(PRECISIONS)} |"
-    yield "|" + "---|" * (2 + len(PRECISIONS))
+_HEADER = ("| strategy | processes | tolerance | refused |", "|---|---|---|---|")
 
 
-def _field(found: Mapping[Cell, str], messages: Sequence[str], tolerance: float) -> str:
-    """The tolerance, the number of a refusal, or both with the cells that each is about."""
-    parts = []
+def _usual_tolerance(precision: str) -> float:
+    """Of the table at the top of the page."""
+    return 2.0 ** (-4 if precision.startswith("fp8") else -6 if "bf16" in precision else -9)
+
+
+def _shortened(message: str) -> str:
+    """Messages that differ only in the plugin's name are listed once."""
+    return re.sub(r"\(\w+ has no scaler\)", "(... has no scaler)", message)
+
+
+def _refused(found: Mapping[Cell, str], messages: Sequence[str]) -> Iterator[str]:
+    """The number of each refusal, after the cells that it is about where others are equal."""
     for text in dict.fromkeys(found.values()):
         cells = [cell for cell, other in found.items() if other == text]
-        shown = f"2^{math.log2(tolerance):.0f}" if text == EQUAL else f"[{messages.index(text) + 1}]"
-        parts.append(shown if len(cells) == len(found) else f"{_which(cells, found)}: {shown}")
-    return "; ".join(parts)
+        if text != EQUAL:
+            where = "" if len(cells) == len(found) else f"with {_which(cells, found)} "
+            yield f"{where}[{messages.index(_shortened(text)) + 1}]"
+
+
+def _listed(precisions: Sequence[str], where: str) -> str:
+    return f"{'all but TF32' if len(precisions) == len(PRECISIONS) - 1 else ', '.join(precisions)} {where}"
 
 
 def _which(cells: Sequence[Cell], found: Mapping[Cell, str]) -> str:
