@@ -91,6 +91,7 @@ def setup(app: Sphinx) -> None:
     """Leave out of the API pages what is no part of the public interface."""
     app.connect("autodoc-skip-member", lambda _app, _what, name, _object, skip, _options: skip or name in HOOKS)
     app.connect("autodoc-process-bases", _public_bases)
+    app.connect("object-description-transform", _without_object_base)
     app.connect("source-read", _link_notebooks)
 
 
@@ -101,3 +102,9 @@ def _link_notebooks(_app: Sphinx, _page: str, source: list[str]) -> None:
 
 def _public_bases(_app: Sphinx, _name: str, _object: Any, _options: Any, bases: list[type]) -> None:
     bases[:] = [base for base in bases if not base.__module__.startswith("lightning_mp.")] or [object]
+
+
+def _without_object_base(_app: Sphinx, _domain: str, kind: str, content: Any) -> None:
+    """A class without a public base would be shown with "Bases: object"."""
+    if kind == "class" and content.children and content[0].astext() == "Bases: object":
+        content.pop(0)
