@@ -200,27 +200,36 @@ class Row:
 
 
 def rows_of(heading: str) -> dict[str, Row]:
+    """A line may be about several plugins: what one is for; bytes and casts; passes and waits."""
     section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows, purposes = {}, {}
+    purposes: dict[str, str] = {}
+    kept: dict[str, tuple[str, str]] = {}
+    moved: dict[str, list[str]] = {}
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not cells[0].startswith("`") or len(cells) < 2:
-            continue
-        if len(cells) == 2:
-            purposes[cells[0]] = cells[1]
-            continue
-        sizes, total = cells[1].split(" = ")
-        passes = [re.fullmatch(r"(\d+) \((\d+) bytes\)", cell) for cell in cells[2:4]]
-        assert all(match or cell == "refused" for match, cell in zip(passes, cells[2:4], strict=True)), line
-        rows[cells[0].strip("`")] = Row(
+        names = re.findall(r"`([^`]+)`", cells[0]) if line.startswith("| `") else []
+        for name in names:
+            match cells[1:]:
+                case [purpose]:
+                    assert purposes.setdefault(name, purpose) is purpose, f"{name} has two rows"
+                case [sizes, casts]:
+                    assert kept.setdefault(name, (sizes, casts)) == (sizes, casts), f"{name} has two rows"
+                case [*passes, waits]:
+                    assert moved.setdefault(name, [*passes, waits]) == [*passes, waits], f"{name} has two rows"
+    assert purposes.keys() == kept.keys() == moved.keys()
+    rows = {}
+    for name, purpose in purposes.items():
+        (sizes, total), (fused, other, waits) = kept[name][0].split(" = "), moved[name]
+        passes = [re.fullmatch(r"(\d+) \((\d+) bytes\)", cell) for cell in (fused, other)]
+        assert all(match or cell == "refused" for match, cell in zip(passes, (fused, other), strict=True)), name
+        rows[name] = Row(
             [int(size) for size in sizes.split(" + ")],
             int(total),
             [None if match is None else (int(match[1]), int(match[2])) for match in passes],
-            int(cells[4]),
-            [None if wait == "refused" else int(wait) for wait in cells[5].split(" / ")],
-            purposes[cells[0]],
+            int(kept[name][1]),
+            [None if wait == "refused" else int(wait) for wait in waits.split(" / ")],
+            purpose,
         )
-    assert len(rows) == len(purposes)
     return rows
 
 
