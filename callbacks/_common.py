@@ -14,15 +14,9 @@ from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
-__all__ = ["check_counts", "join_window_controller", "refuse_other_trainers", "refuse_rivals", "report_folder"]
-
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
-    """Refuses any Trainer that is not from ``lightning.pytorch``.
-
-    Raises:
-        MisconfigurationException: says which import to use.
-    """
+    """Refuses any Trainer that is not from ``lightning.pytorch``."""
     if not isinstance(trainer, pl.Trainer):
         raise MisconfigurationException(
             f"{type(callback).__name__} is a callback for lightning.pytorch.Trainer, but this Trainer is a"
@@ -31,12 +25,8 @@ def refuse_other_trainers(callback: object, trainer: object) -> None:
         )
 
 
-def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    """Refuses anything other than the accumulation controller that controls accumulation windows.
-
-    Raises:
-        MisconfigurationException: says what, and what to use instead.
-    """
+def refuse_conflicting_callbacks(callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    """Refuses anything other than the accumulation controller that controls accumulation windows."""
     name = type(callback).__name__
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
@@ -65,12 +55,8 @@ def refuse_rivals(callback: object, trainer: "pl.Trainer", pl_module: "pl.Lightn
 def check_counts(
     callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, *, needs_tokens: bool
 ) -> Weighting:
-    """Checks before a fit what its first batch will be checked for: how all callbacks together count it.
-
-    Raises:
-        MisconfigurationException: as in the fit.
-    """
-    refuse_rivals(callback, trainer, pl_module)
+    """Checks before a fit what its first batch will be checked for: how all callbacks together count it."""
+    refuse_conflicting_callbacks(callback, trainer, pl_module)
     settings = AccumulationSettings()
     for other in callbacks_of(trainer):
         if hasattr(other, "check_setup") and hasattr(other, "count"):
@@ -86,12 +72,8 @@ def join_window_controller(
     count: CountFunction | None,
     weight_by: WeightBy | None = "auto",
 ) -> AccumulationController:
-    """Returns the Trainer's accumulation controller, configured with the weights of micro-batches.
-
-    Raises:
-        MisconfigurationException: if something else controls windows, or counts differently.
-    """
-    refuse_rivals(callback, trainer, pl_module)
+    """Returns the Trainer's accumulation controller, configured with the weights of micro-batches."""
+    refuse_conflicting_callbacks(callback, trainer, pl_module)
     ResumableProgress.attach(trainer)
     controller = AccumulationController.attach(trainer)
     controller.settings.weigh(weight_by, count)

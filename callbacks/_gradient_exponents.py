@@ -18,8 +18,6 @@ from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import unwrapped_name
 from lightning_mp.precision.base import GradientStepPrecision
 
-__all__ = ["count_gradients", "gradients_are_scaled", "kept_in_fp32", "largest_on_any_rank", "loss_scale_of"]
-
 
 def loss_scale_of(trainer: "pl.Trainer") -> Tensor | None:
     """The present loss scale on its device; None in a run without, or before the first loss was scaled."""
@@ -78,7 +76,7 @@ def largest_on_any_rank(
 ) -> Tensor:
     """Largest magnitude of the 16-bit gradients that backward held, times ``factor``; -1 without any.
 
-    Of shape [1], on the device; inf if one was not finite. Under DDP each rank has a backward of its own, so all ranks
+    Of shape [1], on the device; inf if one was not finite. Under DDP each rank has its own backward, so all ranks
     have to call this.
     """
     largest = torch.full((1,), -1.0, dtype=torch.float32, device=device)

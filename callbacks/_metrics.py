@@ -12,8 +12,6 @@ from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 
-__all__ = ["BATCH_HOOKS", "CallbackMetrics", "Metrics"]
-
 #: What Lightning calls on every micro-batch.
 BATCH_HOOKS = (
     "on_train_batch_start",
@@ -61,12 +59,7 @@ class CallbackMetrics(Callback):
         return metrics
 
     def add(self, metrics: Metrics, on_bar: Metrics | None = None) -> None:
-        """Takes a source for this fit.
-
-        Args:
-            metrics: everything that is logged, by name.
-            on_bar: what the progress bar shows.
-        """
+        """Takes a source for this fit."""
         self._sources.append((metrics, on_bar))
 
     # -- when ----------------------------------------------------------------------------------------------------------
@@ -97,12 +90,12 @@ class CallbackMetrics(Callback):
             self._publish(self._numbers())
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Shows monitors how things stand."""
+        """Shows monitors the current totals."""
         if self._has_run:
             self._publish(self._numbers())
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Shows monitors how things stand; Lightning calls them after all others."""
+        """Shows monitors the current totals; Lightning calls them after all others."""
         self._publish(self._numbers())
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -20,8 +20,6 @@ from lightning_mp.distributed.data_ranks import num_data_ranks
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
-__all__ = ["AccumulationScheduler", "parse_schedule"]
-
 #: A number of micro-batches, or of samples or tokens, by threshold. YAML and Hydra write both as strings.
 Table = Mapping[int, int] | Mapping[str, int] | Mapping[int, str] | Mapping[str, str] | Mapping[int | str, int | str]
 #: Samples or tokens in a step: a number, such a number as text ("1M"), or a table of them.
@@ -30,13 +28,6 @@ BatchTarget = int | str | Table
 
 def parse_schedule(schedule: Table, name: str = "schedule") -> dict[int, int]:
     """A table with integer thresholds in rising order; strings are read as quantities (``"1_000"``, ``"1.5B"``).
-
-    Args:
-        schedule: threshold from 0 -> whole number from 1.
-        name: what it is, for the message.
-
-    Raises:
-        ValueError: if it is no mapping, empty, or holds anything else.
 
     Example:
         >>> parse_schedule({"1_000": 4, "0": 1, "1.5B": "8"})

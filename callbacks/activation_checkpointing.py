@@ -20,8 +20,6 @@ from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
-__all__ = ["ActivationCheckpointing"]
-
 
 class ActivationCheckpointing(SettingsRepr, Callback):
     r"""Recomputes modules in backward instead of storing their activations: less memory for about a third more FLOPs.
@@ -207,11 +205,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
 
 def _refuse_other_checkpoints(model: nn.Module) -> None:
-    """Two checkpoints around one another would run a module three times.
-
-    Raises:
-        MisconfigurationException: names what checkpoints already.
-    """
+    """Two checkpoints around one another would run a module three times."""
     for name, module in model.named_modules():
         if name.endswith("_checkpoint_wrapped_module"):
             raise MisconfigurationException(

@@ -24,9 +24,9 @@ from lightning_mp.checkpoints.atomic import (
     begin_checkpoint,
     commit_checkpoint,
     is_local,
+    recover_checkpoint,
     refuse_shards,
     remove_checkpoint,
-    settle_checkpoint,
     temporary_path,
 )
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress
@@ -34,13 +34,11 @@ from lightning_mp.checkpoints.sharded import (
     has_optimizer_state,
     is_sharded_checkpoint,
     load_checkpoint,
-    without_a_made_up_step,
+    without_synthetic_step,
 )
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
-
-__all__ = ["AtomicCheckpoints"]
 
 
 class AtomicCheckpoints(SettingsRepr, Callback):
@@ -52,7 +50,8 @@ class AtomicCheckpoints(SettingsRepr, Callback):
     :func:`lightning_mp.checkpoints.latest_checkpoint` finds it again. All ranks must see the same folder. Paths with a
     protocol, such as ``s3://``, are left to Lightning.
 
-    A restarted run goes on with the very next batch, if the loader has a ``state_dict``. Lightning alone loses batches,
+    A restarted run continues with the very next batch, if the loader has a ``state_dict``. Lightning alone loses
+    batches,
     a validation or an epoch: after an epoch's last batch, with a loader without a length, with a sampler that orders
     each epoch anew, after the end of a run, and after an exception.
 
@@ -128,7 +127,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finishes a rename that a killed run had begun, now that all ranks have read the checkpoint."""
         if trainer.is_global_zero and trainer.ckpt_path is not None and is_local(trainer.ckpt_path):
-            settle_checkpoint(Path(trainer.ckpt_path))
+            recover_checkpoint(Path(trainer.ckpt_path))
 
 
 def _keep_state_as_it_is(patches: Patches, strategy: ModelParallelStrategy) -> None:
@@ -147,7 +146,7 @@ def _keep_state_as_it_is(patches: Patches, strategy: ModelParallelStrategy) -> N
 
     def state(optimizer: Optimizer) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        with without_a_made_up_step(inner):
+        with without_synthetic_step(inner):
             whole: dict[str, Any] = asking.original(inner)
             return whole
 

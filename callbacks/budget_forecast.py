@@ -21,8 +21,6 @@ from lightning_mp.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_CO
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.planning.scaling_laws.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
 
-__all__ = ["BudgetForecast"]
-
 _MOST_POINTS = 2_000
 _RECENT_POINTS = 200
 
@@ -151,7 +149,7 @@ class BudgetForecast(SettingsRepr, Callback):
         return {"tokens": self.tokens, "losses": self.losses, "stride": self._stride, "windows": self._windows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Continues from a checkpoint."""
         kinds = {"tokens": listed_of(AMOUNT), "stride": POSITIVE_COUNT, "windows": COUNT}
         state = checked_state(state_dict, kinds, "BudgetForecast")
         kinds = {"losses": listed_of(ANY_NUMBER, len(state["tokens"]))}

@@ -20,14 +20,12 @@ from lightning_mp.core.saved_state import AMOUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
-from lightning_mp.flops.model_shape import elements_met
+from lightning_mp.flops.model_shape import elements_used
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.preflight_checks.scheduler_facts import schedulers_longer_than
 from lightning_mp.tokens.budget import LandingMode, TokenBudget, TrimFunction
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
-
-__all__ = ["ChinchillaBudget"]
 
 _DEVICE_SECONDS = "lightning_mp_device_seconds"
 
@@ -124,7 +122,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self._device_seconds = 0.0
         self._hours_are_over = AsyncAnyRank()
         self._out_of_time = False
-        self._ended_before = self._has_told = False
+        self._ended_before = self._has_reported = False
         self._controller: AccumulationController | None = None
         self._first_batch = True
 
@@ -189,7 +187,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Counts parameters and sets the budget."""
-        self._has_told = False
+        self._has_reported = False
         assert self._controller is not None
         targets = self._targets(trainer, pl_module)
         for _, said in targets:
@@ -230,8 +228,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
             )
         self._clock, self._num_devices, self._first_batch = time.monotonic(), trainer.world_size, True
         is_late = self.device_hours is not None and self.device_seconds >= 3600 * self.device_hours
-        self._out_of_time = bool(trainer.strategy.broadcast(is_late))  # each rank has a clock of its own
-        self._has_told = False
+        self._out_of_time = bool(trainer.strategy.broadcast(is_late))  # each rank has its own clock
+        self._has_reported = False
         self._ended_before = self.reached
         trainer.should_stop = trainer.should_stop or self.reached
 
@@ -261,9 +259,9 @@ class ChinchillaBudget(SettingsRepr, Callback):
         """Warns with the first batch if the run ends before the budget, or the budget long before a scheduler."""
         if self._first_batch:
             self._first_batch = False
-            self._warn_of_an_early_end(trainer, batch)
+            self._warn_about_early_end(trainer, batch)
 
-    def _warn_of_an_early_end(self, trainer: "pl.Trainer", batch: Any) -> None:
+    def _warn_about_early_end(self, trainer: "pl.Trainer", batch: Any) -> None:
         assert self._controller is not None
         if self.budget_tokens is None:
             return
@@ -323,7 +321,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self._stop_clock()
         RunState.of(trainer).flush()
         counter = self._controller.counter
-        counter.settle()
+        counter.flush_pending()
         rank_zero_info(
             f"ChinchillaBudget, tokens over all ranks: {counter.input_tokens:,} in the inputs,"
             f" {counter.nonpad_tokens:,} without padding, {counter.tokens:,} in the loss, of those"
@@ -331,9 +329,9 @@ class ChinchillaBudget(SettingsRepr, Callback):
             f" {self.device_seconds / 3600:.3g} device hours."
         )
         if not self.reached:
-            self._warn_of_the_rest("max_steps, max_epochs, max_time or another callback ended it first")
+            self._warn_about_rest("max_steps, max_epochs, max_time or another callback ended it first")
             return
-        self._has_told = True
+        self._has_reported = True
         if self._ended_before:
             rank_zero_info(
                 f"The budget was spent before this fit, which made no step: {self.tokens_seen:,} tokens,"
@@ -357,8 +355,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
             f" {trainer.global_step:,} steps.{saved}"
         )
 
-    def _warn_of_the_rest(self, cause: str) -> None:
-        self._has_told = True
+    def _warn_about_rest(self, cause: str) -> None:
+        self._has_reported = True
         if self.budget_tokens is not None:
             spent = f"{self.tokens_spent:,} of {self.budget_tokens:,} budgeted tokens ({self.fraction:.1%})"
         else:
@@ -370,15 +368,15 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Says so if Lightning had nothing to train."""
-        if not self._has_told and not self.reached and (self.budget_tokens or self.device_hours):
-            self._warn_of_the_rest("max_steps or max_epochs was reached before this fit, or there were no batches")
+        if not self._has_reported and not self.reached and (self.budget_tokens or self.device_hours):
+            self._warn_about_rest("max_steps or max_epochs was reached before this fit, or there were no batches")
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Says so after an interrupt, which Lightning takes for an end."""
         self._stop_clock()
-        is_fit = not self._has_told and self._controller is not None and (self.budget_tokens or self.device_hours)
+        is_fit = not self._has_reported and self._controller is not None and (self.budget_tokens or self.device_hours)
         if isinstance(exception, KeyboardInterrupt) and is_fit and not self.reached:
-            self._warn_of_the_rest("it was interrupted")
+            self._warn_about_rest("it was interrupted")
 
 
 def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", which: Counted) -> tuple[int, int, str]:
@@ -398,7 +396,7 @@ def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", wh
             " budget would be 0 tokens. Give tokens=, or count other parameters."
         )
     try:
-        met = sum(elements_met(model, everything))
+        met = sum(elements_used(model, everything))
     except ValueError:
         met, said = number, f"{said}; no configuration says how many experts a token is sent to"
     return number, met, said

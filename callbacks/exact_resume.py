@@ -32,8 +32,6 @@ from lightning_mp.resume.metric_states import metric_states, restore_metric_stat
 from lightning_mp.resume.random_numbers import captured, restore
 from lightning_mp.resume.records import RECORDED_KINDS, write_record
 
-__all__ = ["ExactResume"]
-
 _LIST = Kind("a list", lambda value: isinstance(value, list))
 _MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
 
@@ -102,7 +100,7 @@ class ExactResume(SettingsRepr, Callback):
 
         def process(dataloader: object) -> object:
             processed = processing.original(dataloader)
-            self._look_at(trainer, processed)
+            self._inspect(trainer, processed)
             return processed
 
         def begin(states: list[dict[str, Any]]) -> None:
@@ -120,7 +118,7 @@ class ExactResume(SettingsRepr, Callback):
         private_loop_api.before_each_advance(trainer, lambda: self._begin_epoch(trainer))
         private_loop_api.around_validation(trainer, lambda: self._begin_validation(trainer), self._end_validation)
 
-    def _look_at(self, trainer: "pl.Trainer", loader: object) -> None:
+    def _inspect(self, trainer: "pl.Trainer", loader: object) -> None:
         """Gives a training loader a state, unless it has one."""
         patches = Patches.of(trainer)
         if trainer.state.stage != RunningStage.TRAINING:

@@ -41,8 +41,6 @@ from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.ragged_batches import RaggedBatches
 
-__all__ = ["GradientNoiseScale"]
-
 _COUNT = "Pass count=, a function from a batch to its number of samples."
 _OPEN_WINDOW = "lightning_mp_noise_window"
 
@@ -159,7 +157,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Says what was found."""
-        self._settle()
+        self._flush_pending()
         if self.average.windows:
             rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
 
@@ -199,7 +197,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
             controller = AccumulationController.of(trainer)
             if controller is not None and controller.measure is not None and controller.measure.input_tokens:
                 return controller.measure.input_tokens  # by a user's function, as there is no tensor
-            self._tell(str(error))
+            self._report(str(error))
             return None
 
     def _count_tokens(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> float | Tensor:
@@ -244,7 +242,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
             return
         seen = [parameter for parameter in _stepped(trainer) if parameter.grad is not None]
         if self._sharded and not seen:
-            self._tell(
+            self._report(
                 "sharded gradients are reduced at the end of a window only, so there is no gradient of the first"
                 " micro-batch alone. Use AccumulationScheduler(..., sync='micro_batch')."
             )
@@ -280,10 +278,10 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 " Trainer(accumulate_grad_batches=2), with smaller batches. Longer windows are used as they come."
             )
         if reason:
-            self._tell(reason)
+            self._report(reason)
         return not reason
 
-    def _tell(self, reason: str) -> None:
+    def _report(self, reason: str) -> None:
         if not self._told:
             self._told = True
             rank_zero_warn(f"GradientNoiseScale has no estimate for now: {reason}")
@@ -354,7 +352,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 *inputs, tokens_per_sample = numbers
                 self.average.add(*inputs, tokens_per_sample=tokens_per_sample)
 
-    def _settle(self) -> None:
+    def _flush_pending(self) -> None:
         if self._trainer is not None:
             RunState.of(self._trainer).flush()
             self._read()
@@ -390,11 +388,11 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, settled."""
-        self._settle()
+        self._flush_pending()
         return self.average.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from saved averages."""
+        """Continues from saved averages."""
         self.average.load_state_dict(state_dict)
 
 

@@ -31,8 +31,6 @@ from lightning_mp.tokens.count_unit import CountUnit, counted_unit, samples_of
 from lightning_mp.tokens.counter import TokenCounterDeltas
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
-__all__ = ["MFUMonitor"]
-
 
 class MFUMonitor(SettingsRepr, Callback):
     """Logs how fast a run goes and how much of the machine it uses.
@@ -138,7 +136,7 @@ class MFUMonitor(SettingsRepr, Callback):
         self._tally: FlopTally | None = None
         self._is_settled = self._is_on_cpu = False
         self._is_running = self._is_warm = False
-        self._left_out = 0
+        self._warn_once = 0
         self._changes: TokenCounterDeltas | None = None
         self._validation_began: float | None = None
 
@@ -170,7 +168,7 @@ class MFUMonitor(SettingsRepr, Callback):
         self._is_settled = self._is_warm = self._is_count_checked = False
         self._refuse_compiled(pl_module)
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
-        self._left_out = 1 if is_pipelined(trainer) else 0
+        self._warn_once = 1 if is_pipelined(trainer) else 0
         self.flop_count = None
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
@@ -210,7 +208,7 @@ class MFUMonitor(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the last reading and prints the rates of the run."""
-        self._settle_and_read()
+        self._flush_and_read()
         self._stop()
         if self.total.tokens_per_second is not None:
             rank_zero_info(f"MFUMonitor, whole run: {self.total.summary(self._counted)}.")
@@ -245,7 +243,7 @@ class MFUMonitor(SettingsRepr, Callback):
             measure = self._controller.measure
             self._count_in(self._controller.weighting, measure.input_tokens if measure is not None else 0, batch)
             self._is_count_checked = measure is not None
-        if self._left_out == 0 and not self._is_settled and not _is_compiled(pl_module):
+        if self._warn_once == 0 and not self._is_settled and not _is_compiled(pl_module):
             self._stop_counting()  # of a micro-batch that was declined
             self._tally = FlopTally().__enter__()
 
@@ -260,7 +258,7 @@ class MFUMonitor(SettingsRepr, Callback):
         if tally is not None:
             tally.__exit__(None, None, None)
 
-    def _settle_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+    def _determine_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """What a token costs, over all ranks, and what the devices could do; once per fit, with one wait."""
         self._is_settled = True
         assert self._controller is not None
@@ -292,9 +290,9 @@ class MFUMonitor(SettingsRepr, Callback):
             trainer.strategy.root_device, str(trainer.precision), counted_format, given=self.peak_flops
         )
         self.throughput.work = Work(model, hardware, peak * trainer.world_size if peak is not None else None)
-        self._tell(trainer, self.throughput.work, again, device)
+        self._report(trainer, self.throughput.work, again, device)
 
-    def _tell(self, trainer: "pl.Trainer", work: Work, again: float | None, device: str) -> None:
+    def _report(self, trainer: "pl.Trainer", work: Work, again: float | None, device: str) -> None:
         if work.model_flops_per_token is None:
             rank_zero_warn(
                 "MFUMonitor logs no MFU: it can count no operation of the first micro-batch. Give"
@@ -331,7 +329,7 @@ class MFUMonitor(SettingsRepr, Callback):
         if self._controller.is_open:
             return
         if self._is_on_cpu:
-            self._controller.counter.settle()  # nothing to wait for
+            self._controller.counter.flush_pending()  # nothing to wait for
         if self._changes is not None and self._changes.any:
             self._read(self._clock())
 
@@ -339,9 +337,9 @@ class MFUMonitor(SettingsRepr, Callback):
         """The first micro-batch that was trained on is over."""
         was_trained_on = self._tally is None  # without a loss there is no backward
         self._stop_counting()
-        if was_trained_on and self._left_out == 0:
-            self._settle_work(trainer, pl_module, batch)
-        self._left_out = max(0, self._left_out - 1)
+        if was_trained_on and self._warn_once == 0:
+            self._determine_work(trainer, pl_module, batch)
+        self._warn_once = max(0, self._warn_once - 1)
 
     def _metrics(self) -> dict[str, float]:
         return {f"mp/{name}": value for name, value in self.window.by_name(self._counted).items() if value is not None}
@@ -352,7 +350,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Stops the clock when the device has caught up."""
         if self._is_running:
-            self._settle_and_read()
+            self._flush_and_read()
             self._validation_began = self._clock()
             self.throughput.stop_clock()
 
@@ -365,11 +363,11 @@ class MFUMonitor(SettingsRepr, Callback):
             if self._is_warm:
                 self.throughput.start_clock(now)
 
-    def _settle_and_read(self) -> None:
+    def _flush_and_read(self) -> None:
         if self._is_running and self._controller is not None:
             if self._trainer is not None:
                 RunState.of(self._trainer).flush()
-            self._controller.counter.settle()
+            self._controller.counter.flush_pending()
             self._read(self._clock())
 
     def _read(self, now: float) -> None:
@@ -389,11 +387,11 @@ class MFUMonitor(SettingsRepr, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The totals, settled."""
-        self._settle_and_read()
+        self._flush_and_read()
         return self.throughput.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from saved totals."""
+        """Continues from saved totals."""
         self.throughput.load_state_dict(state_dict)
 
 

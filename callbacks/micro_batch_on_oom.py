@@ -33,8 +33,6 @@ from lightning_mp.modules.state import keep_module
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.loss_weighting import Weighting
 
-__all__ = ["MicroBatchOnOOM"]
-
 
 class MicroBatchOnOOM(SettingsRepr, Callback):
     """Halves the micro-batch when memory runs out in forward or backward, and continues with the same gradient.
@@ -106,7 +104,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes over the training step."""
         _refuse_module(trainer, pl_module)
-        _warn_of_mixing_layers(pl_module)
+        _warn_about_mixing_layers(pl_module)
         original = pl_module.training_step
         self._step = MicrobatchedStep(trainer, pl_module, original)
         self._weighting = self._pending_size = None
@@ -307,7 +305,7 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
         )
 
 
-def _warn_of_mixing_layers(pl_module: "pl.LightningModule") -> None:
+def _warn_about_mixing_layers(pl_module: "pl.LightningModule") -> None:
     mixing = [name for name, module in pl_module.named_modules() if "BatchNorm" in type(module).__name__]
     if mixing:
         rank_zero_warn(

@@ -23,8 +23,6 @@ from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatch
 from lightning_mp.optimizer_step.step_limit import RealStepLimit
 from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
 
-__all__ = ["OverflowMonitor"]
-
 #: From LossScaler's largest to its smallest scale, by half on each skip.
 _SKIPS_OF_A_FALLING_SCALE = 48
 #: A run of a few steps, a trial, says nothing about the one that follows.
@@ -151,7 +149,7 @@ class OverflowMonitor(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last outcome, so that the totals are final; warns if too many steps were skipped."""
-        self._settle()
+        self._flush_pending()
         attempts, skips = self.attempted_steps - self._before[0], self.skipped_steps - self._before[1]
         many = max(_FEWEST_SKIPS, attempts / 10, min(_SKIPS_OF_A_FALLING_SCALE, attempts / 2))
         if self.stop_reason is None and skips > many:
@@ -210,7 +208,7 @@ class OverflowMonitor(SettingsRepr, Callback):
     ) -> None:
         """Ends the run after too many skipped steps."""
         if self._limit is not None and self._limit.is_reached():
-            self._settle()
+            self._flush_pending()
         if self._stop_now:
             self._stop(trainer)
 
@@ -242,7 +240,7 @@ class OverflowMonitor(SettingsRepr, Callback):
             category=RuntimeWarning,
         )
 
-    def _settle(self) -> None:
+    def _flush_pending(self) -> None:
         if self._trainer is not None:
             RunState.of(self._trainer).flush()
 
@@ -250,7 +248,7 @@ class OverflowMonitor(SettingsRepr, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The totals, settled."""
-        self._settle()
+        self._flush_pending()
         return {
             "attempted_steps": self.attempted_steps,
             "skipped_steps": self.skipped_steps,
@@ -258,7 +256,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from saved totals."""
+        """Continues from saved totals."""
         kinds = dict.fromkeys(("attempted_steps", "skipped_steps", "skip_streak"), COUNT)
         state = checked_state(state_dict, kinds, "OverflowMonitor")
         self.attempted_steps = state["attempted_steps"]
@@ -275,7 +273,7 @@ class OverflowMonitor(SettingsRepr, Callback):
 
 
 def _unhealthy_streak(scaler: object) -> int:
-    """So many skips in a row that no healthy run meets them: about twice what a scale needs to fall all the way.
+    """Skips in a row, so many that no healthy run meets them: about twice what a scale needs to fall all the way.
 
     Example:
         >>> import torch

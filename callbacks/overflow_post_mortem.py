@@ -36,8 +36,6 @@ from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 from lightning_mp.precision.base import GradientStepPrecision
 
-__all__ = ["OverflowPostMortem"]
-
 _STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
 
 
@@ -149,7 +147,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         if self.replay:
             self._make_up(trainer, pl_module)
             self._end()
-        if self._tally.has_more_than_was_told and trainer.is_global_zero:
+        if self._tally.has_unreported and trainer.is_global_zero:
             lightning_logger().warning(self._tally.summary())
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
@@ -219,7 +217,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def _examine(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome, parameters: list[int]
     ) -> None:
-        """Runs the window again if asked for; puts together what all ranks know; writes it down."""
+        """Runs the window again if requested; puts together what all ranks know; writes it down."""
         result, note = SearchResult(None), ""
         if self.replay:
             note = self._why_no_replay(trainer, outcome)
@@ -282,7 +280,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
             return bool(ranks.sum_(torch.tensor([float(condition)], device=pl_module.device)).item())
 
         replay = Replay(trainer, pl_module, outcome.loss_scale)
-        with replay.left_no_trace():
+        with replay.state_restored():
             return search_overflow(
                 replay,
                 self._windows[outcome.step_index],

@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.diagnostics.audit.asked import AskedPrecision
 from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
 from lightning_mp.diagnostics.audit.records import AuditReport
+from lightning_mp.diagnostics.audit.requested import RequestedPrecision
 from lightning_mp.diagnostics.audit.stages import join_stages
 from lightning_mp.diagnostics.audit.table import audit_table
 from lightning_mp.diagnostics.audit.watch import PrecisionWatch
@@ -22,8 +22,6 @@ from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import Float8Precision
-
-__all__ = ["PrecisionAudit"]
 
 _MOST_IN_LOG = 12
 
@@ -158,12 +156,12 @@ def _of_all_stages(
     return join_stages([stage for stage, _ in told], names), any(seen for _, seen in told)
 
 
-def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> AskedPrecision:
+def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> RequestedPrecision:
     """What the precision plugin was asked for; its policy and its fp8 layers by their public attributes."""
     plugin = trainer.precision_plugin
     policy = getattr(plugin, "policy", None)
     layers = plugin.layers if isinstance(plugin, Float8Precision) else []
-    return AskedPrecision(
+    return RequestedPrecision(
         str(plugin.precision),
         policy.resolve(pl_module) if isinstance(policy, PrecisionPolicy) else None,
         tuple(layer.name for layer in layers if layer.skipped_because is None),

@@ -12,8 +12,6 @@ from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.preflight_checks.report import PreflightReport, Severity
 
-__all__ = ["Preflight"]
-
 RaiseOn = Literal["error", "warning", "advice", "never"]
 
 
@@ -80,10 +78,10 @@ class Preflight(SettingsRepr, Callback):
 def _report(trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> PreflightReport:
     # Importing the package should not cost what nobody may ask for.
     from lightning_mp.preflight_checks.data_facts import FoundData
-    from lightning_mp.preflight_checks.trainer_look import TrainerLook
+    from lightning_mp.preflight_checks.trainer_inspection import TrainerInspection
 
     batches = trainer.num_training_batches
     number = None if batches == float("inf") else int(batches)
     datamodule = vars(trainer).get("datamodule")
     data = FoundData(batch, trainer.train_dataloader, number, datamodule, is_limited=True)
-    return TrainerLook(trainer, pl_module).report(lambda: data, trainer.ckpt_path)
+    return TrainerInspection(trainer, pl_module).report(lambda: data, trainer.ckpt_path)

@@ -10,8 +10,6 @@ from lightning_mp.core.arguments import positive_number
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.heartbeat import Heartbeat
 
-__all__ = ["RankWatchdog"]
-
 
 class RankWatchdog(SettingsRepr, Callback):
     """Ends a run that makes no progress, with a message that names the rank that hangs.

@@ -19,8 +19,6 @@ from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 
-__all__ = ["StopAtBoundary"]
-
 
 class StopAtBoundary(SettingsRepr, Callback):
     """Saves and ends the run at the next optimizer step after a signal or a time limit.

@@ -20,8 +20,6 @@ from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
-__all__ = ["TokenLearningRate"]
-
 
 class TokenLearningRate(SettingsRepr, Callback):
     """Sets the learning rate of every optimizer step by the tokens trained on before it.
@@ -106,14 +104,14 @@ class TokenLearningRate(SettingsRepr, Callback):
         return self._controller.counter.tokens_before_last_window - self._controller.counter.skipped_tokens
 
     @property
-    def _skips_are_made_up_for(self) -> bool:
+    def _skips_are_compensated(self) -> bool:
         assert self._controller is not None
         budget = self._controller.budget
         return budget is not None and budget.makes_up_for_skips
 
     def _advance(self, trained_tokens: int) -> float:
         assert self._controller is not None
-        shorten = (self.tokens is None or self.is_cooling_down) and not self._skips_are_made_up_for
+        shorten = (self.tokens is None or self.is_cooling_down) and not self._skips_are_compensated
         return self._run.advance(trained_tokens, self._controller.counter.skipped_tokens, skips_shorten=shorten)
 
     # -- cooldown ------------------------------------------------------------------------------------------------------
@@ -157,7 +155,7 @@ class TokenLearningRate(SettingsRepr, Callback):
     def _begin_cooldown(self, trainer: "pl.Trainer") -> None:
         assert self._controller is not None
         budget, trained = self._controller.budget, self._trained_tokens
-        spent = trained + (0 if self._skips_are_made_up_for else self._controller.counter.skipped_tokens)
+        spent = trained + (0 if self._skips_are_compensated else self._controller.counter.skipped_tokens)
         length, self._cooldown = CooldownRequest.tokens(self._cooldown, trained), 0.0
         if budget is not None:
             length = max(1, min(length, budget.tokens - spent))
@@ -231,7 +229,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             self._run = ScheduleRun(self.schedule)
         self._begin(trainer, horizon)
         if budget is not None and not self.is_cooling_down:
-            self._warn_of_a_missed_end(budget.tokens, f"the budget has {budget.tokens:,} tokens")
+            self._warn_about_missed_end(budget.tokens, f"the budget has {budget.tokens:,} tokens")
         self._set_rates(trainer)
 
     def _begin(self, trainer: "pl.Trainer", horizon: int) -> None:
@@ -239,7 +237,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         counter, old_horizon = self._controller.counter, self.horizon_tokens
         trained = counter.tokens - counter.skipped_tokens
         before = self._advance(trained) if old_horizon is not None else None
-        shorten = self.tokens is None and not self._skips_are_made_up_for
+        shorten = self.tokens is None and not self._skips_are_compensated
         self._run.begin(horizon, counter.skipped_tokens, skips_shorten=shorten)
         now = self._advance(trained)
         if before is not None and abs(now - before) > 0.01 * max(now, before):
@@ -262,7 +260,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         assert self._controller is not None
         if self._controller.budget is None:
             trained = self._controller.counter.tokens - self._controller.counter.skipped_tokens
-            self._warn_of_a_missed_end(trained, f"the run ended after {trained:,} tokens")
+            self._warn_about_missed_end(trained, f"the run ended after {trained:,} tokens")
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -273,7 +271,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         assert self._controller is not None
         if self._first_batch:
             self._first_batch = False
-            self._look_at(trainer, batch)
+            self._inspect(trainer, batch)
         if not self._controller.is_open:
             self._cooldown = self._request.agree(pl_module.device) or self._cooldown
 
@@ -290,7 +288,7 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     # -- warnings ------------------------------------------------------------------------------------------------------
 
-    def _look_at(self, trainer: "pl.Trainer", batch: Any) -> None:
+    def _inspect(self, trainer: "pl.Trainer", batch: Any) -> None:
         """Refuses a batch without tokens; warns if the run will end far from the schedule's end."""
         assert self._controller is not None
         assert self._controller.weighting is not None
@@ -307,9 +305,9 @@ class TokenLearningRate(SettingsRepr, Callback):
             tokens = self._controller.counter.tokens + min(micro_batches) * self._controller.input_tokens(batch)
             # Padding is in it, and batches differ: only a horizon that is far too long can be told now.
             if self.horizon_tokens is not None and self.horizon_tokens > LONGEST_COSINE * tokens:
-                self._warn_of_a_missed_end(tokens, f"a run of batches like the first has about {tokens:,} tokens")
+                self._warn_about_missed_end(tokens, f"a run of batches like the first has about {tokens:,} tokens")
 
-    def _warn_of_a_missed_end(self, run_tokens: int, run: str) -> None:
+    def _warn_about_missed_end(self, run_tokens: int, run: str) -> None:
         assert self.horizon_tokens is not None
         fault = missed_end(self.schedule, self.horizon_tokens, run_tokens) if run_tokens > 0 else None
         if fault is not None and not self._warned:
@@ -363,24 +361,24 @@ class CooldownRequest:
         self._asked = AsyncAllReduce(2)
 
     def agree(self, device: torch.device) -> float:
-        """What ranks have asked for; 0 for nothing. To be called on all of them when a window opens."""
+        """What ranks have requested; 0 for nothing. To be called on all of them when a window opens."""
         asked, self.amount = self.amount, 0.0
         ranks, total = self._asked.add([float(asked > 0), asked], device)
         return total / ranks if ranks else 0.0
 
     @staticmethod
     def tokens(amount: float, trained_tokens: int) -> int:
-        """The length of a cooldown that begins after so many tokens."""
+        """The length of a cooldown that begins after n tokens."""
         if amount >= 1:
             return round(amount)
         return max(1, round(trained_tokens * amount / (1 - amount)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What was asked for and is not agreed on yet."""
+        """What was requested and is not agreed on yet."""
         return {"amount": self.amount, "sums": self._asked.arrived()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; what was asked for since then stays."""
+        """Continues from a saved state; what was requested since then stays."""
         state = checked_state(state, COOLDOWN_KINDS, "a cooldown that was asked for")
         self.amount = self.amount or state["amount"]
         self._asked.load(state["sums"])

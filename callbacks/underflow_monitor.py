@@ -26,10 +26,10 @@ from lightning_mp.callbacks._gradient_exponents import (
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import names_in, positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.saved_state import checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.diagnostics.underflow.exponents import narrow_format
@@ -42,8 +42,6 @@ from lightning_mp.diagnostics.underflow.observation import (
 )
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_observation
 from lightning_mp.diagnostics.underflow.table import ExponentTable
-
-__all__ = ["UnderflowMonitor"]
 
 _KINDS = ("gradients", "activations", "activation_gradients")
 #: So many of the last observations the suggested scale has to suit.
@@ -140,7 +138,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._logged: dict[str, float] = {}
         self._hooks: ActivationWatch | None = None
         self._backwards: BackwardWatch | None = None
-        self._left_out = LeftOut("UnderflowMonitor")
+        self._warn_once = WarnOnce("UnderflowMonitor")
         self._forget()
 
     def _forget(self) -> None:
@@ -159,13 +157,13 @@ class UnderflowMonitor(SettingsRepr, Callback):
     @property
     def latest(self) -> UnderflowObservation | None:
         """The last observation; reading it may wait for the device."""
-        self._settle()
+        self._flush_pending()
         return self._latest
 
     @property
     def history(self) -> list[dict[str, UnderflowSummary]]:
         """Summaries by kind, oldest first; the last 1000."""
-        self._settle()
+        self._flush_pending()
         return list(self._history)
 
     @property
@@ -175,7 +173,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         Gradients of activations, if they are watched, have to fit as well. Give it to ``LossScaler(init_scale=...)`` or
         ``LossScaler.static(...)``.
         """
-        self._settle()
+        self._flush_pending()
         return self._suggestion()
 
     def plot(self, path: str | Path, kind: str = "gradients", *, by_layer: bool = False) -> None:
@@ -228,13 +226,13 @@ class UnderflowMonitor(SettingsRepr, Callback):
             self._activations.get("activations"),
             self._activations.get("activation_gradients"),
             lambda: self._factor(loss_scale_of(trainer), already_scaled=True),
-            self._left_out,
+            self._warn_once,
         ).attach()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Watches the backward of an observed step; from here on forwards are recomputations."""
         if self.needs_gradients(trainer.global_step):
-            self._backwards = (self._backwards or BackwardWatch(pl_module.device, self._left_out)).attach(loss)
+            self._backwards = (self._backwards or BackwardWatch(pl_module.device, self._warn_once)).attach(loss)
         if self._hooks is not None:
             self._hooks.in_backward = True
             # The plugin may have changed it before the end of the batch.
@@ -247,7 +245,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         if self._backwards is not None:
             self._backwards.detach()
         if self._pending is not None and self._pending.step_index < trainer.global_step:
-            self._settle()
+            self._flush_pending()
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -273,11 +271,11 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._detach()
         begun, scale = self._activations_step, self._scale_now
         if begun is not None and scale is not None and trainer.global_step > begun:
-            self._send(trainer, {}, scale)  # no gradients were asked for, so no hook before the step has
+            self._send(trainer, {}, scale)  # no gradients were requested, so no hook before the step has
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation."""
-        self._settle()
+        self._flush_pending()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Takes everything away."""
@@ -310,7 +308,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         kept_in_fp32: tuple[str, ...] = (),
     ) -> None:
         """Starts the one transfer of an observation."""
-        self._settle()
+        self._flush_pending()
         self._detach()
         if self._activations_step is not None:
             tables = tables | self._activations
@@ -321,7 +319,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         numbers = HostCopy(pack_observation(scale, largest, tables.values()))
         self._pending = _Pending(trainer, step_index, names, numbers, kept_in_fp32)
 
-    def _settle(self) -> None:
+    def _flush_pending(self) -> None:
         """Reads the observation that is on its way, if there is one."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -353,14 +351,14 @@ class UnderflowMonitor(SettingsRepr, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The latest observation and the history."""
-        self._settle()
+        self._flush_pending()
         return {
             "latest": None if self._latest is None else self._latest.as_dict(),
             "history": [{kind: asdict(s) for kind, s in summaries.items()} for summaries in self._history],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a saved history."""
+        """Continues from a saved history."""
         state_dict = checked_state(state_dict, STATE_KINDS, "UnderflowMonitor")
         latest = state_dict["latest"]
         self._latest = None if latest is None else UnderflowObservation.from_dict(latest)

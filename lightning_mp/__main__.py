@@ -18,19 +18,9 @@ from lightning_mp.comparison.cli import add_compare_command
 from lightning_mp.demo.cli import add_demo_command
 from lightning_mp.demo.compare import DEMO_MODEL
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        arguments: The words of the command line; None takes those of this process.
-
-    Returns:
-        The exit code: 0, 130 after Ctrl-C, 141 where the reader of a pipe, such as head, has gone. Wrong input ends the
-        process with code 2 and one line that says why.
-    """
+    """Runs one command."""
     try:
         try:
             return _run(arguments)

@@ -5,8 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_page"]
-
 
 def write_page(out: Path, page: Path, parts: Collection[str]) -> None:
     """Writes the page from the JSON file of each part in a folder; pictures and copies of these files beside it.

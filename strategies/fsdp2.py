@@ -20,15 +20,15 @@ from torch.optim import Optimizer
 from lightning_mp.checkpoints.atomic import (
     begin_checkpoint,
     commit_checkpoint,
+    existing_checkpoint,
     is_local,
+    recover_checkpoint,
     remove_checkpoint,
-    settle_checkpoint,
-    standing_checkpoint,
     temporary_path,
 )
 from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress
-from lightning_mp.checkpoints.sharded import load_checkpoint, without_a_made_up_step
+from lightning_mp.checkpoints.sharded import load_checkpoint, without_synthetic_step
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import true_or_false, whole_number
@@ -42,7 +42,7 @@ from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizers.low_bit_states import refuse_whole_checkpoints
-from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, forget_a_step_that_failed
+from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, clear_failed_step
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,
@@ -54,8 +54,6 @@ from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 from lightning_mp.tensor_parallel.known_models import Style
 from lightning_mp.tensor_parallel.plan import Plan, check_divisible, read_plan, resolve_plan
 from lightning_mp.tensor_parallel.sequence_parallel import check_sequence_styles
-
-__all__ = ["FSDP2Strategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -266,11 +264,11 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             reshard_after_forward=self.reshard_after_forward,
         )
         self.unit_names = tuple(names)
-        self._say_what_was_done(module, styles)
+        self._report_setup(module, styles)
 
-    def _say_what_was_done(self, module: "pl.LightningModule", styles: Mapping[str, Style]) -> None:
+    def _report_setup(self, module: "pl.LightningModule", styles: Mapping[str, Style]) -> None:
         modules = dict(named_modules(module))
-        # fully_shard puts a class of its own before that of the module
+        # fully_shard puts its own class before that of the module
         classes = sorted({type(modules[name]).__bases__[-1].__name__ for name in self.unit_names})
         units = f"{len(self.unit_names)} units of class {', '.join(classes)}, and the rest" if classes else "one unit"
         shards = self.world_size // self.replicate_size // self.tensor_parallel_size
@@ -296,7 +294,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         check_earlier_layout(
             module, {"tensor_parallel": self.tensor_parallel_size, "replicate": self.replicate_size}, "FSDP2Strategy"
         )
-        forget_a_step_that_failed(module)
+        clear_failed_step(module)
         units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         rounded = [dtype for unit in units if (dtype := private_sharding_api.sharding_param_dtype(unit)) is not None]
         precision = str(self.precision_plugin.precision)
@@ -319,11 +317,11 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
 
     def on_train_end(self) -> None:
         """Checks that ranks agreed in the last step as well."""
-        self._settle_ranks()
+        self._flush_ranks()
 
-    def _settle_ranks(self) -> None:
+    def _flush_ranks(self) -> None:
         if self._ranks_alike is not None:
-            self._ranks_alike.settle()
+            self._ranks_alike.flush_pending()
 
     def on_validation_end(self) -> None:
         """Frees the weights that are gathered for the whole of a step; no backward has done it."""
@@ -354,12 +352,12 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             convert_optimizer_states(self.lightning_module, [inner])  # it may have been made inside of the fit
         if not self.save_distributed_checkpoint:
             return full_optimizer_state(inner, keep=self.is_global_zero)
-        with without_a_made_up_step(inner):
+        with without_synthetic_step(inner):
             return super().optimizer_state(inner)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes under a temporary name, and renames it when all ranks are done."""
-        self._settle_ranks()
+        self._flush_ranks()
         path = self._local(self.broadcast(filepath))
         if self.is_global_zero:
             begin_checkpoint(path)
@@ -374,13 +372,13 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         """Reads shards or a single file, written by any number of ranks."""
         assert self.model is not None
         assert self.lightning_module is not None
-        path = standing_checkpoint(self._local(self.broadcast(checkpoint_path)))
+        path = existing_checkpoint(self._local(self.broadcast(checkpoint_path)))
         checkpoint = load_checkpoint(
             path, self.model, self.optimizers, strict=self.lightning_module.strict_loading, weights_only=weights_only
         )
         self.barrier()
         if self.is_global_zero:
-            settle_checkpoint(path)
+            recover_checkpoint(path)
         return checkpoint
 
     def _local(self, path: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
-"""A model that an earlier run has sharded: whether it can go on so, and what a step that failed has left in it."""
+"""A model that an earlier run has sharded: whether it can continue so, and what a step that failed has left in it."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,21 +7,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_earlier_layout", "forget_a_step_that_failed"]
-
 
 def check_earlier_layout(module: nn.Module, wanted: Mapping[str, int], owner: str) -> None:
-    """A second run of the same module keeps its layout.
-
-    Args:
-        module: sharded.
-        wanted: for each name of a dimension of meshes the size that this run wants, 1 for none. Models that shard
-            themselves may have meshes with other names, of which nothing is known.
-        owner: of the message.
-
-    Raises:
-        MisconfigurationException: if the layout is another one.
-    """
+    """A second run of the same module keeps its layout."""
     sizes: dict[str, int] = {}
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
@@ -39,7 +27,7 @@ def check_earlier_layout(module: nn.Module, wanted: Mapping[str, int], owner: st
             )
 
 
-def forget_a_step_that_failed(module: nn.Module) -> None:
+def clear_failed_step(module: nn.Module) -> None:
     """Frees weights that an exception has left gathered in the middle of a forward or backward, and their gradients.
 
     Until torch 2.13, which has ``FSDPModule.reset_iter_state``, weights that are gathered for a whole step stay so.

@@ -18,13 +18,11 @@ from lightning_mp.core.precisions import low_dtype
 from lightning_mp.distributed.all_gather_dtypes import gathered_dtypes
 from lightning_mp.distributed.materialize import Materialiser, not_initialisable
 from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
-from lightning_mp.distributed.sharding_rules import refuse_half_of_a_tie
+from lightning_mp.distributed.sharding_rules import refuse_half_tied_units
 from lightning_mp.modules.class_forward import class_forward
 from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
-
-__all__ = ["STEPS", "ForwardMethods", "shard_model", "units_for"]
 
 #: Methods of a LightningModule that begin with a forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -40,22 +38,7 @@ def shard_model(
     device: torch.device,
     reshard_after_forward: bool | int | None,
 ) -> None:
-    """Brings unit after unit to life, onto the device, splits its layers and shards it; the model itself last.
-
-    Args:
-        module: the model.
-        names: of the units, besides the model.
-        split: splits layers over the ranks that compute one model together.
-        data_mesh: over which units are sharded; with two dimensions they are copied along the first.
-        plugin: says in which dtype weights are gathered.
-        device: of the run.
-        reshard_after_forward: see ``fully_shard``.
-
-    Raises:
-        MisconfigurationException: if a module on the meta device cannot be initialised, parameters are complex or have
-            sparse gradients, or, in manual optimization, parameters are in no module that is called.
-        ValueError: in manual optimization, if modules that are called one by one share a parameter.
-    """
+    """Brings unit after unit to life, onto the device, splits its layers and shards it; the model itself last."""
     refuse_odd_parameters(module, "FSDP2Strategy")
     lost = not_initialisable(module)
     if lost:
@@ -66,7 +49,7 @@ def shard_model(
         )
     modules = dict(named_modules(module))
     roots = [""] if module.automatic_optimization else _roots_in_manual_optimization(module, names)
-    bring_to_life = Materialiser(device)
+    materialize = Materialiser(device)
     done: set[int] = set()
     for unit in units_of_one_dtype(module, units_for(module, [*names, *roots], plugin)):
         owned = []
@@ -75,7 +58,7 @@ def shard_model(
                 if id(part) not in done:
                     done.add(id(part))
                     owned.append((f"{name}.{part_name}".strip("."), part))
-        bring_to_life([part for _, part in owned])
+        materialize([part for _, part in owned])
         if split is not None:
             split.layers([name for name, _ in owned])
         parts = [modules[name] for name in unit.modules]
@@ -86,7 +69,7 @@ def shard_model(
             reshard_after_forward=reshard_after_forward,
         )
         for part in parts:
-            private_sharding_api.let_layers_rest(part)
+            private_sharding_api.allow_unused_layers(part)
     if split is not None:
         split.finish(device)
 
@@ -158,5 +141,5 @@ def _roots_in_manual_optimization(module: "pl.LightningModule", names: Sequence[
             " to no module that is called, so nothing would gather it. Put it into a submodule with a forward of its"
             " own."
         )
-    refuse_half_of_a_tie(module, roots, "put the modules that share it into one submodule with a forward.")
+    refuse_half_tied_units(module, roots, "put the modules that share it into one submodule with a forward.")
     return roots

@@ -47,8 +47,6 @@ from lightning_mp.strategies.pipeline_setup import (
 if TYPE_CHECKING:
     from lightning_mp.pipelining.runner import PipelineRunner
 
-__all__ = ["PipelineParallelStrategy"]
-
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MICROBATCHES_PER_STAGE = 4
 

@@ -23,23 +23,11 @@ from lightning_mp.strategies.refused import (
     refuse_sync_batchnorm,
 )
 
-__all__ = [
-    "arguments_of_any_strategy",
-    "check_earlier_split",
-    "description",
-    "read_split_points",
-    "refuse_what_cannot_be_split",
-    "split_into_stages",
-]
-
 
 def arguments_of_any_strategy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a ``DDPStrategy``, whose ways to start processes a pipeline shares, that every strategy has.
 
     Options of DDP may be there with DDP's own default, as jsonargparse fills them in.
-
-    Raises:
-        ValueError: if one of the others is set, which would do nothing here.
     """
     known = set(inspect.signature(ParallelStrategy.__init__).parameters) - {"self"}
     defaults = {
@@ -59,9 +47,6 @@ def arguments_of_any_strategy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def read_split_points(split_points: Sequence[str] | None) -> tuple[str, ...] | None:
     """Checks the argument; a name alone is one split point.
 
-    Raises:
-        ValueError: if it is no names.
-
     Example:
         >>> read_split_points("blocks.2"), read_split_points(["blocks.1", "blocks.2"])
         (('blocks.2',), ('blocks.1', 'blocks.2'))
@@ -78,11 +63,7 @@ def read_split_points(split_points: Sequence[str] | None) -> tuple[str, ...] | N
 
 
 def refuse_what_cannot_be_split(trainer: "pl.Trainer", strategy: ParallelStrategy) -> None:
-    """Refuses plugins, callbacks and settings that look at one rank only, or have copied the whole model.
-
-    Raises:
-        MisconfigurationException: with what to do instead.
-    """
+    """Refuses plugins, callbacks and settings that look at one rank only, or have copied the whole model."""
     owner = "PipelineParallelStrategy"
     why = "looks at one rank only, and stages would skip different steps"
     refuse_scaler_of_torch(trainer.precision_plugin, owner, why)
@@ -91,11 +72,7 @@ def refuse_what_cannot_be_split(trainer: "pl.Trainer", strategy: ParallelStrateg
 
 
 def check_earlier_split(earlier: StageSplit, stage: int, stages: int, split_points: Sequence[str] | None) -> None:
-    """A second run of the same module keeps its stages.
-
-    Raises:
-        MisconfigurationException: if it wants others.
-    """
+    """A second run of the same module keeps its stages."""
     if (earlier.stages, earlier.stage) != (stages, stage):
         raise MisconfigurationException(
             f"The model was split into {earlier.stages} stages by an earlier run, and this one wants {stages}. Make a"
@@ -114,13 +91,7 @@ def check_earlier_split(earlier: StageSplit, stage: int, stages: int, split_poin
 def split_into_stages(
     module: "pl.LightningModule", stage: int, stages: int, split_points: Sequence[str] | None, device: torch.device
 ) -> StageSplit:
-    """Gives all weights the values of rank 0 and keeps those of one stage.
-
-    Raises:
-        ValueError: if the layers cannot be split like that.
-        MisconfigurationException: if the module does not say what is needed, or something on the meta device has no
-            ``reset_parameters``.
-    """
+    """Gives all weights the values of rank 0 and keeps those of one stage."""
     layers = read_layers(module)
     splits = first_layers(module, layers, stages, split_points)
     lost = not_initialisable(module)
@@ -130,7 +101,7 @@ def split_into_stages(
             " reset_parameters(), so nothing can give their parameters and buffers a value. Define it, or build the"
             " model without init_module(empty_init=True)."
         )
-    return split_model(module, layers, splits, stage, bring_to_life=Materialiser(device))
+    return split_model(module, layers, splits, stage, materialize=Materialiser(device))
 
 
 def description(split: StageSplit, *, microbatches: int, replicas: int, schedule: str) -> str:

@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.gradients.comm_hook import ReducedDtype, reduced_precision_hook
 
-__all__ = ["ReducedPrecisionDDPStrategy"]
-
 
 class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
     """``DDPStrategy`` with a :func:`~lightning_mp.gradients.comm_hook.reduced_precision_hook`.

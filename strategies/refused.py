@@ -11,20 +11,9 @@ from torch.distributed.tensor import DTensor
 from lightning_mp.core import private_api, private_sharding_api
 from lightning_mp.precision.base import GradientStepPrecision
 
-__all__ = ["refuse_copies_of_the_model", "refuse_own_parallelism", "refuse_scaler_of_torch", "refuse_sync_batchnorm"]
-
 
 def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:
-    """Refuses Lightning's own fp16 plugin.
-
-    Args:
-        plugin: of the Trainer.
-        owner: name of the strategy.
-        why: what torch's ``GradScaler`` does there.
-
-    Raises:
-        MisconfigurationException: with our plugin instead.
-    """
+    """Refuses Lightning's own fp16 plugin."""
     if isinstance(plugin, MixedPrecision) and not isinstance(plugin, GradientStepPrecision) and plugin.scaler:
         raise MisconfigurationException(
             f"{owner} with Lightning's MixedPrecision('16-mixed'): torch's GradScaler {why}. Use"
@@ -33,16 +22,7 @@ def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:
 
 
 def refuse_copies_of_the_model(trainer: "pl.Trainer", owner: str, before: str) -> None:
-    """Refuses callbacks of Lightning that have copied the model by now; the copy stays whole, and on every rank.
-
-    Args:
-        trainer: at set-up.
-        owner: name of the strategy.
-        before: what the strategy is about to do.
-
-    Raises:
-        MisconfigurationException: names the callback.
-    """
+    """Refuses callbacks of Lightning that have copied the model by now; the copy stays whole, and on every rank."""
     for callback in private_api.callbacks_of(trainer):
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise MisconfigurationException(
@@ -52,15 +32,7 @@ def refuse_copies_of_the_model(trainer: "pl.Trainer", owner: str, before: str) -
 
 
 def refuse_own_parallelism(module: nn.Module, owner: str) -> None:
-    """Refuses a model that ``configure_model`` has split over ranks already, where a strategy is about to do it.
-
-    Args:
-        module: before the strategy shards it.
-        owner: name of the strategy.
-
-    Raises:
-        MisconfigurationException: names a parameter.
-    """
+    """Refuses a model that ``configure_model`` has split over ranks already, where a strategy is about to do it."""
     split = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     if split:
         raise MisconfigurationException(
@@ -72,17 +44,8 @@ def refuse_own_parallelism(module: nn.Module, owner: str) -> None:
 
 
 def refuse_sync_batchnorm(strategy: ParallelStrategy, owner: str, why: str) -> None:
-    """Refuses ``Trainer(sync_batchnorm=True)``, of which a strategy would make nothing, or something else.
-
-    Args:
-        strategy: at set-up.
-        owner: its name.
-        why: what would become of batch norms.
-
-    Raises:
-        MisconfigurationException: with norms that need no other samples.
-    """
-    if private_sharding_api.wants_sync_batchnorm(strategy):
+    """Refuses ``Trainer(sync_batchnorm=True)``, of which a strategy would make nothing, or something else."""
+    if private_sharding_api.uses_sync_batchnorm(strategy):
         raise MisconfigurationException(
             f"{owner} cannot be used with Trainer(sync_batchnorm=True): batch norms stay plain, {why}. Use a"
             " normalisation of single samples (GroupNorm, LayerNorm), or strategy='ddp'."

@@ -8,9 +8,7 @@ from typing import Any, Self
 import lightning.pytorch as pl
 
 from lightning_mp.accumulation.schedule import Progress, Unit
-from lightning_mp.core.answering_int import AnsweringInt
-
-__all__ = ["AccumulateGradBatches", "LightningWindows", "ScheduledWindows"]
+from lightning_mp.core.modulo_override import ModuloOverride
 
 
 class _StepsPerEpoch(int):
@@ -32,15 +30,11 @@ class _MeanStepsPerEpoch(float):
         return steps
 
 
-class ScheduledWindows(AnsweringInt):
+class ScheduledWindows(ModuloOverride):
     """A number of micro-batches by which ``trainer.estimated_stepping_batches`` finds the steps of a whole schedule.
 
     Lightning computes ``ceil(batches / N) * epochs`` with the ``N`` that holds when it is asked. Python lets the right
     operand answer the division if its class is a subclass of the left one's.
-
-    Args:
-        micro_batches: the number.
-        total: optimizer steps of the whole run; None where they are not known, for Lightning's own number.
 
     Example:
         >>> windows = ScheduledWindows(1, lambda: 18)
@@ -109,11 +103,7 @@ class AccumulateGradBatches(ScheduledWindows):
 
 @dataclass(frozen=True)
 class LightningWindows:
-    """The schedule of Lightning itself: ``trainer.accumulate_grad_batches``, whoever sets it.
-
-    Args:
-        trainer: it is read from.
-    """
+    """The schedule of Lightning itself: ``trainer.accumulate_grad_batches``, whoever sets it."""
 
     trainer: "pl.Trainer"
 

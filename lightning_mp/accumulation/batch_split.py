@@ -12,17 +12,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = [
-    "Microbatch",
-    "SplitFunction",
-    "UnsplittableBatchError",
-    "microbatch_bounds",
-    "merge_outputs",
-    "num_samples",
-    "split_batch",
-    "split_by",
-]
-
 #: From a batch and a number of samples to batches of at most that many samples, in order.
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 
@@ -35,11 +24,7 @@ _SHARED = (str, bytes, bool, int, float, complex, type(None), Enum, torch.dtype,
 
 
 class UnsplittableBatchError(MisconfigurationException):
-    """A batch cannot be split along its first dimension.
-
-    Args:
-        reason: what it is about the batch; follows "cannot split".
-    """
+    """A batch cannot be split along its first dimension."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"MicroBatchOnOOM cannot split {reason}{_FIX}")
@@ -48,22 +33,14 @@ class UnsplittableBatchError(MisconfigurationException):
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """A part of a micro-batch.
+    """A part of a micro-batch."""
 
-    Attributes:
-        batch: of the same type as the whole.
-        samples: how many it holds.
-    """
-
-    batch: Any
-    samples: int
+    batch: Any  # of the same type as the whole
+    samples: int  # how many it holds
 
 
 def num_samples(batch: Any) -> int:
     """How many samples a batch holds, by the rules of :func:`split_batch`.
-
-    Raises:
-        MisconfigurationException: if it cannot be split.
 
     Example:
         >>> import torch
@@ -108,9 +85,6 @@ def split_batch(batch: Any, size: int) -> list[Microbatch]:
 
     A list of tensors is a container, not a list of samples: for samples of different shapes in a list give ``split=``.
 
-    Raises:
-        MisconfigurationException: if there is anything else in the batch, or first dimensions differ.
-
     Example:
         >>> import torch
         >>> [microbatch.batch for microbatch in split_batch([torch.arange(3), ("a", "b", "c")], 2)]
@@ -123,11 +97,7 @@ def split_batch(batch: Any, size: int) -> list[Microbatch]:
 
 
 def split_by(split: SplitFunction, batch: Any, size: int) -> list[Microbatch]:
-    """Splits a batch by a user's function; ``len(split(batch, 1))`` counts samples.
-
-    Raises:
-        MisconfigurationException: if microbatches are too large, or samples got lost or doubled.
-    """
+    """Splits a batch by a user's function; ``len(split(batch, 1))`` counts samples."""
     samples = len(split(batch, 1))
     microbatches = [Microbatch(part, len(split(part, 1))) for part in split(batch, size)]
     sizes = [microbatch.samples for microbatch in microbatches]
@@ -146,11 +116,6 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence
     Tensors with one row per sample, and lists with one entry per sample, are joined. Floating-point numbers, and
     tensors of one shape, are averaged by ``shares``. Mappings, and lists that hold tensors, are joined entry by entry.
     Of anything else the last microbatch's is taken.
-
-    Args:
-        outputs: one per microbatch.
-        sizes: samples of each microbatch.
-        shares: weight of each microbatch in a mean; they add up to 1.
 
     Example:
         >>> import torch

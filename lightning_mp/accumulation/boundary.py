@@ -17,21 +17,15 @@ from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.sync import Sync, gradient_sync
-from lightning_mp.optimizer_step.closures import cannot_do_without_its_closure
+from lightning_mp.optimizer_step.closures import requires_closure
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 
-__all__ = ["AccumulationBoundary", "another_epoch_follows", "refuse_repeated_losses", "repeated_losses"]
-
 
 def refuse_repeated_losses(trainer: "pl.Trainer") -> None:
-    """Refuses an optimizer that is known to evaluate the loss several times in one step.
-
-    Raises:
-        MisconfigurationException: with LBFGS, or an optimizer whose ``step`` must be given a closure.
-    """
+    """Refuses an optimizer that is known to evaluate the loss several times in one step."""
     for optimizer in trainer.optimizers:
-        if cannot_do_without_its_closure(optimizer):
+        if requires_closure(optimizer):
             raise repeated_losses([optimizer])
 
 
@@ -46,21 +40,7 @@ def repeated_losses(optimizers: Sequence[Optimizer]) -> MisconfigurationExceptio
 
 
 class AccumulationBoundary:
-    """Reductions of sharded gradients, checkpoints, the end of the run, and the frequency of learning-rate schedulers.
-
-    Args:
-        trainer: after its strategy was set up.
-        pl_module: its module.
-        sync: when sharded gradients are reduced.
-        is_open: whether a window is open after a micro-batch.
-        close: called when the open window was closed between two micro-batches.
-        checkpoints_wait: ``ModelCheckpoint`` writes at the ends of windows only.
-        carries_over: windows may go on in the next epoch.
-
-    Attributes:
-        acts_at_ends: whether :meth:`end` has something to do.
-        before_step: to be called before each step of an optimizer; None if there is nothing to do.
-    """
+    """Reductions of sharded gradients, checkpoints, the end of the run, the frequency of learning-rate schedulers."""
 
     def __init__(
         self,
@@ -82,7 +62,7 @@ class AccumulationBoundary:
         self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if carries_over else None
         self.acts_at_ends = self._reductions is not None or carries_over
         self.before_step: Callable[[], Any] | None = None
-        DeclinedBatches(trainer, pl_module, is_open, self._goes_on, close)
+        DeclinedBatches(trainer, pl_module, is_open, self._continues, close)
         Patches.of(trainer).at_end(self._detach)
 
     def start(self) -> None:
@@ -104,7 +84,7 @@ class AccumulationBoundary:
         if self._reductions is not None:
             self._reductions.begin(closes=closes)
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         return self._carry_over is not None and another_epoch_follows(self._trainer)
 
     def end(self) -> None:
@@ -114,7 +94,7 @@ class AccumulationBoundary:
         if self._carry_over is not None:
             self._carry_over.show()
 
-    def settle_outcome(self) -> None:
+    def flush_outcome(self) -> None:
         """Makes sure that it is known whether the last step was skipped."""
         RunState.of(self._trainer).flush()
 
@@ -134,16 +114,12 @@ class DeferredCheckpoints:
     a metric, these are not those of the weights in the file, which is said once. A checkpoint of weights alone has no
     gradient to lose, and is written at once. All hooks are public and wrapped on the instance for the time of one
     ``fit``.
-
-    Args:
-        trainer: its checkpoint callbacks are held.
-        is_open: whether a window is open after this micro-batch.
     """
 
     def __init__(self, trainer: "pl.Trainer", is_open: Callable[[], bool]) -> None:
         self._trainer = trainer
         self._is_open = is_open
-        self._has_told = False
+        self._has_reported = False
 
     def attach(self) -> None:
         """Starts holding."""
@@ -170,7 +146,7 @@ class DeferredCheckpoints:
             nonlocal postponed
             if self._is_open():
                 postponed = True
-                self._tell(checkpoint)
+                self._report(checkpoint)
             else:
                 validation_end.original(trainer, pl_module)
 
@@ -186,10 +162,10 @@ class DeferredCheckpoints:
         validation_end = patches.replace(checkpoint, "on_validation_end", on_validation_end)
         epoch_end = patches.replace(checkpoint, "on_train_epoch_end", on_train_epoch_end)
 
-    def _tell(self, checkpoint: ModelCheckpoint) -> None:
-        if checkpoint.monitor is None or self._trainer.sanity_checking or self._has_told:
+    def _report(self, checkpoint: ModelCheckpoint) -> None:
+        if checkpoint.monitor is None or self._trainer.sanity_checking or self._has_reported:
             return
-        self._has_told = True
+        self._has_reported = True
         rank_zero_warn(
             f"ModelCheckpoint(monitor={checkpoint.monitor!r}): validation came inside an accumulation window, and the"
             " checkpoint is written at its end, so the file contains weights from one optimizer step after those that"
@@ -211,15 +187,6 @@ class CarryOverEpochs:
     schedulers that count epochs step, validation runs, ``on_train_epoch_end`` is called. Two things that Lightning does
     there, in the belief that a step was made, are held back: it zeroes the gradients for validation, and it counts a
     step for the x axis of loggers.
-
-    Args:
-        trainer: the Trainer that fits.
-        pl_module: its module.
-        is_open: whether a window is open after the last micro-batch.
-
-    Raises:
-        MisconfigurationException: with a ``ReduceLROnPlateau`` per step, which Lightning steps at the end of an epoch,
-            too.
     """
 
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", is_open: Callable[[], bool]) -> None:
@@ -246,7 +213,7 @@ class CarryOverEpochs:
             return
         self._show()
         self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        private_loop_api.take_back_a_logged_step(self._trainer)
+        private_loop_api.undo_logged_step(self._trainer)
 
     def detach(self) -> None:
         """Leaves everything as it was."""
@@ -267,13 +234,6 @@ class DeclinedBatches:
     Lightning leaves the epoch without a step. The gradient so far would go into a window of the next epoch, or be lost
     where there is none. Here it is reduced over ranks, which the last micro-batch would have done, and stepped with.
     Where a strategy does not expose it, an error says so.
-
-    Args:
-        trainer: the Trainer that fits.
-        pl_module: its module.
-        is_open: whether a window was open before the micro-batch at hand.
-        carries_over: whether the window is to go on in the next epoch.
-        close: called when the window is closed.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ from lightning_mp.accumulation.boundary import (
     refuse_repeated_losses,
     repeated_losses,
 )
-from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter, look_at_first_loss
-from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_of_a_lost_gradient
+from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter, inspect_first_loss
+from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
 from lightning_mp.accumulation.schedule import Progress
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
@@ -61,11 +61,6 @@ class AccumulationController(Callback):
 
     The pure functions of ``lightning_mp.accumulation.windows`` decide. The controller calls them from Lightning's hooks
     and keeps what they return. Others read it, and call its methods; they never write to it.
-
-    Attributes:
-        settings: how this fit accumulates. Callbacks fill it in until training starts, then it is frozen.
-        state: where the run stands; replaced, never changed.
-        counter: totals of all windows closed so far; they come from the device one window late.
     """
 
     #: Our precision plugins need not make true gradients for the controller: they normalise themselves.
@@ -79,7 +74,7 @@ class AccumulationController(Callback):
         self._meter: MicroBatchMeter | None = None
         self._loss_average: LossAverage | None = None
         self._count_check: CountCheck | None = None
-        self._has_looked = self._weighs = self._is_plugins = False
+        self._has_inspected = self._weighs = self._is_plugins = False
         self._boundary: AccumulationBoundary | None = None
         self._before_steps: list[Callable[[], None]] = []
         # Of a checkpoint, until training starts.
@@ -108,7 +103,7 @@ class AccumulationController(Callback):
     def weigh_by_loss(cls, trainer: "pl.Trainer") -> "AccumulationController":
         """For precision plugins: micro-batches weigh what their loss averages over, in Lightning's own windows.
 
-        Where callbacks have asked for windows or weights, they are theirs.
+        Where callbacks have requested windows or weights, they are theirs.
         """
         controller = cls.of(trainer)
         if controller is None or controller.settings.weighting is None:
@@ -124,7 +119,7 @@ class AccumulationController(Callback):
 
     @property
     def budget(self) -> TokenBudget | None:
-        """Where the run ends as things stand; None without a budget."""
+        """Where the run ends as planned now; None without a budget."""
         return windows.current_budget(self.settings, self.state)
 
     @property
@@ -164,11 +159,7 @@ class AccumulationController(Callback):
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses an optimizer that evaluates the loss several times in one step.
-
-        Raises:
-            MisconfigurationException: with LBFGS, or an optimizer whose ``step`` must be given a closure.
-        """
+        """Refuses an optimizer that evaluates the loss several times in one step."""
         if not self.settings.follows_trainer:
             refuse_repeated_losses(trainer)
         self.state = replace(self.state, end_tokens=None)
@@ -216,7 +207,7 @@ class AccumulationController(Callback):
             self.state = windows.resume_window(self.state, saved.planned, saved.position, totals)
 
     def end_at(self, tokens: int) -> None:
-        """Ends this fit on so many tokens, in place of its budget if it has one; from the next micro-batch on."""
+        """Ends this fit on n tokens, in place of its budget if it has one; from the next micro-batch on."""
         self.state = windows.end_at(self.state, tokens)
         assert self.budget is not None
         is_spent = is_spent_already(self.budget, self.counter, 0, None, had_ended=False)
@@ -226,7 +217,7 @@ class AccumulationController(Callback):
         """Settles the counter."""
         if self._meter is not None:
             self._meter.restore_labels()
-        self.counter.settle()
+        self.counter.flush_pending()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Gives the Trainer its own setting back."""
@@ -244,7 +235,7 @@ class AccumulationController(Callback):
             self._meter.restore_labels()
         self.settings = AccumulationSettings(self.settings.constant)
         self._meter = self._boundary = None
-        self._loss_average, self._count_check, self._has_looked = None, None, False
+        self._loss_average, self._count_check, self._has_inspected = None, None, False
         self._before_steps = []
         self.state = replace(windows.close_early(self.state), micro_batch=None)
 
@@ -265,7 +256,7 @@ class AccumulationController(Callback):
             if batch_idx % int(trainer.accumulate_grad_batches) == 0:
                 self.state = windows.close_early(self.state)
         elif self._meter is None:
-            self._meter = self._look_at_first(trainer, pl_module, batch)
+            self._meter = self._inspect_first_batch(trainer, pl_module, batch)
         meter, opens, ends_run = self._meter, not self.state.window.is_open, False
         if meter is None:
             measure = Measure(1, 0, 0, divisor=batch_tokens.declared_divisor(batch))
@@ -293,11 +284,7 @@ class AccumulationController(Callback):
         )
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """Weighs the loss. A micro-batch without a loss never comes here and is not counted.
-
-        Raises:
-            MisconfigurationException: if the optimizer evaluates the loss again in the step that closes the window.
-        """
+        """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
         if self.settings.weighting is None:
             return
         if self.state.window.totals is None:
@@ -355,9 +342,9 @@ class AccumulationController(Callback):
         micro_batch = self.state.micro_batch
         assert micro_batch is not None
         measure, average = micro_batch.measure, self._loss_average
-        if not self._has_looked:
-            self._has_looked = True
-            average, self._count_check = look_at_first_loss(trainer, self.settings, self.weighting, measure, loss)
+        if not self._has_inspected:
+            self._has_inspected = True
+            average, self._count_check = inspect_first_loss(trainer, self.settings, self.weighting, measure, loss)
             self._loss_average = average
             if average is None and self._meter is not None:
                 self._meter.weighs_rows()
@@ -391,14 +378,7 @@ class AccumulationController(Callback):
         return totals.tensor(device) if totals is not None and totals.micro_batches else None
 
     def close_window(self, totals: Tensor | None) -> Tensor | None:
-        """Books a window, if there is one, before an optimizer steps or skips its step.
-
-        Args:
-            totals: :meth:`window_totals` summed over all ranks.
-
-        Returns:
-            The factor that makes the gradient the exact mean, a scalar tensor; None if it is known to be 1.
-        """
+        """Books a window, if there is one, before an optimizer steps or skips its step."""
         factor = None
         local, micro_batch = self.state.window.totals, self.state.micro_batch
         if totals is not None:
@@ -421,7 +401,9 @@ class AccumulationController(Callback):
     def _num_data_ranks(self) -> int:
         return self.state.layout.data_ranks if self.state.layout is not None else 1
 
-    def _look_at_first(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> MicroBatchMeter:
+    def _inspect_first_batch(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any
+    ) -> MicroBatchMeter:
         meter = MicroBatchMeter(trainer, pl_module, self.settings, self.counter, batch)
         schedule = self.settings.schedule
         if schedule is not None and self.state.lacks_sizes(schedule.units):
@@ -434,9 +416,9 @@ class AccumulationController(Callback):
         if self.budget is None or not self.budget.makes_up_for_skips:
             return True
         if self._boundary is not None:
-            self._boundary.settle_outcome()
+            self._boundary.flush_outcome()
         before = self.counter.skipped_tokens
-        self.counter.settle()
+        self.counter.flush_pending()
         return self.counter.skipped_tokens == before
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -452,7 +434,7 @@ class AccumulationController(Callback):
             totals = window.totals.tensor(pl_module.device)
             PartialAccumulation.of(trainer, pl_module, window.planned, window.position, totals).save(checkpoint)
             return
-        warn_of_a_lost_gradient(window.planned, window.position)
+        warn_about_lost_gradient(window.planned, window.position)
 
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
@@ -466,19 +448,15 @@ class AccumulationController(Callback):
             self.state = replace(self.state, reference_items=reference_items)
 
     def state_dict(self) -> dict[str, Any]:
-        """The token counter and where the run stands; nothing where a plugin alone has it weigh, which saves that."""
+        """The token counter and how far the run is; nothing where a plugin alone has it weigh, which saves that."""
         if self._is_plugins:
             return {}
         if self._boundary is not None:
-            self._boundary.settle_outcome()
+            self._boundary.flush_outcome()
         return {"counter": self.counter.state_dict()} | self.state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint.
-
-        Raises:
-            ValueError: if an entry is missing or cannot be; nothing is changed then.
-        """
+        """Continues from a checkpoint."""
         state = AccumulationState.read(state_dict)
         self.counter.load_state_dict(state_dict.get("counter", {}))
         self.state = state

@@ -19,28 +19,9 @@ from lightning_mp.tokens.ragged_batches import RaggedBatches
 if TYPE_CHECKING:
     from lightning_mp.tokens.loss_average import CountCheck, LossAverage
 
-__all__ = ["MicroBatchMeter", "look_at_first_loss"]
-
 
 class MicroBatchMeter:
-    """Settles with the first batch how all of them are measured; trims the one in which the budget ends.
-
-    Args:
-        trainer: the Trainer that fits.
-        pl_module: its module.
-        settings: what was asked for, with a weighting.
-        counter: what was counted so far, over all ranks.
-        first_batch: the first batch of the fit.
-
-    Attributes:
-        weighting: how micro-batches are measured.
-        schedule_counts: whether the lengths of windows follow samples or tokens.
-        looks_at_rows: whether :meth:`look` is to see each of them, also without a budget.
-        has_trimmed: whether :meth:`look` may have trimmed the last one.
-
-    Raises:
-        MisconfigurationException: if tokens are needed and cannot be counted.
-    """
+    """Settles with the first batch how all of them are measured; trims the one in which the budget ends."""
 
     def __init__(
         self,
@@ -74,17 +55,7 @@ class MicroBatchMeter:
         self._is_alone = num_data_ranks(trainer) == 1
 
     def look(self, batch: Any, measure: Measure, window: Window, budget: TokenBudget | None) -> tuple[Measure, bool]:
-        """Looks at the rows of a micro-batch, and trims it if the budget ends in it.
-
-        Args:
-            batch: the micro-batch that begins.
-            measure: of it.
-            window: the one that is open, or was last.
-            budget: where the run ends.
-
-        Returns:
-            What is left of it, and whether the run ends with it.
-        """
+        """Looks at the rows of a micro-batch, and trims it if the budget ends in it."""
         if self.weighting.takes_rows(batch):
             if self._awaits_loss:
                 self._unlooked = batch
@@ -115,25 +86,14 @@ class MicroBatchMeter:
         self._limiter.restore_labels()
 
 
-def look_at_first_loss(
+def inspect_first_loss(
     trainer: "pl.Trainer",
     settings: AccumulationSettings,
     weighting: Weighting | None,
     measure: Measure,
     loss: Tensor,
 ) -> "tuple[LossAverage | None, CountCheck | None]":
-    """Decides with the first loss what micro-batches weigh, on all ranks alike, and reports it.
-
-    Args:
-        trainer: the Trainer that fits.
-        settings: what was asked for, with a weighting.
-        weighting: how batches are measured.
-        measure: of the first one.
-        loss: its loss.
-
-    Returns:
-        Where all losses are averaged, if micro-batches weigh that; a check of what they weigh, if the user chose it.
-    """
+    """Decides with the first loss what micro-batches weigh, on all ranks alike, and reports it."""
     from lightning_mp.tokens.loss_average import CountCheck, LossAverage
 
     asked = settings.weighting

@@ -12,8 +12,6 @@ from torchmetrics import Metric
 
 from lightning_mp.core.patches import Patches
 
-__all__ = ["MicrobatchLogs", "merge_logged"]
-
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
@@ -42,9 +40,6 @@ class MicrobatchLogs:
     """Replaces ``self.log`` of a module for a whole fit; while :attr:`keeps` is set it writes down instead of logging.
 
     It is one object for all micro-batches, so that a compiled training step need not be compiled again.
-
-    Args:
-        pl_module: its ``log`` is replaced on the instance.
     """
 
     def __init__(self, pl_module: "pl.LightningModule") -> None:

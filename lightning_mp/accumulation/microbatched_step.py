@@ -16,8 +16,6 @@ from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.loss_average import LossAverage
 from lightning_mp.tokens.loss_weighting import Weighting
 
-__all__ = ["MicrobatchedStep", "microbatch_shares", "weighting_of"]
-
 
 def microbatch_shares(microbatches: Sequence[Microbatch], weighting: Weighting) -> list[float]:
     """The share of each microbatch in the mean of its micro-batch, by tokens or by samples; they add up to 1.
@@ -34,13 +32,7 @@ def microbatch_shares(microbatches: Sequence[Microbatch], weighting: Weighting) 
 
 
 def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], bool]) -> Weighting:
-    """How microbatches are weighed: as the run's micro-batches are, else by tokens if there are any, or by samples.
-
-    Args:
-        trainer: in the middle of a loop.
-        first_batch: whole.
-        shifts: whether the model shifts labels itself; asked only if it is not known otherwise.
-    """
+    """How microbatches are weighed: as the run's micro-batches are, else by tokens if there are any, or by samples."""
     controller = AccumulationController.of(trainer)
     if controller is not None and controller.weighting is not None and controller.weighting.weight_by is not None:
         return controller.weighting
@@ -54,11 +46,6 @@ class MicrobatchedStep:
 
     where :math:`L_j` is the mean loss of microbatch :math:`j` over its :math:`n_j` items. Backwards run at once, scaled
     as Lightning's own will be, into empty gradients; what the window has gathered before is not touched.
-
-    Args:
-        trainer: in the middle of a fit.
-        pl_module: its module.
-        training_step: the module's own.
     """
 
     def __init__(
@@ -76,16 +63,7 @@ class MicrobatchedStep:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """What the training step would have returned for the whole, its loss with the gradients ready.
-
-        Args:
-            microbatches: in order.
-            shares: see :func:`microbatch_shares`. A microbatch whose share is 0 is left out: its mean loss would be 0 /
-                0.
-            logs: what is logged goes there.
-            args: what the training step gets after the batch.
-            kwargs: the same by name.
-        """
+        """What the training step would have returned for the whole, its loss with the gradients ready."""
         parameters = [p for p in self._pl_module.parameters() if p.requires_grad]
         ran: list[int] = []
         outputs: list[Any] = []

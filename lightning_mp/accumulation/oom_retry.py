@@ -6,8 +6,6 @@ import traceback
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 
-__all__ = ["advice_when_out_of_memory", "forget_attempt", "free_cached_memory", "is_out_of_memory", "smaller_size"]
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out.

@@ -16,30 +16,20 @@ from lightning_mp.gradients.gradient_ops import sum_over_ranks_
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.tokens.counter import NUM_TOTALS, AccumulationTotals
 
-__all__ = ["PartialAccumulation", "mean_over_ranks", "warn_of_a_lost_gradient", "why_gradients_are_elsewhere"]
-
 
 @dataclass(frozen=True)
 class PartialAccumulation:
-    """The first micro-batches of a window.
-
-    Attributes:
-        planned: micro-batches that the window was to have.
-        position: those that are done.
-        num_ranks: ranks that have made the gradients.
-        loss_scale: by which they are multiplied.
-        totals: what they add up to over all ranks, as :meth:`lightning_mp.tokens.counter.AccumulationTotals.tensor` has
-            it.
-        gradients: by parameter name, as they are (scaled, not yet normalised), their mean over all ranks.
-    """
+    """The first micro-batches of a window."""
 
     key: ClassVar[str] = "lightning_mp_partial_window"
 
-    planned: int
-    position: int
-    num_ranks: int
-    loss_scale: float
+    planned: int  # micro-batches that the window was to have
+    position: int  # those that are done
+    num_ranks: int  # ranks that have made the gradients
+    loss_scale: float  # by which they are multiplied
+    # what they add up to over all ranks, as `lightning_mp.tokens.counter.AccumulationTotals.tensor` has it
     totals: list[float]
+    # by parameter name, as they are (scaled, not yet normalised), their mean over all ranks
     gradients: dict[str, Tensor]
 
     @classmethod
@@ -47,8 +37,8 @@ class PartialAccumulation:
         """Gathers it; to be called on all ranks.
 
         On one process gradients are saved to the bit. On several the window's gradient is the mean over ranks anyway,
-        so that every rank may go on from the mean; the sum is then the same up to rounding. A rank that has not used a
-        parameter yet adds nothing to it.
+        so that every rank may continue from the mean; the sum is then the same up to rounding. A rank that has not
+        used a parameter yet adds nothing to it.
         """
         gradients = mean_over_ranks(module)
         return cls(planned, position, _num_ranks(), _loss_scale(trainer), sum_over_ranks_(totals).tolist(), gradients)
@@ -59,12 +49,7 @@ class PartialAccumulation:
 
     @classmethod
     def load(cls, checkpoint: dict[str, Any], trainer: "pl.Trainer", module: nn.Module) -> Self | None:
-        """Reads it from a checkpoint; None if that was written at the end of a window.
-
-        Raises:
-            ValueError: if an entry is missing or cannot be, if the module's parameters are not those of the checkpoint,
-                or if this strategy or plugin keeps gradients where they cannot be put.
-        """
+        """Reads it from a checkpoint; None if that was written at the end of a window."""
         saved = checkpoint.get(cls.key)
         if saved is None:
             return None
@@ -122,12 +107,7 @@ class PartialAccumulation:
             parameter.grad = torch.empty_like(parameter).copy_(gradient if share == 1 else gradient * share)
 
     def totals_of_rank(self, *, is_global_zero: bool, same_layout: bool) -> AccumulationTotals:
-        """The totals that a rank goes on from: rank 0 from all of them, so that their sum stays the same.
-
-        Args:
-            is_global_zero: whether this is rank 0.
-            same_layout: whether the largest micro-batch so far says something about those to come.
-        """
+        """The totals that a rank continues from: rank 0 from all of them, so that their sum stays the same."""
         totals = [*self.totals[:-1], self.totals[-1] * same_layout]
         return AccumulationTotals(self.position, tuple(totals if is_global_zero else [0.0] * len(totals)))
 
@@ -166,7 +146,7 @@ def why_gradients_are_elsewhere(trainer: "pl.Trainer") -> str:
     return ""
 
 
-def warn_of_a_lost_gradient(planned: int, position: int) -> None:
+def warn_about_lost_gradient(planned: int, position: int) -> None:
     """A checkpoint is written inside a window and holds nothing of it."""
     rank_zero_warn(
         f"This checkpoint is written inside an accumulation window: the gradient of its first {position} of {planned}"

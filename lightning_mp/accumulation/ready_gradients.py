@@ -15,8 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mp.gradients import gradient_ops
 
-__all__ = ["factor_of_backward", "loss_with_gradients"]
-
 
 def loss_with_gradients(
     loss: Tensor,
@@ -30,13 +28,6 @@ def loss_with_gradients(
     Where backward hands down :math:`u`, parameter :math:`p` gets :math:`G_p \, u / \text{factor}`. The gradients are
     multiplied in place (two passes) and moved, not copied, into ``p.grad`` where it is empty. If ``factor`` is what
     backward hands down, the multiplication is by exactly 1.
-
-    Args:
-        loss: a scalar, without graph.
-        parameters: leaves.
-        computed: their gradients of ``factor * loss``. The list is emptied, so that nobody else keeps them alive.
-        factor: scalar of the loss's dtype.
-        averaged_over: what the loss averages over, where it is known; its node holds it.
 
     Example:
         >>> import torch
@@ -56,12 +47,7 @@ def loss_with_gradients(
 
 
 def factor_of_backward(trainer: "pl.Trainer", loss: Tensor) -> Tensor:
-    """What Lightning's backward will hand down to a loss: the loss scale over the length of the window.
-
-    Args:
-        trainer: in the middle of a fit.
-        loss: a scalar; the factor has its dtype and device.
-    """
+    """What Lightning's backward will hand down to a loss: the loss scale over the length of the window."""
     one = torch.ones_like(loss, requires_grad=False)
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     scaled: Tensor = one if scaler is None else scaler.scale(one)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
-__all__ = ["Progress", "Ramp", "TargetBatch", "Thresholds", "Unit", "WindowSchedule"]
-
 Unit = Literal["epoch", "step", "sample", "token"]
 Ramp = Literal["stepped", "linear"]
 
@@ -17,22 +15,14 @@ class Progress:
     """How far a run is when a window opens; the same numbers on every rank.
 
     Samples and tokens are those of all windows but the last one, whose count may still be on its way from the device.
-
-    Attributes:
-        epoch: epochs completed.
-        step: optimizer steps attempted (``trainer.global_step``).
-        samples: samples trained on, over all ranks.
-        tokens: target tokens trained on, over all ranks.
-        micro_batch_samples: samples of the run's first micro-batch, over all ranks.
-        micro_batch_tokens: tokens of the run's first micro-batch, padding included, over all ranks.
     """
 
-    epoch: int = 0
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    micro_batch_samples: int = 0
-    micro_batch_tokens: int = 0
+    epoch: int = 0  # epochs completed
+    step: int = 0  # optimizer steps attempted (`trainer.global_step`)
+    samples: int = 0  # samples trained on, over all ranks
+    tokens: int = 0  # target tokens trained on, over all ranks
+    micro_batch_samples: int = 0  # samples of the run's first micro-batch, over all ranks
+    micro_batch_tokens: int = 0  # tokens of the run's first micro-batch, padding included, over all ranks
 
     def at(self, unit: Unit) -> int:
         """The position that thresholds of this unit are compared with."""
@@ -60,10 +50,6 @@ class WindowSchedule(Protocol):
 @dataclass(frozen=True)
 class Thresholds:
     """Micro-batches by threshold: the entry with the largest threshold that is not above the position; else 1.
-
-    Args:
-        table: threshold -> micro-batches.
-        unit: what thresholds count.
 
     Example:
         >>> schedule = Thresholds({2: 4, 5: 8}, "step")
@@ -101,15 +87,6 @@ class TargetBatch:
     threshold, as large-model recipes write it ("0:768 250B:1536"); "linear" goes in a straight line from each target to
     the next and stays at the last.
 
-    Args:
-        targets: threshold -> batch size, in ``counted``; the first threshold must be 0.
-        counted: "sample" or "token".
-        unit: what thresholds count.
-        ramp: see above.
-
-    Raises:
-        ValueError: if the first threshold is not 0.
-
     Example:
         >>> schedule = TargetBatch({0: 32, 1000: 64}, "sample", unit="step", ramp="linear")
         >>> [schedule.micro_batches(Progress(step=step, micro_batch_samples=8)) for step in (0, 500, 1000, 2000)]
@@ -143,7 +120,7 @@ class TargetBatch:
         return True
 
     def target(self, progress: Progress) -> float:
-        """The batch asked for, in ``counted``."""
+        """The batch requested, in ``counted``."""
         position = progress.at(self.unit)
         before = _entry_at(self._thresholds, position)
         assert before is not None

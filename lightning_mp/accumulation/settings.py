@@ -12,29 +12,12 @@ from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.budget import TokenBudget
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
-__all__ = ["AccumulationSettings"]
-
 
 @dataclass
 class AccumulationSettings:
     """The settings of one ``fit``. Callbacks fill them in before it starts; from then on they cannot be changed.
 
     What does change during a fit is in :class:`lightning_mp.accumulation.windows.AccumulationState`.
-
-    Attributes:
-        constant: micro-batches per window without a schedule: ``Trainer(accumulate_grad_batches=...)``.
-        schedule: how long windows are.
-        sync: when sharded gradients are reduced.
-        saves_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
-        carries_over: a window may go on in the next epoch.
-        weighting: what micro-batches weigh; None while nothing was requested.
-        weighs_by_loss: a precision plugin has micro-batches weigh what their loss averages over.
-        follows_trainer: nothing but weights was requested: windows are Lightning's.
-        budget: where the run ends.
-        total_steps: optimizer steps of the whole schedule, for ``trainer.estimated_stepping_batches``.
-
-    Raises:
-        MisconfigurationException: when a setting is changed during the fit.
 
     Example:
         >>> settings = AccumulationSettings(constant=4)
@@ -44,15 +27,16 @@ class AccumulationSettings:
         (1000, True)
     """
 
-    constant: int = 1
-    schedule: WindowSchedule | None = None
-    sync: Sync = "window"
-    saves_partial_gradients: bool = False
-    carries_over: bool = False
-    weighting: Weighting | None = None
-    weighs_by_loss: bool = False
-    follows_trainer: bool = False
-    budget: TokenBudget | None = None
+    constant: int = 1  # micro-batches per window without a schedule: `Trainer(accumulate_grad_batches=...)`
+    schedule: WindowSchedule | None = None  # how long windows are
+    sync: Sync = "window"  # when sharded gradients are reduced
+    saves_partial_gradients: bool = False  # checkpoints may be written inside a window, and hold its gradient so far
+    carries_over: bool = False  # a window may continue in the next epoch
+    weighting: Weighting | None = None  # what micro-batches weigh; None while nothing was requested
+    weighs_by_loss: bool = False  # a precision plugin has micro-batches weigh what their loss averages over
+    follows_trainer: bool = False  # nothing but weights was requested: windows are Lightning's
+    budget: TokenBudget | None = None  # where the run ends
+    # optimizer steps of the whole schedule, for `trainer.estimated_stepping_batches`
     total_steps: Callable[[], int | None] | None = None
     is_frozen: bool = field(default=False, init=False, repr=False, compare=False)
 
@@ -92,18 +76,7 @@ class AccumulationSettings:
         carry_over: bool = False,
         total_steps: Callable[[], int | None] | None = None,
     ) -> None:
-        """Lengths of windows come from ``schedule``, asked once when a window opens.
-
-        Args:
-            schedule: says how long they are.
-            sync: when sharded gradients are reduced, see :func:`lightning_mp.gradients.sync.gradient_sync`.
-            save_partial_gradients: checkpoints may be written inside a window, and hold its gradient so far.
-            carry_over: a window may go on in the next epoch.
-            total_steps: optimizer steps of the whole schedule; None where they are not known.
-
-        Raises:
-            MisconfigurationException: if the Trainer or another callback sets them already.
-        """
+        """Lengths of windows come from ``schedule``, asked once when a window opens."""
         if self.constant != 1:
             raise MisconfigurationException(
                 f"Trainer(accumulate_grad_batches={self.constant}) and an AccumulationScheduler both set the number of"
@@ -122,11 +95,7 @@ class AccumulationSettings:
         return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
 
     def weigh(self, weight_by: WeightBy | None, count: CountFunction | None) -> None:
-        """Micro-batches weigh what ``weight_by`` says, None for who only counts; ``count`` overrides the labels.
-
-        Raises:
-            MisconfigurationException: if two callbacks count tokens in two ways.
-        """
+        """Micro-batches weigh what ``weight_by`` says, None for who only counts; ``count`` overrides the labels."""
         known = self.weighting
         if known is None:
             self.weighting = Weighting(weight_by, count)
@@ -137,11 +106,7 @@ class AccumulationSettings:
         self.weighting = Weighting(chosen, known.count if known.count is not None else count)
 
     def spend(self, budget: TokenBudget) -> None:
-        """The run ends on ``budget``.
-
-        Raises:
-            MisconfigurationException: if there is a budget already.
-        """
+        """The run ends on ``budget``."""
         if self.budget is not None:
             raise MisconfigurationException(
                 "There are two ChinchillaBudgets; a run has one budget. Remove one of them."

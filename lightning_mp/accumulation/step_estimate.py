@@ -4,8 +4,6 @@ import math
 
 from lightning_mp.accumulation.schedule import Progress, WindowSchedule
 
-__all__ = ["estimate_steps"]
-
 
 def estimate_steps(
     schedule: WindowSchedule,
@@ -23,20 +21,6 @@ def estimate_steps(
         for every epoch:  left <- batches_per_epoch
             while left > 0:  left <- left - min(left, N(progress));  steps <- steps + 1
         up to max_steps
-
-    Args:
-        schedule: gives N; it may count epochs, steps and samples.
-        batches_per_epoch: micro-batches on each rank.
-        max_epochs: -1 for no limit.
-        max_steps: -1 for no limit.
-        micro_batch_samples: samples of one micro-batch over all ranks; the last of an epoch is taken to be as large.
-        carry_over: windows go on in the next epoch.
-
-    Returns:
-        The number of steps; ``math.inf`` without any limit.
-
-    Raises:
-        ValueError: if the schedule counts tokens, whose number per batch is not known before the run.
 
     Example:
         >>> from lightning_mp.accumulation.schedule import Thresholds

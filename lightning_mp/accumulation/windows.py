@@ -36,15 +36,10 @@ from lightning_mp.tokens.loss_weighting import Measure
 
 @dataclass(frozen=True)
 class DataLayout:
-    """How a batch of all ranks is made up.
+    """How a batch of all ranks is made up."""
 
-    Attributes:
-        data_ranks: ranks that see different data.
-        batch_size: samples that the data loader gives each of them; None where it has no such attribute.
-    """
-
-    data_ranks: int
-    batch_size: int | None
+    data_ranks: int  # ranks that see different data
+    batch_size: int | None  # samples that the data loader gives each of them; None where it has no such attribute
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> Self:
@@ -66,68 +61,45 @@ class DataLayout:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What is known of a micro-batch when it begins.
+    """What is known of a micro-batch when it begins."""
 
-    Attributes:
-        measure: its items and tokens on this rank, after it was trimmed.
-        ends_run: the token budget ends in it.
-        ends_epoch: it is the last of its epoch.
-        another_epoch_follows: and that epoch is not the last of the run.
-        is_repeated: it is not of the first epoch.
-    """
-
-    measure: Measure
-    ends_run: bool = False
-    ends_epoch: bool = False
-    another_epoch_follows: bool = False
-    is_repeated: bool = False
+    measure: Measure  # its items and tokens on this rank, after it was trimmed
+    ends_run: bool = False  # the token budget ends in it
+    ends_epoch: bool = False  # it is the last of its epoch
+    another_epoch_follows: bool = False  # and that epoch is not the last of the run
+    is_repeated: bool = False  # it is not of the first epoch
 
 
 @dataclass(frozen=True)
 class Window:
-    """The micro-batches of one optimizer step.
+    """The micro-batches of one optimizer step."""
 
-    Attributes:
-        planned: micro-batches that it is to have.
-        position: those that are over.
-        is_open: the last one left it open.
-        closes: the optimizer steps after the micro-batch at hand.
-        totals: of those that came to backward on this rank; None once the optimizer step has taken them.
-    """
-
-    planned: int = 1
-    position: int = 0
-    is_open: bool = False
-    closes: bool = False
+    planned: int = 1  # micro-batches that it is to have
+    position: int = 0  # those that are over
+    is_open: bool = False  # the last one left it open
+    closes: bool = False  # the optimizer steps after the micro-batch at hand
+    # of those that came to backward on this rank; None once the optimizer step has taken them
     totals: AccumulationTotals | None = None
 
 
 @dataclass(frozen=True)
 class AccumulationState:
-    """Where a run stands.
+    """How far a run is."""
 
-    Attributes:
-        reference_items: what the run's first micro-batch weighs on rank 0; None before it.
-        layout: the data's layout in which the sizes below were measured; None before the first micro-batch.
-        micro_batch_samples: samples of the first micro-batch in that layout, over all ranks; 0 if it is not needed.
-        micro_batch_tokens: the same for tokens, padding included.
-        budget_reached: whether the run has ended on its budget.
-        end_tokens: where this fit ends, if not where its settings say; it is saved by the callback that asked for it.
-        window: the window at hand, or the last one.
-        micro_batch: the micro-batch at hand, or the last one.
-    """
-
-    reference_items: float | None = None
+    reference_items: float | None = None  # what the run's first micro-batch weighs on rank 0; None before it
+    # the data's layout in which the sizes below were measured; None before the first micro-batch
     layout: DataLayout | None = None
+    # samples of the first micro-batch in that layout, over all ranks; 0 if it is not needed
     micro_batch_samples: int = 0
-    micro_batch_tokens: int = 0
-    budget_reached: bool = False
+    micro_batch_tokens: int = 0  # the same for tokens, padding included
+    budget_reached: bool = False  # whether the run has ended on its budget
+    # where this fit ends, if not where its settings say; it is saved by the callback that requested it
     end_tokens: int | None = None
-    window: Window = Window()
-    micro_batch: MicroBatch | None = None
+    window: Window = Window()  # the window at hand, or the last one
+    micro_batch: MicroBatch | None = None  # the micro-batch at hand, or the last one
 
     def in_layout(self, layout: DataLayout) -> "AccumulationState":
-        """The state for a run that goes on in a layout: in another one, sizes are measured again."""
+        """The state for a run that continues in a layout: in another one, sizes are measured again."""
         if self.layout in (None, layout):
             return replace(self, layout=layout)
         return replace(self, layout=layout, micro_batch_samples=0, micro_batch_tokens=0)
@@ -151,7 +123,7 @@ class AccumulationState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, for a checkpoint."""
+        """How far the run is, for a checkpoint."""
         return {
             "reference_items": self.reference_items,
             "layout": None if self.layout is None else asdict(self.layout),
@@ -162,11 +134,7 @@ class AccumulationState:
 
     @classmethod
     def read(cls, saved: Any) -> Self:
-        """From a checkpoint.
-
-        Raises:
-            ValueError: if an entry is missing or cannot be.
-        """
+        """From a checkpoint."""
         kinds = {
             "reference_items": or_none(POSITIVE),
             "micro_batch_samples": COUNT,
@@ -206,12 +174,7 @@ def begin_micro_batch(
 
 
 def add_micro_batch(state: AccumulationState, reference_items: float) -> AccumulationState:
-    """The loss of the micro-batch at hand comes to backward: it counts.
-
-    Args:
-        state: the state while it runs.
-        reference_items: taken if it is the first of the run.
-    """
+    """The loss of the micro-batch at hand comes to backward: it counts."""
     assert state.micro_batch is not None
     assert state.window.totals is not None
     m, window = state.micro_batch.measure, state.window
@@ -239,7 +202,7 @@ def close_early(state: AccumulationState) -> AccumulationState:
 def resume_window(
     state: AccumulationState, planned: int, position: int, totals: AccumulationTotals
 ) -> AccumulationState:
-    """The run goes on inside of a window that was saved open."""
+    """The run continues inside of a window that was saved open."""
     return replace(state, window=Window(planned, position, is_open=True, totals=totals))
 
 
@@ -252,7 +215,7 @@ def current_budget(settings: AccumulationSettings, state: AccumulationState) -> 
 
 
 def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
-    """The run ends on so many tokens, in place of its budget if it has one; whether they are reached is not known."""
+    """The run ends on n tokens, in place of its budget if it has one; whether they are reached is not known."""
     return replace(state, end_tokens=tokens, budget_reached=False)
 
 
@@ -282,13 +245,7 @@ def expected_items(state: AccumulationState, num_ranks: int) -> float:
 
 
 def normalisation(state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
-    """By what the gradient of the window is multiplied to be the exact mean, a scalar tensor; None if that is 1.
-
-    Args:
-        state: before :func:`take_totals`.
-        totals: of the window, summed over all ranks.
-        num_ranks: of the job.
-    """
+    """By what the gradient of the window is multiplied to be the exact mean, a scalar tensor; None if that is 1."""
     local = state.window.totals
     assert local is not None
     if is_single_micro_batch_step(state):

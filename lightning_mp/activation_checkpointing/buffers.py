@@ -14,8 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_mp.core.private_api import version_of
 
-__all__ = ["FoundBuffers", "WatchedBuffers"]
-
 
 class _Buffer(NamedTuple):
     """A buffer as the first run found it: number and name say which; ``copy`` is there where it was kept."""
@@ -30,10 +28,6 @@ class _Buffer(NamedTuple):
 class WatchedBuffers:
     """The buffers of a module, and which of the modules in it change theirs in a forward.
 
-    Args:
-        module: the module.
-        but: modules in it that need not be watched.
-
     Example:
         >>> bool(WatchedBuffers(nn.Linear(2, 2))), bool(WatchedBuffers(nn.utils.spectral_norm(nn.Linear(2, 2))))
         (False, True)
@@ -45,7 +39,7 @@ class WatchedBuffers:
         self._owners: list[nn.Module] = []
         self._unset: list[tuple[str, ...]] = []
         for name, owner in module.named_modules():
-            unset = _names_of_none(owner)
+            unset = _unassigned_names(owner)
             has_buffers = next(owner.buffers(recurse=False), None) is not None
             if (unset or has_buffers) and not any(owner is other for other in but):
                 self._names.append(f"{name}." if name else "")
@@ -101,7 +95,7 @@ class WatchedBuffers:
             )
 
 
-def _names_of_none(owner: nn.Module) -> tuple[str, ...]:
+def _unassigned_names(owner: nn.Module) -> tuple[str, ...]:
     """Names under which a module has registered None: a buffer may come there."""
     registered = (name for name in dir(owner) if name not in vars(owner) and not hasattr(type(owner), name))
     return tuple(name for name in registered if getattr(owner, name, 0) is None)
@@ -116,11 +110,7 @@ def _is_written(buffer: _Buffer) -> bool:
 
 
 class FoundBuffers:
-    """Around the first run of one call: what its buffers were. :meth:`put_in` and :meth:`take_out` are for the second.
-
-    Args:
-        watched: of the module.
-    """
+    """What the buffers of one call were at its first run. :meth:`put_in` and :meth:`take_out` are for the second."""
 
     def __init__(self, watched: WatchedBuffers) -> None:
         self._watched = watched

@@ -17,13 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core import private_api
-from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.unreadable import why_unreadable
+from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.flops.operation_flops import operation_flops
 from lightning_mp.gradients.gradient_ops import local_shard
-
-__all__ = ["RecomputeReport", "StepCost", "StorageBytes"]
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,6 @@ class StorageBytes:
 
     A storage is known by a weak reference: the next tensor at the same address is another one.
 
-    Args:
-        left_out: warns of what has no storage that could be counted.
-
     Example:
         >>> import torch
         >>> seen, x = StorageBytes(), torch.zeros(8)
@@ -84,8 +79,8 @@ class StorageBytes:
         (None, None, 32)
     """
 
-    def __init__(self, left_out: LeftOut | None = None) -> None:
-        self._left_out = left_out or LeftOut(type(self).__name__)
+    def __init__(self, warn_once: WarnOnce | None = None) -> None:
+        self._warn_once = warn_once or WarnOnce(type(self).__name__)
         self._bytes: dict[StorageWeakRef, int] = {}
 
     def add(self, tensor: Tensor) -> None:
@@ -93,7 +88,7 @@ class StorageBytes:
         if is_lazy(tensor):
             return  # it has no memory yet
         if reason := why_unreadable(tensor):
-            self._left_out.tell(f"the memory of a tensor of shape {tuple(tensor.shape)}", reason)
+            self._warn_once.warn(f"the memory of a tensor of shape {tuple(tensor.shape)}", reason)
             return
         storage = local_shard(tensor.detach()).untyped_storage()
         self._bytes.setdefault(StorageWeakRef(storage), storage.nbytes())
@@ -119,10 +114,6 @@ class StepCost:
 
     Values do not change by it. FLOPs are those of :mod:`lightning_mp.flops.operation_flops`: matrix products,
     convolutions and attention, two per multiply-add. What runs compiled is not seen.
-
-    Args:
-        model: its weights and buffers are left out of the bytes.
-        batch: its tensors are left out as well.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
@@ -130,11 +121,11 @@ class StepCost:
         self._hooks = saved_tensors_hooks(self._saved_outside, lambda tensor: tensor)
         self._handle: RemovableHandle | None = None
         self._counts_flops = False
-        self._left_out = LeftOut("ActivationCheckpointing")
-        self._known = StorageBytes(self._left_out)
+        self._warn_once = WarnOnce("ActivationCheckpointing")
+        self._known = StorageBytes(self._warn_once)
         for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch)):
             self._known.add(tensor)
-        self._outside, self._inputs = StorageBytes(self._left_out), StorageBytes(self._left_out)
+        self._outside, self._inputs = StorageBytes(self._warn_once), StorageBytes(self._warn_once)
         self._inside: list[StorageBytes] = []
         self._saving_inputs = False
         self._flops = 0
@@ -194,11 +185,7 @@ class StepCost:
     # -- a checkpointed call -------------------------------------------------------------------------------------------
 
     def begin_call(self, keywords: dict[str, Any]) -> None:
-        """A checkpoint begins: what is saved until its forward runs is what it keeps.
-
-        Args:
-            keywords: it keeps these without telling hooks.
-        """
+        """A checkpoint begins: what is saved until its forward runs is what it keeps."""
         self._saving_inputs = True
         for tensor in tensors_in(keywords):
             self._inputs.add(tensor)
@@ -210,7 +197,7 @@ class StepCost:
     def enter_first_run(self) -> StorageBytes:
         """The inputs are kept; returns where to count what the call saves."""
         self._saving_inputs = False
-        self._inside.append(StorageBytes(self._left_out))
+        self._inside.append(StorageBytes(self._warn_once))
         return self._inside[-1]
 
     def begin_second_run(self) -> None:
@@ -234,7 +221,7 @@ class _Saved(torch.autograd.Function):
 class _CountedSaves(saved_tensors_hooks):
     """Counts what a checkpointed call saves, and leaves the saving to the checkpoint's own hooks.
 
-    Only the innermost hooks are asked. So they step aside for a moment and save through a node of their own.
+    Only the innermost hooks are asked. So they step aside for a moment and save through their own node.
     """
 
     def __init__(self, cost: StepCost) -> None:

@@ -1,7 +1,7 @@
 """Activation checkpoints on any module: its forward keeps its inputs only, and runs again when backward comes to it.
 
 ``module.forward`` becomes ``functools.partial(run_checkpointed, module.forward, switch, state)``. Names of parameters
-and buffers stay as they are, torch.compile traces through it, and a deep copy of the module gets a method of its own.
+and buffers stay as they are, torch.compile traces through it, and a deep copy of the module gets its own method.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,16 +24,9 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.modules.forward_wrapper import unwrap_forward
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 
-__all__ = ["CheckpointSwitch", "CheckpointedModules", "CheckpointedState", "run_checkpointed"]
-
 
 class CheckpointSwitch:
-    """Whether checkpoints are made, and who counts what they cost. Copies of a module share it.
-
-    Attributes:
-        on: outside of a fit it is off, and forwards run as if they were not wrapped.
-        cost: counts while it is there.
-    """
+    """Whether checkpoints are made, and who counts what they cost. Copies of a module share it."""
 
     def __init__(self) -> None:
         self.on = False
@@ -47,16 +40,7 @@ class CheckpointSwitch:
 
 
 class CheckpointedState:
-    """What the second run of a module has to mind.
-
-    Args:
-        module: the module.
-
-    Attributes:
-        norms: modules of torch whose statistics change in training and do not enter into what they compute there.
-        buffers: those of all other modules in it.
-        runs: whether its second run may stop early.
-    """
+    """What the second run of a module has to mind."""
 
     def __init__(self, module: nn.Module) -> None:
         self.norms = tuple(inner for inner in module.modules() if _only_keeps_statistics(inner))
@@ -181,11 +165,7 @@ class _SecondRun:
 
 
 class CheckpointedModules:
-    """Modules whose forwards are wrapped until :meth:`detach`.
-
-    Args:
-        modules: none inside of another.
-    """
+    """Modules whose forwards are wrapped until :meth:`detach`."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.switch = CheckpointSwitch()
@@ -205,11 +185,7 @@ class CheckpointedModules:
             self._before_step.append(found)
 
     def end_compiled_forward(self) -> None:
-        """Refuses what cannot be kept.
-
-        Raises:
-            MisconfigurationException: if a compiled forward has changed buffers.
-        """
+        """Refuses what cannot be kept."""
         steps, self._before_step = self._before_step, []
         names = [name for found in steps for name in found.changed_unseen()]
         if names:
@@ -233,11 +209,7 @@ _FILLS_WHAT_IT_SAVED = "RreluWithNoise"
 
 
 class WholeRuns:
-    """Whether second runs of a module have to run to the end; found out in its first call in training.
-
-    Args:
-        module: the module.
-    """
+    """Whether second runs of a module have to run to the end; found out in its first call in training."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

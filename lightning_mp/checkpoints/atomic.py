@@ -18,21 +18,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.core.namespace_hint import NamespaceHint
 
-__all__ = [
-    "AtomicCheckpointIO",
-    "begin_checkpoint",
-    "commit_checkpoint",
-    "is_complete",
-    "is_local",
-    "marker_path",
-    "previous_path",
-    "refuse_shards",
-    "remove_checkpoint",
-    "settle_checkpoint",
-    "standing_checkpoint",
-    "temporary_path",
-]
-
 # How hidden names end: of what is being written, of what makes place for it, and of what is being deleted.
 INCOMPLETE = ".incomplete"
 PREVIOUS = ".previous"
@@ -49,7 +34,7 @@ def previous_path(path: Path) -> Path:
     return path.with_name(f".{path.name}{PREVIOUS}")
 
 
-def standing_checkpoint(path: Path) -> Path:
+def existing_checkpoint(path: Path) -> Path:
     """The checkpoint of that name, for reading; after a kill it may be a complete directory under a hidden name."""
     temporary, previous = temporary_path(path), previous_path(path)
     if temporary.is_dir() and is_complete(temporary):
@@ -57,7 +42,7 @@ def standing_checkpoint(path: Path) -> Path:
     return previous if previous.exists() and not path.exists() else path
 
 
-def settle_checkpoint(path: Path) -> None:
+def recover_checkpoint(path: Path) -> None:
     """Gives a complete directory that was found under a hidden name the name it was to have."""
     for ending in (INCOMPLETE, PREVIOUS):
         if path.name.startswith(".") and path.name.endswith(ending):
@@ -97,11 +82,7 @@ def is_complete(path: Path) -> bool:
 
 
 def refuse_shards(path: Path, reader: str) -> None:
-    """Says what to do with a folder of shards where a single file is needed.
-
-    Raises:
-        MisconfigurationException: if the path is a directory.
-    """
+    """Says what to do with a folder of shards where a single file is needed."""
     if path.is_dir():
         raise MisconfigurationException(
             f"{reader} cannot load {path}: it is a folder with shards. Make a single file of it:"
@@ -117,7 +98,7 @@ def begin_checkpoint(path: Path) -> Path:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, previous = temporary_path(path), previous_path(path)
-    standing = standing_checkpoint(path)
+    standing = existing_checkpoint(path)
     if standing == temporary:
         _rename(path)
     elif standing == previous:

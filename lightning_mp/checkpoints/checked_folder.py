@@ -1,7 +1,7 @@
 """Reads a folder of torch.distributed.checkpoint without running code that was put into it.
 
 torch unpickles its file ``.metadata``, and every value that is no tensor, without restriction, also where
-``weights_only=True`` was asked for. Not to be imported before it is needed: it brings seventy modules of torch along.
+``weights_only=True`` was requested. Not to be imported before it is needed: it brings seventy modules of torch along.
 """
 
 import io
@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-
-__all__ = ["CheckedReader", "load_shards"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -42,22 +40,14 @@ _PATHS = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader, with a ``.metadata`` that may hold what torch writes and nothing else.
-
-    Args:
-        folder: the checkpoint, on a mounted file system.
-    """
+    """torch's reader, with a ``.metadata`` that may hold what torch writes and nothing else."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)
         self._folder = Path(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The folder's table of contents.
-
-        Raises:
-            ValueError: if it refers to anything that torch does not write there, or is none.
-        """
+        """The folder's table of contents."""
         rank = kwargs.get("rank")
         file = self._folder / (".metadata" if rank is None else f"__{rank}.metadata")
         with file.open("rb") as opened:
@@ -125,18 +115,7 @@ class _CheckedPlanner(DefaultLoadPlanner):
 
 
 def load_shards(state: dict[str, Any], folder: Path, *, weights_only: bool | None, no_dist: bool = False) -> None:
-    """``torch.distributed.checkpoint.load`` of a folder that is not trusted.
-
-    Args:
-        state: is filled in place.
-        folder: the checkpoint.
-        weights_only: as for ``torch.load``, for values that are no tensors. Lightning 2.6 hands no ``weights_only`` of
-            ``trainer.fit`` on to strategies that spread a model; None is then torch's own choice, which is True.
-        no_dist: this process reads everything alone.
-
-    Raises:
-        ValueError: if the folder holds what could run code; the text says what, and where.
-    """
+    """``torch.distributed.checkpoint.load`` of a folder that is not trusted."""
     planner = DefaultLoadPlanner() if weights_only is False else _CheckedPlanner(folder, weights_only)
     read: Callable[..., None] = load
     try:

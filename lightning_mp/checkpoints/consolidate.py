@@ -12,9 +12,7 @@ from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, is_complete, mar
 from lightning_mp.checkpoints.folder_values import read_values
 from lightning_mp.checkpoints.sharded import REST, is_sharded_checkpoint
 
-__all__ = ["consolidate_checkpoint", "read_folder"]
-
-# Under which the weights stand: Lightning's FSDPStrategy, and all others.
+# Keys of the weights: Lightning's FSDPStrategy, and all others.
 _FSDP1_WEIGHTS, _WEIGHTS = "model", "state_dict"
 
 

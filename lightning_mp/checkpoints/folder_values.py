@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["read_values"]
-
 
 def read_values(
     folder: Path,
@@ -21,18 +19,7 @@ def read_values(
     weights_only: bool | None,
     no_dist: bool = False,
 ) -> dict[str, Any]:
-    """Reads values as they are, tensors whole and on the CPU.
-
-    Args:
-        folder: the checkpoint.
-        metadata: its table of contents.
-        wanted: whether to read the value at a path of keys of dictionaries and places in lists.
-        weights_only: as for ``torch.load``, for values that are no tensors.
-        no_dist: this process reads alone; otherwise all ranks have to call it.
-
-    Raises:
-        ValueError: if the folder holds what could run code.
-    """
+    """Reads values as they are, tensors whole and on the CPU."""
     # Bring seventy modules of torch along, so not at the top.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["FusedOrder", "convert_optimizer_states", "fused_orders", "hold_in_rank_order"]
-
 #: Attribute of a fused layer: the orders of its parameters, by name. Parameters lose theirs in ``module.to()``.
 _ORDERS = "fused_orders"
 
@@ -34,11 +32,6 @@ _HOOKS: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDicti
 @dataclass(frozen=True)
 class FusedOrder:
     """In which order the rows of a fused matrix lie.
-
-    Args:
-        ranks: over how many ranks it is split.
-        dim: along which dimension.
-        parts: how many matrices of one size it is made of.
 
     Example:
         >>> order = FusedOrder(ranks=2, dim=0)
@@ -92,13 +85,7 @@ def fused_orders(model: nn.Module) -> dict[str, FusedOrder]:
 
 
 def hold_in_rank_order(layer: nn.Module, ranks: int, *, dim_of_weight: int) -> None:
-    """Rearranges the whole parameters of a fused layer, and lets its state dict be as if nothing had happened.
-
-    Args:
-        layer: with a ``weight`` and perhaps a ``bias``, not split yet.
-        ranks: over how many ranks it will be split.
-        dim_of_weight: along which dimension of the weight.
-    """
+    """Rearranges the whole parameters of a fused layer, and lets its state dict be as if nothing had happened."""
     orders = {"weight": FusedOrder(ranks, dim_of_weight)}
     if getattr(layer, "bias", None) is not None:
         orders["bias"] = FusedOrder(ranks, 0)

@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from after a run that was killed."""
+"""Which checkpoint to continue from after a run that was killed."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,6 @@ from pathlib import Path
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_mp.checkpoints.atomic import INCOMPLETE, PREVIOUS, is_complete, is_local, marker_path
-
-__all__ = ["latest_checkpoint"]
 
 SUFFIX = ".ckpt"
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of epochs and data, so that a run goes on with the very next batch."""
+"""What a checkpoint says of epochs and data, so that a run continues with the very next batch."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,14 +14,12 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.run_state import RunState
 
-__all__ = ["ResumableProgress", "batches_to_do_again", "saves_on_exception"]
-
 
 class ResumableProgress(Callback):
-    """Lets a run go on exactly where it was, whichever batch its checkpoint was written after.
+    """Lets a run continue exactly where it was, whichever batch its checkpoint was written after.
 
-    Lightning 2.6 goes on exactly from most checkpoints inside an epoch, if the data loader has a length and a state of
-    its own. It does not from these, which this callback corrects:
+    Lightning 2.6 continues exactly from most checkpoints inside an epoch, if the data loader has a length and a state
+    of its own. It does not from these, which this callback corrects:
 
     .. code-block:: text
 
@@ -62,7 +60,7 @@ class ResumableProgress(Callback):
         self._at_start: list[dict[str, Any]] = []
         # Of a run that has ended.
         self._at_end: list[dict[str, Any]] = []
-        #: Called in ``on_train_start``, before the epoch of a checkpoint goes on or ends.
+        #: Called in ``on_train_start``, before the epoch of a checkpoint continues or ends.
         self.when_resumed: Callable[[], None] = _nothing
 
     @classmethod
@@ -78,7 +76,7 @@ class ResumableProgress(Callback):
         return new
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Lets samplers know the epoch before their loader goes on inside it."""
+        """Lets samplers know the epoch before their loader continues inside it."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._before_fetches.clear()
@@ -126,11 +124,11 @@ class ResumableProgress(Callback):
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if progress is None:
             return
-        leave_out_begun_epoch(progress)
+        skip_started_epoch(progress)
         reopen_epoch(progress, num_batches=trainer.num_training_batches)
         fetched = batches_to_do_again(trainer, progress)
         if _is_in_work(progress) and not private_loop_api.is_accumulating(trainer):
-            # Lightning counts the step of a batch that was in work when it goes on, and again when it has made it.
+            # Lightning counts the step of a batch that was in work when it continues, and again when it has made it.
             progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         # Those before the fetch of the first batch that is not done. The present ones are right if it was not fetched.
         if self._at_end or 0 < fetched <= len(self._before_fetches):
@@ -151,12 +149,7 @@ def saves_on_exception(trainer: "pl.Trainer") -> bool:
 
 
 def batches_to_do_again(trainer: "pl.Trainer", progress: Mapping[str, Any]) -> int:
-    """Batches that were fetched and are not done: the one in work, and one that is fetched ahead.
-
-    Args:
-        trainer: of the run.
-        progress: of the fit loop, as a checkpoint holds it.
-    """
+    """Batches that were fetched and are not done: the one in work, and one that is fetched ahead."""
     return _is_in_work(progress) + private_loop_api.fetches_ahead(trainer)
 
 
@@ -169,12 +162,8 @@ def _nothing() -> None:
     return None
 
 
-def leave_out_begun_epoch(progress: dict[str, Any]) -> None:
-    """An epoch that is in its ``on_train_epoch_start`` begins again, from where the one before it has ended.
-
-    Args:
-        progress: of the fit loop, as a checkpoint holds it; changed in place.
-    """
+def skip_started_epoch(progress: dict[str, Any]) -> None:
+    """An epoch that is in its ``on_train_epoch_start`` begins again, from where the one before it has ended."""
     epochs = progress["epoch_progress"]
     begun = epochs["current"]["started"]
     if epochs["current"]["ready"] == begun:
@@ -185,14 +174,10 @@ def leave_out_begun_epoch(progress: dict[str, Any]) -> None:
 
 
 def reopen_epoch(progress: dict[str, Any], num_batches: float) -> None:
-    """Counts the epoch in which a run ended as one that goes on, or that only has to be counted as completed.
+    """Counts the epoch in which a run ended as one that continues, or that only has to be counted as completed.
 
     Lightning counts it as finished in any case, also where the run ended after some of its ``num_batches``. A
     checkpoint that is written while an epoch runs stays as it is.
-
-    Args:
-        progress: of the fit loop, as a checkpoint holds it; changed in place.
-        num_batches: of an epoch.
     """
     epochs, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]
     ready = epochs["current"]["ready"]

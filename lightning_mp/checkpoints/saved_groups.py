@@ -1,4 +1,4 @@
-"""Parameter groups of a checkpoint that names their parameters, and those of the optimizer that goes on from it."""
+"""Parameter groups of a checkpoint that names their parameters, and those of the optimizer that continues from it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,21 +8,12 @@ from torch.optim import Optimizer
 from lightning_mp.checkpoints.single_file import refuse_other_groups
 from lightning_mp.core.messages import listed
 
-__all__ = ["matching_groups", "take_options"]
-
 #: No settings: they are in the order in which the optimizer itself has its parameters.
 _OF_PARAMETERS = ("params", "param_names")
 
 
 def matching_groups(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> list[int]:
     """For each of the optimizer's groups the place of the saved one with the same parameters, in any order.
-
-    Args:
-        saved: names of the parameters of each group in the checkpoint.
-        own: the same of the optimizer.
-
-    Raises:
-        ValueError: if the groups are others; it says which parameters are in another one, or in none.
 
     Example:
         >>> matching_groups([["a", "b"], ["c"]], [["c"], ["b", "a"]])
@@ -53,14 +44,6 @@ def _difference(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) ->
 
 def take_options(optimizer: Optimizer, own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Gives each group of an optimizer the settings that the checkpoint has for its parameters, and leaves it others.
-
-    Args:
-        optimizer: of the run that goes on.
-        own: names of the parameters of each of its groups.
-        saved: groups of the checkpoint, with names in ``params``.
-
-    Raises:
-        ValueError: if the groups are others.
 
     Example:
         >>> import torch

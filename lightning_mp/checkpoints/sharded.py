@@ -17,15 +17,6 @@ from lightning_mp.checkpoints.single_file import load_full_checkpoint, refuse_ot
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = [
-    "has_optimizer_state",
-    "is_sharded_checkpoint",
-    "load_checkpoint",
-    "load_sharded_checkpoint",
-    "saved_names",
-    "without_a_made_up_step",
-]
-
 #: What a sharded checkpoint has besides the shards, as Lightning writes it.
 REST = "meta.pt"
 
@@ -43,11 +34,12 @@ def has_optimizer_state(path: Path) -> bool:
 
 
 @contextmanager
-def without_a_made_up_step(optimizer: Optimizer) -> Iterator[None]:
+def without_synthetic_step(optimizer: Optimizer) -> Iterator[None]:
     """Asks for the state of an optimizer and gets it as it is, also when it has made no step yet.
 
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` makes a step with zero gradients of an
-    optimizer that has neither state nor gradients. Adam would count it, in the checkpoint and in the run that goes on.
+    optimizer that has neither state nor gradients. Adam would count it, in the checkpoint and in the run that
+    continues.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if optimizer.state or not parameters or any(p.grad is not None for p in parameters):
@@ -64,11 +56,7 @@ def without_a_made_up_step(optimizer: Optimizer) -> Iterator[None]:
 def load_checkpoint(
     path: Path, model: nn.Module, optimizers: list[Optimizer], *, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Reads a folder or a single file into a sharded model and its optimizers. Returns everything else.
-
-    Raises:
-        ValueError: if it is neither, or was written by another optimizer.
-    """
+    """Reads a folder or a single file into a sharded model and its optimizers. Returns everything else."""
     if is_sharded_checkpoint(path):
         return load_sharded_checkpoint(path, model, optimizers, strict=strict, weights_only=weights_only)
     if path.is_dir():
@@ -86,11 +74,6 @@ def load_sharded_checkpoint(
 
     A parameter that no step was made of when it was written has no state there (all steps were skipped, or it took no
     part in the forward yet). It has none afterwards either, so that its first step is its first.
-
-    Raises:
-        ValueError: if it was written by FSDP1, or by other optimizers or parameter groups than there are; or if it
-            holds what could run code when it is read.
-        RuntimeError: if it was written by another model, and ``strict``.
     """
     # Bring seventy modules of torch along, so not at the top.
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -164,7 +147,7 @@ def _load_optimizer(
     from lightning_mp.checkpoints.checked_folder import load_shards
 
     optimizer.zero_grad()
-    with without_a_made_up_step(optimizer):
+    with without_synthetic_step(optimizer):
         described: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
     own = [list(group["params"]) for group in described["param_groups"]]
     place = [key, "param_groups"]

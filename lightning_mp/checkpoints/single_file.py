@@ -9,23 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "full_optimizer_state",
-    "load_full_checkpoint",
-    "refuse_other_groups",
-    "refuse_other_names",
-    "refuse_other_number",
-]
-
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` gives on one device: whole tensors on the CPU, parameters by number.
 
     Numbers follow the optimizer's own groups, so that any other strategy can load it. All ranks have to call it.
-
-    Args:
-        optimizer: over DTensors, or plain parameters, or both.
-        keep: False on ranks that do not write: they take part in the gathering and get nothing.
     """
     state = optimizer.state_dict()
     values: dict[int, dict[str, Any]] = {}
@@ -44,10 +32,6 @@ def load_full_checkpoint(
     """Reads a single file on every rank and keeps this rank's part. Returns everything that is neither of both.
 
     The file may come from any strategy and any number of ranks.
-
-    Raises:
-        ValueError: if the optimizers are others than those that it was written by.
-        RuntimeError: if the model is another one, and ``strict``.
     """
     checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     # Brings seventy modules of torch along, so not at the top.
@@ -116,14 +100,6 @@ def _whole(value: Any) -> Any:
 def refuse_other_names(owner: str, *, missing: Iterable[str], unexpected: Iterable[str]) -> None:
     """Says what of a state dict is too little or too much, for loading that is strict.
 
-    Args:
-        owner: class of the model.
-        missing: names that the model has and the checkpoint has not.
-        unexpected: the other way round.
-
-    Raises:
-        RuntimeError: if there is any, as ``nn.Module.load_state_dict``.
-
     Example:
         >>> refuse_other_names("Model", missing=[], unexpected=[])
     """
@@ -137,14 +113,6 @@ def refuse_other_names(owner: str, *, missing: Iterable[str], unexpected: Iterab
 
 def refuse_other_groups(saved: Sequence[int], own: Sequence[int], *, difference: str = "") -> None:
     """Compares how many parameters each parameter group of an optimizer has.
-
-    Args:
-        saved: of the checkpoint.
-        own: of the optimizer that is to take it.
-        difference: what else is known to differ, by names.
-
-    Raises:
-        ValueError: if groups are others.
 
     Example:
         >>> refuse_other_groups([2, 1], [2, 1])
@@ -160,14 +128,6 @@ def refuse_other_groups(saved: Sequence[int], own: Sequence[int], *, difference:
 
 def refuse_other_number(saved: int, own: int, path: Path | None = None) -> None:
     """Compares how many optimizers there are.
-
-    Args:
-        saved: in the checkpoint.
-        own: in the run that goes on from it.
-        path: of the checkpoint, for the message.
-
-    Raises:
-        ValueError: if it is another number.
 
     Example:
         >>> refuse_other_number(1, 1)

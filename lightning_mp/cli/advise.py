@@ -18,8 +18,6 @@ from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Recommendation
 
-__all__ = ["add_advise_command"]
-
 _DESCRIPTION = """\
 Recommends precision, strategy, checkpointing and accumulation, with the reason and the source of each and how sure it
 is, and prints the Trainer. Nothing is run or measured."""

@@ -15,8 +15,6 @@ from lightning_mp.cli.text import print_json
 from lightning_mp.resume.differences import Difference, compare_checkpoints, kinds_in
 from lightning_mp.resume.records import first_parting, read_records
 
-__all__ = ["add_bits_command"]
-
 _DESCRIPTION = """\
 Compare two checkpoints of the same step, or two files of ExactResume(record=...), bit by bit. Of checkpoints, files or
 folders with shards, print what differs first: weights, masters, optimizer state, loss scaler, counters, random state,

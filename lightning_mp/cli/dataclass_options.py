@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any, get_args
 
-__all__ = ["add_options", "check_combinations", "flag", "setting"]
-
 
 def setting(
     default: Any,
@@ -17,16 +15,7 @@ def setting(
     read: Callable[[str], Any] | None = None,
     **only_with: Sequence[Any],
 ) -> Any:
-    """A field of the dataclass.
-
-    Args:
-        default: False makes it a switch.
-        help: of the option.
-        group: of options that it is listed in.
-        metavar: what the help shows for the value; None shows N for a number, else the name of the option.
-        read: from what was written to the value; None takes the type of the field.
-        only_with: values of other settings; with others this one would be without effect, and is refused.
-    """
+    """A field of the dataclass."""
     about = {"help": help, "group": group, "metavar": metavar, "read": read, "only_with": only_with}
     return field(default=default, metadata=about)
 
@@ -43,10 +32,6 @@ def flag(name: str) -> str:
 
 def add_options(cls: type[Any], groups: Mapping[str, Any]) -> None:
     """Adds an option for each field. One that was not given has no entry in the parsed namespace.
-
-    Args:
-        cls: the dataclass. Its fields are numbers, strings, ``Literal`` or switches, and perhaps None.
-        groups: the parser, or its group of options, for each ``group`` of :func:`setting`.
 
     Example:
         >>> from dataclasses import dataclass
@@ -75,11 +60,7 @@ def add_options(cls: type[Any], groups: Mapping[str, Any]) -> None:
 
 
 def check_combinations(settings: Any) -> None:
-    """Refuses a setting that would be without effect.
-
-    Raises:
-        ValueError: it was changed from its default, and the setting that it needs has another value.
-    """
+    """Refuses a setting that would be without effect."""
     for each in fields(settings):
         for other, values in each.metadata["only_with"].items():
             if getattr(settings, each.name) != each.default and getattr(settings, other) not in values:

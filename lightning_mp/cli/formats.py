@@ -7,8 +7,6 @@ from typing import Any
 from lightning_mp.cli.text import print_json, print_table
 from lightning_mp.core.number_formats import FORMATS, NumberFormat
 
-__all__ = ["add_formats_command"]
-
 _DESCRIPTION = """\
 Range and precision of each number format, computed from its bits: of the exponent and the mantissa (exp+man), and the
 sign. Below the smallest normal number precision is lost bit by bit; up to half of the smallest subnormal number

@@ -6,19 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["import_function"]
-
 
 def import_function(path: str, option: str) -> Callable[[], Any]:
     """The function behind ``package.module:function``; the current folder is searched as well.
-
-    Args:
-        path: as it was written.
-        option: for the message.
-
-    Raises:
-        ValueError: it is written otherwise, is not there, or is no function that can be called without arguments.
-            What the module itself raises is not caught.
 
     Example:
         >>> import_function("tempfile:gettempprefix", "--module")()

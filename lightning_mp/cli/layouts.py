@@ -1,4 +1,4 @@
-"""``lightning-mp layouts``: what a training step sends and takes at least, on so many GPUs, under usual layouts."""
+"""``lightning-mp layouts``: what a training step sends and takes at least, on n GPUs, under usual layouts."""
 
 import argparse
 from typing import Any, get_args
@@ -12,8 +12,6 @@ from lightning_mp.planning.parallelism.communication import Precision, TensorRed
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
-
-__all__ = ["add_layouts_command"]
 
 _Row = tuple[ParallelPlan, str | None]
 _COLUMNS = ("layout", "GPUs", "fits", "sent", "step", "bound by")

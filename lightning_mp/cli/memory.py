@@ -15,8 +15,6 @@ from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLay
 from lightning_mp.planning.memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
-__all__ = ["add_memory_command"]
-
 _DESCRIPTION = """\
 What one training step keeps in memory, by part. With --module the step of your own module is measured on fake
 tensors: nothing is computed and no memory is used. With a shape or a config.json, formulas estimate it for one GPU."""

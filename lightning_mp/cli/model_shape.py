@@ -6,8 +6,6 @@ from typing import Any
 from lightning_mp.core.quantities import parse_bytes, parse_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
-__all__ = ["SHAPE_OPTIONS", "add_shape", "config_of", "context_of", "count_of", "memory_of", "refuse_other_units"]
-
 SHAPE_OPTIONS = {
     "layers": "--layers",
     "width": "--width",
@@ -42,11 +40,7 @@ def add_shape(group: "argparse._ArgumentGroup") -> None:
 
 
 def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:
-    """The decoder that the options describe; None without such options.
-
-    Raises:
-        ValueError: they describe a part of it, or both a file and numbers are given.
-    """
+    """The decoder that the options describe; None without such options."""
     shape = {name: getattr(arguments, name) for name in SHAPE_OPTIONS if getattr(arguments, name) is not None}
     if arguments.tied_head and (arguments.config is not None or not shape):
         raise ValueError("--tied-head belongs to a shape (`layers`, `width`, `vocabulary`). Leave it out.")
@@ -64,11 +58,7 @@ def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:
 
 
 def context_of(text: str | None, config: DecoderConfig | None) -> int:
-    """The length of a sequence; where none was written 4096, or as much as a model with learned positions takes.
-
-    Raises:
-        ValueError: it is no whole number.
-    """
+    """The length of a sequence; where none was written 4096, or as much as a model with learned positions takes."""
     if text is not None:
         return count_of(text, "context_tokens")
     longest = 0 if config is None else config.positions
@@ -76,11 +66,7 @@ def context_of(text: str | None, config: DecoderConfig | None) -> int:
 
 
 def count_of(text: str | None, name: str) -> int:
-    """A whole number; 1 where nothing was written.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A whole number; 1 where nothing was written."""
     value = parse_quantity(text if text is not None else 1, name)
     if value != int(value):
         raise ValueError(f"`{name}` must be a whole number, got {text!r}.")
@@ -88,11 +74,7 @@ def count_of(text: str | None, name: str) -> int:
 
 
 def refuse_other_units(text: str | None, name: str) -> None:
-    """Parameters and tokens are counted one by one.
-
-    Raises:
-        ValueError: so few of them are billions or millions.
-    """
+    """Parameters and tokens are counted one by one."""
     if text is not None and parse_quantity(text, name) < _FEWEST:
         raise ValueError(
             f"`{name}` must be single ones, {_FEWEST:,} or more, got {text!r}. For billions write {text.strip()}B,"
@@ -101,11 +83,7 @@ def refuse_other_units(text: str | None, name: str) -> None:
 
 
 def memory_of(text: str | None) -> float | None:
-    """Bytes of one device; None where nothing was written.
-
-    Raises:
-        ValueError: it cannot be read, or so few bytes are gigabytes.
-    """
+    """Bytes of one device; None where nothing was written."""
     if text is None:
         return None
     size = parse_bytes(text, "memory_bytes")

@@ -7,9 +7,6 @@ import textwrap
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-__all__ = ["OneLineParser"]
-
-
 _WIDEST_CHOICES = 40
 
 

@@ -5,15 +5,9 @@ from pathlib import Path
 
 from lightning_mp.core.pictures import check_picture_ending
 
-__all__ = ["check_picture"]
-
 
 def check_picture(path: Path, option: str) -> None:
-    """Before the work: a picture that cannot be drawn should not cost a run.
-
-    Raises:
-        ValueError: the ending is not one that can be drawn, there is no such folder, or matplotlib is missing.
-    """
+    """Before the work: a picture that cannot be drawn should not cost a run."""
     check_picture_ending(path, option)
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it first")

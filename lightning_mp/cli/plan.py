@@ -38,8 +38,6 @@ from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, LAWS
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw
 from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
 
-__all__ = ["Answer", "add_plan_command"]
-
 _DESCRIPTION = """\
 Plans a training run. Give one of --flops, --params, --tokens, --device-hours and --cost for the compute-optimal run, or
 two of model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and

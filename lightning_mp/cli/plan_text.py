@@ -16,8 +16,6 @@ from lightning_mp.planning.training_run import RunTime, TrainingRun, repetition_
 if TYPE_CHECKING:
     from lightning_mp.cli.plan import Answer
 
-__all__ = ["as_json", "print_answer"]
-
 _TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")
 _NAMES_WIDTH = 40
 _COLUMNS = ("layout", "GPU needs", "verdict", "sequences", "step")
@@ -116,7 +114,7 @@ def _layout_as_json(choice: LayoutChoice) -> dict[str, Any]:
 
 
 def _of_all(config: DecoderConfig | None) -> str:
-    """Of a mixture: N counts what a token meets."""
+    """Of a mixture: N counts what a token is routed to."""
     if config is None or not config.experts:
         return ""
     return f" active of {format_quantity(config.parameters)}"
@@ -189,7 +187,7 @@ def _print_layouts(answer: "Answer", *, wide: bool) -> None:
             f"\nIt fits: {len(fitting)} of {len(answer.layouts)} layouts, of which {first.layout.name} comes first."
             if fitting
             else f"\nIt {first.verdict} with this many GPUs; {first.layout.name} is the closest."
-            + _what_would_do(answer, first.verdict)
+            + _alternatives(answer, first.verdict)
         )
     print_paragraph(
         f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, on GPUs {has};"
@@ -222,7 +220,7 @@ def _print_assumed(config: DecoderConfig | None) -> None:
     )
 
 
-def _what_would_do(answer: "Answer", verdict: str | None, kind: str = "") -> str:
+def _alternatives(answer: "Answer", verdict: str | None, kind: str = "") -> str:
     decides = " Only the allocator decides." if verdict == "may fit" else ""
     if answer.enough is None:
         return f"{decides} Take larger GPUs, a shorter --context, or --precision bf16-remainder."
@@ -239,7 +237,7 @@ def _print_chips(answer: "Answer", chips: list[ChipChoice]) -> None:
         largest = chips[-1]
         print_paragraph(
             f"\nIt does not fit on {gpus} in {answer.precision}, not even of {largest.memory_bytes / 1e9:g} GB"
-            f" ({', '.join(largest.chips)}): pass --gpus.{_what_would_do(answer, None, ' of 80 GB')}"
+            f" ({', '.join(largest.chips)}): pass --gpus.{_alternatives(answer, None, ' of 80 GB')}"
         )
         return
     print_paragraph(

@@ -17,7 +17,7 @@ _PIPED = 80
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints columns under their names, the first aligned left, the others right.
 
-    On a terminal, columns for which there is no room go on below, beside the first one again. A file or a pipe gets
+    On a terminal, columns for which there is no room continue below, beside the first one again. A file or a pipe gets
     every row in one line.
     """
     print("\n".join(table_lines([header, *rows], terminal_columns())))
@@ -25,11 +25,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def table_lines(rows: Sequence[Sequence[str]], room: int | None = None, left: Sequence[str] = ()) -> list[str]:
     r"""A table as lines.
-
-    Args:
-        rows: the names of the columns, then the rows.
-        room: how long a line may be; columns for which there is no room go on below, beside the first one again.
-        left: names of columns that are aligned left, as the first one is.
 
     Example:
         >>> print("\n".join(table_lines([("law", "loss", "range"), ("kaplan", "2.31", "inside")], room=14)))
@@ -118,14 +113,6 @@ def run_with_one_line_errors(
     """Runs the work of a command; wrong input ends the process with one line that speaks of options.
 
     An error of the user's own module, or of what it calls, keeps its traceback.
-
-    Args:
-        parser: Says the error and ends with code 2.
-        options: The option behind each argument of the Python function.
-        work: What may raise ``ValueError`` or ``OSError``.
-
-    Returns:
-        The result, and the warnings that were given, each once.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
@@ -136,8 +123,8 @@ def run_with_one_line_errors(
                 raise
             if isinstance(error, OSError) and error.filename is not None:
                 parser.error(f"{error.filename} cannot be read or written ({error.strerror})")
-            parser.error(speak_of_options(str(error), options))
-    said = [speak_of_options(str(warning.message), options) for warning in caught]
+            parser.error(name_options(str(error), options))
+    said = [name_options(str(warning.message), options) for warning in caught]
     return result, list(dict.fromkeys(said))
 
 
@@ -155,7 +142,7 @@ def print_warnings(said: Sequence[str]) -> None:
         print(f"warning: {text}", file=sys.stderr)
 
 
-def speak_of_options(message: str, options: Mapping[str, str]) -> str:
+def name_options(message: str, options: Mapping[str, str]) -> str:
     """A message in one line, with the option behind each argument of the Python function in place of its name."""
     for name, option in options.items():
         message = message.replace(f"`{name}`", option)

@@ -17,8 +17,6 @@ from lightning_mp.comparison.compare import compare_precisions
 from lightning_mp.comparison.precisions import PRECISION_NAMES
 from lightning_mp.comparison.result import PrecisionComparison
 
-__all__ = ["DefaultModel", "add_compare_command"]
-
 _DESCRIPTION = """\
 Compares precisions on your module, or on the demo's: time per batch, peak memory and error of the gradient; with
 --steps also the loss, in pairs of runs that start from the same weights and see the same data, with a confidence
@@ -59,14 +57,7 @@ _OF_PAIRS = ("seeds", "monitor", "margin", "confidence", "file")
 
 @dataclass(frozen=True)
 class DefaultModel:
-    """What is compared without ``--module``.
-
-    Args:
-        add_options: adds the options that choose its size and data.
-        options: names under which they are parsed; None stands for not given.
-        make: from the parsed options to a function that makes the module, its data, and further arguments of
-            :func:`~lightning_mp.compare_precisions`.
-    """
+    """What is compared without ``--module``."""
 
     add_options: Callable[[argparse.ArgumentParser], None]
     options: Sequence[str]

@@ -25,8 +25,6 @@ from lightning_mp.comparison.trial import Experiment, Trial
 from lightning_mp.core.devices import available_device_type, device_name
 from lightning_mp.core.random_state import random_state_kept
 
-__all__ = ["compare_precisions", "versions"]
-
 ModuleOrFactory = pl.LightningModule | Callable[[], pl.LightningModule]
 
 _OWN_OPTIONS = {
@@ -72,11 +70,11 @@ def compare_precisions(
 
     Args:
         module: a LightningModule, whose weights all runs start from; or a function that makes one, which is called once
-            per run, so that each seed has initial weights of its own.
+            per run, so that each seed has its own initial weights.
         data: a ``LightningDataModule``, a loader, a function that makes one of these, or one batch (a tensor, list,
             tuple or mapping), which is enough without ``steps``.
         precisions: the baseline first. Names of :data:`~lightning_mp.comparison.precisions.PRECISION_NAMES`, precision
-            plugins, or functions that make one; a mapping gives them names of its own.
+            plugins, or functions that make one; a mapping gives them its own names.
         steps: optimizer steps of each paired run, of all its optimizers together as in ``Trainer(max_steps=...)``; None
             for no paired runs.
         seeds: how many pairs, or which seeds. Seeds added later continue in the same ``file``.

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-__all__ = ["PairedDifference", "Verdict", "differences_of", "student_t_quantile"]
-
 Verdict = Literal["not worse", "worse", "cannot tell yet"]
 
 _MOST_SEEDS = 1000
-_POWER = 0.8  # chance that so many seeds decide, if the observed mean and spread are the true ones
+_POWER = 0.8  # chance that this many seeds decide, if the observed mean and spread are the true ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +18,6 @@ class PairedDifference:
 
     The pairs share initial weights and data, so what seeds do to both runs cancels. The verdict is one of
     non-inferiority: the loss may be higher by less than ``margin``.
-
-    Args:
-        differences: one per seed, in the unit of the loss; what is not finite is a run that diverged.
-        margin: the largest increase of the loss that does not matter, in the same unit.
-        confidence: of the two-sided interval.
-
-    Raises:
-        ValueError: there is no difference, or ``margin`` or ``confidence`` is out of range.
 
     Source:
         Student's t interval of paired differences; verdicts as in ICH E9 (1998), section 3.3.2.
@@ -131,11 +121,7 @@ class PairedDifference:
 
 
 def differences_of(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[float, ...]:
-    """Candidate minus baseline, pair by pair; infinite where the candidate diverged.
-
-    Raises:
-        ValueError: a run of the baseline diverged, so there is nothing to compare with.
-    """
+    """Candidate minus baseline, pair by pair; infinite where the candidate diverged."""
     if not all(map(math.isfinite, baseline)):
         count = sum(not math.isfinite(loss) for loss in baseline)
         raise ValueError(
@@ -149,10 +135,6 @@ def differences_of(candidate: Sequence[float], baseline: Sequence[float]) -> tup
 @lru_cache(maxsize=4096)
 def student_t_quantile(probability: float, degrees_of_freedom: int) -> float:
     """The value below which Student's t lies with that probability.
-
-    Args:
-        probability: from 0.5 to below 1.
-        degrees_of_freedom: 1 or more.
 
     Source:
         Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: exact sums for whole degrees of freedom; solved by bisection.

@@ -9,24 +9,16 @@ from lightning_mp.comparison.progress import Progress
 from lightning_mp.comparison.run_file import FinishedRun, RunFile
 from lightning_mp.comparison.trial import Experiment, Trial, run_trial
 
-__all__ = ["PairedQuality", "final_loss", "missing_runs", "paired_quality", "run_pairs", "steps_to_equal_loss"]
-
 _TAIL_SHARE = 0.1  # of the batches; their mean is the final training loss
 
 
 @dataclass(frozen=True, slots=True)
 class PairedQuality:
-    """How well a precision trains.
+    """How well a precision trains."""
 
-    Attributes:
-        final_losses: one per seed.
-        difference: to the baseline; None for the baseline itself.
-        steps_ratio: steps to the baseline's final loss over those of the baseline; None where the loss was too flat to
-            tell.
-    """
-
-    final_losses: tuple[float, ...]
-    difference: PairedDifference | None
+    final_losses: tuple[float, ...]  # one per seed
+    difference: PairedDifference | None  # to the baseline; None for the baseline itself
+    # steps to the baseline's final loss over those of the baseline; None where the loss was too flat to tell
     steps_ratio: float | None
 
 
@@ -60,19 +52,7 @@ def run_pairs(
     file: RunFile | None,
     bar: Progress,
 ) -> list[FinishedRun]:
-    """Makes the runs that are missing.
-
-    Args:
-        experiment: what to run.
-        seeds: of the pairs.
-        steps: optimizer steps of each run.
-        monitor: validation metric to compare; None compares the training loss.
-        file: where finished runs are kept; None forgets them at the end.
-        bar: shows the steps.
-
-    Raises:
-        ValueError: the precisions of a seed saw other data or other initial weights.
-    """
+    """Makes the runs that are missing."""
     finished = file.read() if file is not None else []
     missing = missing_runs(experiment.precisions, seeds, finished)
     bar.expect(steps * len(missing))
@@ -98,11 +78,7 @@ def run_pairs(
 
 
 def check_pairs(runs: Iterable[FinishedRun]) -> None:
-    """Refuses runs of one seed that differ in more than the precision.
-
-    Raises:
-        ValueError: they do; the message says in what.
-    """
+    """Refuses runs of one seed that differ in more than the precision."""
     first: dict[int, FinishedRun] = {}
     for run in runs:
         other = first.setdefault(run.seed, run)
@@ -128,11 +104,7 @@ def check_pairs(runs: Iterable[FinishedRun]) -> None:
 def paired_quality(
     runs: Iterable[FinishedRun], precisions: Sequence[str], *, margin: float, confidence: float
 ) -> dict[str, PairedQuality]:
-    """What the runs say of each precision; the first one is the baseline.
-
-    Raises:
-        ValueError: a run of the baseline diverged, or an argument is out of range.
-    """
+    """What the runs say of each precision; the first one is the baseline."""
     by_precision: Mapping[str, dict[int, FinishedRun]] = {name: {} for name in precisions}
     for run in runs:
         by_precision[run.precision][run.seed] = run
@@ -154,13 +126,6 @@ def steps_to_equal_loss(difference: float, baseline_curves: Sequence[Sequence[fl
 
     Over its last half the baseline's loss is taken to fall as ``a - b ln(step)``; a candidate whose loss is higher by
     ``difference`` needs ``exp(difference / b)`` times the steps.
-
-    Args:
-        difference: of the final losses, candidate minus baseline.
-        baseline_curves: training losses of the baseline, one row per seed.
-
-    Returns:
-        The ratio; None if ``b`` is not above twice its standard error, so that the loss is as good as flat.
 
     Example:
         >>> curve = [3.0 - 0.5 * math.log(step) for step in range(1, 101)]

@@ -11,23 +11,12 @@ if TYPE_CHECKING:
 
     from lightning_mp.comparison.result import PrecisionComparison
 
-__all__ = ["draw_comparison"]
-
 _COLOURS = {"not worse": GREEN, "worse": ORANGE, "cannot tell yet": BLUE}
 _SMOOTHED_SHARE = 0.02
 
 
 def draw_comparison(comparison: "PrecisionComparison", path: Path) -> None:
-    """Draws time and memory over the baseline's, and with paired runs differences per seed and loss over time.
-
-    Args:
-        comparison: what to draw.
-        path: of a png, pdf or svg.
-
-    Raises:
-        ValueError: the name of the file has another ending.
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draws time and memory over the baseline's, and with paired runs differences per seed and loss over time."""
     check_picture_ending(path)
     from matplotlib.figure import Figure
 

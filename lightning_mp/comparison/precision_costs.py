@@ -17,8 +17,6 @@ from lightning_mp.comparison.step_cost import (
 )
 from lightning_mp.comparison.trial import Experiment
 
-__all__ = ["measure_costs"]
-
 _WARMUP_STEPS = 2
 _TIMED_STEPS = 5
 # fp32 is off by 1e-6 or so; more than this comes from random numbers that are not the same
@@ -26,14 +24,7 @@ _LARGEST_FP32_ERROR = 0.01
 
 
 def measure_costs(experiment: Experiment, batch: Any, rounds: int, bar: Progress) -> tuple[dict[str, StepCost], str]:
-    """What a batch costs in each precision, and the precision that the errors of gradients are against.
-
-    Args:
-        experiment: what to run.
-        batch: for the gradient.
-        rounds: in each, all precisions are timed one after the other.
-        bar: shows the timed steps.
-    """
+    """What a batch costs in each precision, and the precision that the errors of gradients are against."""
     errors, reference = _gradient_errors(experiment, batch)
     peaks = {name: peak_bytes(experiment, name) for name in experiment.precisions}
     names = list(experiment.precisions)

@@ -1,4 +1,4 @@
-"""Which precisions are compared: names, plugins, or functions that make them; each run has a plugin of its own."""
+"""Which precisions are compared: names, plugins, or functions that make them; each run has its own plugin."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -9,8 +9,6 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
-
-__all__ = ["PRECISION_NAMES", "PluginFactory", "described", "make_plugin", "plugin_factories"]
 
 PluginFactory = Callable[[], Precision]
 
@@ -46,14 +44,6 @@ def plugin_factories(
 ) -> dict[str, PluginFactory]:
     """A function that makes the plugin of each precision, by name.
 
-    Args:
-        precisions: names of :data:`PRECISION_NAMES`, plugins (each run gets a copy) or functions without arguments; a
-            mapping gives them names of its own.
-        device_type: that of the runs.
-
-    Raises:
-        ValueError: a name is unknown or given twice, or there is nothing to compare.
-
     Example:
         >>> from lightning_mp import AutocastPrecision
         >>> list(plugin_factories(["32-true", AutocastPrecision("bf16-mixed")], "cpu"))
@@ -80,13 +70,6 @@ def plugin_factories(
 
 def make_plugin(name: str, device_type: str) -> Precision:
     """A new plugin.
-
-    Args:
-        name: of :data:`PRECISION_NAMES`.
-        device_type: that of the run.
-
-    Raises:
-        ValueError: the name is unknown.
 
     Example:
         >>> described(make_plugin("lightning:16-mixed", "cpu"))

@@ -5,15 +5,9 @@ from typing import Any, Self
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-__all__ = ["Progress"]
-
 
 class Progress:
-    """A bar over all runs, with the name of the one that is under way.
-
-    Args:
-        enabled: None shows it on a terminal.
-    """
+    """A bar over all runs, with the name of the one that is under way."""
 
     def __init__(self, enabled: bool | None) -> None:
         from tqdm import tqdm  # comes with Lightning

@@ -18,8 +18,6 @@ from lightning_mp.comparison.training_data import items_in
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patches
 
-__all__ = ["Recorder", "set_seed", "weights_digest"]
-
 _SAMPLED_ELEMENTS = 1024  # of each tensor go into a digest
 _DIGESTED_BATCHES = 4  # of each epoch
 
@@ -51,18 +49,7 @@ def _digest(sha: Any, name: str, tensor: Tensor) -> None:
 
 
 class Recorder(Callback):
-    """Losses, what was trained on, and random numbers that do not depend on the precision.
-
-    Args:
-        seed: of the run.
-
-    Attributes:
-        losses: of each batch, undivided by accumulation.
-        items: tokens or samples trained on.
-        unit: which of them.
-        digest: of the first batches of each epoch.
-        seconds: of the fit, from the first batch on.
-    """
+    """Losses, what was trained on, and random numbers that do not depend on the precision."""
 
     def __init__(self, seed: int) -> None:
         self.losses: list[Tensor] = []
@@ -95,7 +82,7 @@ class Recorder(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Random numbers of the order of the data."""
         if trainer.current_epoch:
-            self.check(trainer)  # epochs without a step would go on for ever
+            self.check(trainer)  # epochs without a step would continue for ever
         self._in_epoch = 0
         set_seed(self._seed, -2, trainer.current_epoch)
 
@@ -118,11 +105,7 @@ class Recorder(Callback):
         self.seconds = time.perf_counter() - self._began
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Refuses a run in which nothing was trained.
-
-        Raises:
-            ValueError: there was no batch, no loss, or no optimizer step.
-        """
+        """Refuses a run in which nothing was trained."""
         if not self._batches:
             raise ValueError("`data` is empty: compare_precisions() trained on no batch. Pass at least one.")
         if not self.losses and trainer.lightning_module.automatic_optimization:

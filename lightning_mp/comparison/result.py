@@ -14,38 +14,23 @@ from lightning_mp.comparison.run_file import FinishedRun
 from lightning_mp.comparison.step_cost import StepCost
 from lightning_mp.core.quantities import format_bytes, format_quantity
 
-__all__ = ["PrecisionComparison"]
-
 _MEMORY_THAT_COUNTS = 0.02  # less is as good as nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionComparison:
-    """The result of a comparison; the first precision is the baseline.
+    """The result of a comparison; the first precision is the baseline."""
 
-    Attributes:
-        costs: of each precision, by name.
-        quality: of each precision; empty without paired runs.
-        runs: the paired runs.
-        steps: optimizer steps of each of them; None without.
-        monitor: the validation metric that was compared; None for the training loss.
-        margin: the increase of the loss that does not matter.
-        confidence: of the intervals.
-        device: what it ran on.
-        versions: of torch, Lightning and this package.
-        gradient_reference: the precision whose gradient the errors are against.
-    """
-
-    costs: Mapping[str, StepCost]
-    quality: Mapping[str, PairedQuality]
-    runs: tuple[FinishedRun, ...]
-    steps: int | None
-    monitor: str | None
-    margin: float
-    confidence: float
-    device: str
-    versions: Mapping[str, str]
-    gradient_reference: str
+    costs: Mapping[str, StepCost]  # of each precision, by name
+    quality: Mapping[str, PairedQuality]  # of each precision; empty without paired runs
+    runs: tuple[FinishedRun, ...]  # the paired runs
+    steps: int | None  # optimizer steps of each of them; None without
+    monitor: str | None  # the validation metric that was compared; None for the training loss
+    margin: float  # the increase of the loss that does not matter
+    confidence: float  # of the intervals
+    device: str  # what it ran on
+    versions: Mapping[str, str]  # of torch, Lightning and this package
+    gradient_reference: str  # the precision whose gradient the errors are against
 
     @property
     def baseline(self) -> str:
@@ -58,11 +43,7 @@ class PrecisionComparison:
         return tuple(self.costs)[1:]
 
     def verdict(self, precision: str) -> str:
-        """The verdict on the loss of one precision: "not worse", "worse" or "cannot tell yet".
-
-        Raises:
-            ValueError: there were no paired runs, or this is the baseline.
-        """
+        """The verdict on the loss of one precision: "not worse", "worse" or "cannot tell yet"."""
         found = self.quality.get(precision)
         if found is None or found.difference is None:
             raise ValueError(
@@ -146,14 +127,7 @@ class PrecisionComparison:
         return values
 
     def plot(self, path: str | Path) -> None:
-        """Draws costs, and where there are paired runs their losses and differences; needs matplotlib.
-
-        Args:
-            path: of a png, pdf or svg.
-
-        Raises:
-            ValueError: the name has another ending.
-        """
+        """Draws costs, and where there are paired runs their losses and differences; needs matplotlib."""
         from lightning_mp.comparison.plot import draw_comparison
 
         draw_comparison(self, Path(path))
@@ -162,7 +136,7 @@ class PrecisionComparison:
         return self.text()
 
     def text(self, columns: int | None = None) -> str:
-        """The tables and what they come to, for lines of so many characters; None for any length."""
+        """The tables and what they come to, for lines of n characters; None for any length."""
         unit = self.costs[self.baseline].unit
         header = ["precision", "time/batch", "ratio", "from", "to", f"{unit}/s", "peak memory", "gradient error"]
         rows = [header]

@@ -1,4 +1,4 @@
-"""Finished runs in a file, one JSON line each, so that a comparison goes on where it was killed."""
+"""Finished runs in a file, one JSON line each, so that a comparison continues where it was killed."""
 
 import hashlib
 import json
@@ -9,34 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["FinishedRun", "RunFile"]
-
 _FORMAT = "lightning_mp precision comparison"
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """One run of one precision with one seed.
+    """One run of one precision with one seed."""
 
-    Attributes:
-        precision: its name in the comparison.
-        seed: of weights, data and dropout.
-        final_loss: what is compared; NaN or infinite if the run diverged.
-        train_losses: of each batch.
-        items: tokens or samples trained on.
-        seconds: of the fit.
-        weights_digest: of the initial weights.
-        data_digest: of the data.
-    """
-
-    precision: str
-    seed: int
-    final_loss: float
-    train_losses: tuple[float, ...]
-    items: int
-    seconds: float
-    weights_digest: str
-    data_digest: str
+    precision: str  # its name in the comparison
+    seed: int  # of weights, data and dropout
+    final_loss: float  # what is compared; NaN or infinite if the run diverged
+    train_losses: tuple[float, ...]  # of each batch
+    items: int  # tokens or samples trained on
+    seconds: float  # of the fit
+    weights_digest: str  # of the initial weights
+    data_digest: str  # of the data
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; null stands for a number that is not finite."""
@@ -55,13 +42,6 @@ class RunFile:
     """The runs of one comparison: a first line with its settings, then a line per run.
 
     A line is written at once and brought to the disk before the next run starts. What a kill left of a line is dropped.
-
-    Args:
-        path: of the file, made when the first run is there.
-        settings: what the losses depend on, as plain values.
-
-    Raises:
-        ValueError: the file belongs to another comparison, or was not written by one.
 
     Example:
         >>> from tempfile import TemporaryDirectory

@@ -20,62 +20,36 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.planning.memory.live_storages import LiveStorages
 
-__all__ = ["StepCost", "TimedRound", "first_batch", "gradient_of", "measure_round", "peak_bytes", "relative_error"]
-
-_STEPS_TO_A_FINITE_GRADIENT = 40  # a loss scale of 2**24 comes down to 2**-15 in so many skips
+_STEPS_TO_A_FINITE_GRADIENT = 40  # a loss scale of 2**24 comes down to 2**-15 in this many skips
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _MEMORY_STEPS = 3  # the third one has gradients of the step before, and optimizer states
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRound:
-    """One short run of one precision.
+    """One short run of one precision."""
 
-    Attributes:
-        batch_seconds: of a batch, with its part of the optimizer's step and of the data's loading.
-        items_per_second: tokens or samples.
-        unit: which of them.
-    """
-
-    batch_seconds: float
-    items_per_second: float
-    unit: str
+    batch_seconds: float  # of a batch, with its part of the optimizer's step and of the data's loading
+    items_per_second: float  # tokens or samples
+    unit: str  # which of them
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a precision costs, over all rounds.
+    """What a precision costs, over all rounds."""
 
-    Attributes:
-        batch_seconds: median over the rounds.
-        time_ratio: median over the rounds of the time over that of the baseline in the same round.
-        time_ratio_range: the smallest and the largest of these.
-        items_per_second: median.
-        unit: "tokens" or "samples".
-        peak_bytes: of the CUDA allocator; elsewhere of live tensors.
-        gradient_error: norm of the error of the first gradient, over the norm of the gradient; None where it is not
-            known.
-    """
-
-    batch_seconds: float
-    time_ratio: float
-    time_ratio_range: tuple[float, float]
-    items_per_second: float
-    unit: str
-    peak_bytes: int
+    batch_seconds: float  # median over the rounds
+    time_ratio: float  # median over the rounds of the time over that of the baseline in the same round
+    time_ratio_range: tuple[float, float]  # the smallest and the largest of these
+    items_per_second: float  # median
+    unit: str  # "tokens" or "samples"
+    peak_bytes: int  # of the CUDA allocator; elsewhere of live tensors
+    # norm of the error of the first gradient, over the norm of the gradient; None where it is not known
     gradient_error: float | None
 
 
 def measure_round(experiment: Experiment, precision: str, *, warmup: int, steps: int, progress: Callback) -> TimedRound:
-    """Times a short run, its first steps left out.
-
-    Args:
-        experiment: what to run.
-        precision: in which.
-        warmup: optimizer steps before the clock starts.
-        steps: timed optimizer steps.
-        progress: is shown every step.
-    """
+    """Times a short run, its first steps left out."""
     clock = _Clock(warmup)
     trial = run_trial(experiment, precision, seed=0, steps=warmup + steps, callbacks=[clock, progress])
     seconds = clock.seconds / max(1, clock.batches)
@@ -110,12 +84,7 @@ def _time(device: torch.device) -> float:
 
 
 def first_batch(experiment: Experiment, monitor: str | None) -> tuple[Any, Trial]:
-    """The first batch before any plugin has changed its formats, and the run of one step that it comes from.
-
-    Args:
-        experiment: the baseline makes one step, so that an error in module or data shows at once.
-        monitor: a validation metric that has to be there.
-    """
+    """The first batch before any plugin has changed its formats, and the run of one step that it comes from."""
     taker = _BatchTaker()
     baseline = next(iter(experiment.precisions))
     trial = run_trial(experiment, baseline, seed=0, steps=1, callbacks=[taker], monitor=monitor)

@@ -10,22 +10,12 @@ from torch.utils.data import DataLoader
 
 from lightning_mp.tokens.batch_tokens import count_samples, find_labels, loss_bearing
 
-__all__ = ["TrainingData", "items_in"]
-
 _BATCHES_PER_EPOCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
     """Data in one of its forms, in the arguments that a Trainer takes.
-
-    Args:
-        source: a ``LightningDataModule``, a loader, a function without arguments that makes one of these, or a batch: a
-            tensor, list, tuple or mapping.
-        validation: a loader; a data module's own is used.
-
-    Raises:
-        ValueError: it is none of these, can be read only once, or is several loaders in a list or mapping.
 
     Example:
         >>> import torch
@@ -69,11 +59,7 @@ class TrainingData:
         return {"train_dataloaders": self.source, "val_dataloaders": self.validation}
 
     def validate_arguments(self) -> dict[str, Any]:
-        """For ``trainer.validate``.
-
-        Raises:
-            ValueError: there is nothing to validate on.
-        """
+        """For ``trainer.validate``."""
         if self.validation is not None:
             return {"dataloaders": self.validation}
         if isinstance(self.source, pl.LightningDataModule):

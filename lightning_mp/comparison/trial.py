@@ -20,28 +20,18 @@ from lightning_mp.comparison.recorder import Recorder, set_seed, weights_digest
 from lightning_mp.comparison.training_data import TrainingData
 from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 
-__all__ = ["Experiment", "Trial", "run_trial"]
-
 ModuleFactory = Callable[[], pl.LightningModule]
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What all runs of a comparison share.
+    """What all runs of a comparison share."""
 
-    Attributes:
-        make_module: a module with its initial weights; called once per run, after the seed is set.
-        data: what to train on.
-        precisions: makes the plugin of each precision; the first one is the baseline.
-        accelerator: of the Trainer, "cpu", "cuda" or "mps".
-        trainer_options: of the Trainer, such as ``gradient_clip_val``.
-    """
-
-    make_module: ModuleFactory
-    data: TrainingData
-    precisions: Mapping[str, PluginFactory]
-    accelerator: str
-    trainer_options: Mapping[str, Any]
+    make_module: ModuleFactory  # a module with its initial weights; called once per run, after the seed is set
+    data: TrainingData  # what to train on
+    precisions: Mapping[str, PluginFactory]  # makes the plugin of each precision; the first one is the baseline
+    accelerator: str  # of the Trainer, "cpu", "cuda" or "mps"
+    trainer_options: Mapping[str, Any]  # of the Trainer, such as `gradient_clip_val`
 
     @property
     def device(self) -> torch.device:
@@ -51,26 +41,17 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of one run.
+    """What came of one run."""
 
-    Attributes:
-        train_losses: of each batch, undivided by accumulation; empty where ``training_step`` returns none, as it may in
-            manual optimization.
-        items: tokens or samples trained on.
-        unit: "tokens" or "samples".
-        metric: the validation metric that was asked for.
-        seconds: of the fit, from the first batch on.
-        weights_digest: of the initial weights.
-        data_digest: of the first batches of each epoch.
-    """
-
+    # of each batch, undivided by accumulation; empty where `training_step` returns none, as it may in manual
+    # optimization
     train_losses: tuple[float, ...]
-    items: int
-    unit: str
-    metric: float | None
-    seconds: float
-    weights_digest: str
-    data_digest: str
+    items: int  # tokens or samples trained on
+    unit: str  # "tokens" or "samples"
+    metric: float | None  # the validation metric that was requested
+    seconds: float  # of the fit, from the first batch on
+    weights_digest: str  # of the initial weights
+    data_digest: str  # of the first batches of each epoch
 
 
 def run_trial(
@@ -88,20 +69,6 @@ def run_trial(
 
     Everything random is a function of the seed and the batch: at the start and the end of each batch the generators are
     set anew. A precision that draws more random numbers than another one sees the same data nevertheless.
-
-    Args:
-        experiment: what the runs share.
-        precision: one of ``experiment.precisions``.
-        seed: of weights, data and dropout.
-        steps: as in ``Trainer(max_steps=...)``.
-        callbacks: besides those of the experiment.
-        monitor: validate at the end, and read this metric.
-        data: instead of that of the experiment.
-        make_module: instead of that of the experiment.
-
-    Raises:
-        ValueError: nothing was trained, something follows a validation metric that is not there yet, or ``monitor`` was
-            not logged.
     """
     set_seed(seed)
     module = (make_module or experiment.make_module)()

@@ -1,1 +1,1 @@
-"""What every room stands on: number formats, messages, nested tensors, random state, and private upstream names."""
+"""What every package builds on: number formats, messages, nested tensors, random state, and private upstream names."""

@@ -8,35 +8,11 @@ from typing import Any
 
 from lightning_mp.core.quantities import parse_quantity
 
-__all__ = [
-    "folder_or_none",
-    "function_or_none",
-    "names_in",
-    "positive_number",
-    "positive_quantity",
-    "quantity_from",
-    "true_or_false",
-    "whole_number",
-    "whole_quantity",
-    "whole_tokens",
-]
-
 
 def whole_number(
     value: object, argument: str, owner: str = "", *, minimum: int = 1, unit: str = "", hint: str = ""
 ) -> int:
     """The value as an ``int``; True, strings and 2.0 are none.
-
-    Args:
-        value: what was got.
-        argument: its name.
-        owner: the class or function whose argument it is.
-        minimum: the smallest that is allowed.
-        unit: what is counted, as in "a whole number of samples".
-        hint: a further sentence.
-
-    Raises:
-        ValueError: if it is not a whole number of ``minimum`` or more.
 
     Example:
         >>> whole_number(0, "window", "MFUMonitor", unit="optimizer steps")
@@ -57,16 +33,6 @@ def whole_number(
 def positive_number(value: object, argument: str, owner: str = "", *, unit: str = "", hint: str = "") -> float:
     """The value, unless it is True, a string, not finite, zero or below.
 
-    Args:
-        value: what was got.
-        argument: its name.
-        owner: the class or function whose argument it is.
-        unit: what it measures, as in "a positive finite number of seconds".
-        hint: a further sentence.
-
-    Raises:
-        ValueError: if it is not a positive finite number.
-
     Example:
         >>> positive_number(float("nan"), "timeout_seconds", "RankWatchdog", unit="seconds", hint="For instance 600.")
         Traceback (most recent call last):
@@ -83,9 +49,6 @@ def positive_number(value: object, argument: str, owner: str = "", *, unit: str 
 def whole_tokens(value: object, argument: str, owner: str) -> int:
     """A number of tokens, given as a number or as text such as "1.5B".
 
-    Raises:
-        ValueError: if it is not a whole number from 1.
-
     Example:
         >>> whole_tokens("1.5B", "tokens", "ChinchillaBudget"), whole_tokens(2e9, "tokens", "ChinchillaBudget")
         (1500000000, 2000000000)
@@ -95,9 +58,6 @@ def whole_tokens(value: object, argument: str, owner: str) -> int:
 
 def whole_quantity(value: object, argument: str, owner: str = "", *, unit: str = "") -> int:
     """A count, given as a number or as text such as "1.5B"; 2.0 is whole.
-
-    Raises:
-        ValueError: if it is not a whole number from 1.
 
     Example:
         >>> whole_quantity("16k", "gpus"), whole_quantity(124e6, "parameters")
@@ -112,9 +72,6 @@ def whole_quantity(value: object, argument: str, owner: str = "", *, unit: str =
 def positive_quantity(value: object, argument: str) -> float:
     """A number, or text such as "1.5B"; an ``int`` stays one.
 
-    Raises:
-        ValueError: if it is not a positive finite number.
-
     Example:
         >>> positive_quantity("7B", "parameters"), positive_quantity(7, "parameters")
         (7000000000.0, 7)
@@ -124,15 +81,6 @@ def positive_quantity(value: object, argument: str) -> float:
 
 def true_or_false(value: object, argument: str, owner: str = "", *, hint: str = "") -> bool:
     """The value, unless it is anything else than True or False: the string "false" would be true.
-
-    Args:
-        value: what was got.
-        argument: its name.
-        owner: the class or function whose argument it is.
-        hint: a further sentence.
-
-    Raises:
-        ValueError: if it is neither True nor False.
 
     Example:
         >>> true_or_false("no", "guard", "OverflowMonitor")
@@ -150,15 +98,6 @@ def function_or_none(
 ) -> Callable[..., Any] | None:
     """The function.
 
-    Args:
-        value: what was got.
-        argument: its name.
-        owner: the class or function whose argument it is.
-        signature: from what to what it is.
-
-    Raises:
-        ValueError: if it is neither None nor can be called.
-
     Example:
         >>> function_or_none(3, "split", "MicroBatchOnOOM", "from a batch and a size to a list of batches")
         Traceback (most recent call last):
@@ -174,9 +113,6 @@ def function_or_none(
 def quantity_from(minimum: float, value: object, argument: str) -> float:
     """A number that may be as small as ``minimum``, or text such as "1.5B".
 
-    Raises:
-        ValueError: if it is not finite, or less.
-
     Example:
         >>> quantity_from(0, "2T", "inference_tokens"), quantity_from(0, 0, "inference_tokens")
         (2000000000000.0, 0)
@@ -191,9 +127,6 @@ def quantity_from(minimum: float, value: object, argument: str) -> float:
 def names_in(value: object, argument: str, owner: str, example: str) -> tuple[str, ...]:
     """The names; one alone may be given without a list.
 
-    Raises:
-        ValueError: if it is neither a string nor an iterable of strings.
-
     Example:
         >>> names_in("SIGTERM", "signals", "StopAtBoundary", "['SIGTERM']")
         ('SIGTERM',)
@@ -205,11 +138,7 @@ def names_in(value: object, argument: str, owner: str, example: str) -> tuple[st
 
 
 def folder_or_none(value: object, argument: str, owner: str) -> Path | None:
-    """The path of a folder.
-
-    Raises:
-        ValueError: if it is no path.
-    """
+    """The path of a folder."""
     if value is None:
         return None
     if not isinstance(value, str | Path):

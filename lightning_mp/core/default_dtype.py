@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["default_dtype"]
-
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:

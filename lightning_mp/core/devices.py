@@ -5,17 +5,9 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["available_device_type", "device_name", "peak_memory_bytes", "sent_to"]
-
 
 def available_device_type(accelerator: str) -> str:
     """The type of the device, "cpu", "cuda" or "mps".
-
-    Args:
-        accelerator: one of these, "gpu" for "cuda", or "auto" for a CUDA device where there is one, else the CPU.
-
-    Raises:
-        ValueError: this machine has no such device.
 
     Example:
         >>> available_device_type("cpu")

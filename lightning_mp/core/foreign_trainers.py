@@ -4,8 +4,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-__all__ = ["no_trainer", "trainer_of"]
-
 
 def trainer_of(module: nn.Module) -> "pl.Trainer | None":
     """The module's Trainer; None if it has none, or only Fabric's stand-in."""
@@ -19,7 +17,7 @@ def trainer_of(module: nn.Module) -> "pl.Trainer | None":
 
 
 def no_trainer(plugin: object, what: str) -> MisconfigurationException:
-    """For a plugin that has met no Trainer; ``what`` has come instead."""
+    """For a plugin without a Trainer; ``what`` has come instead."""
     return MisconfigurationException(
         f"{type(plugin).__name__} is a plugin for lightning.pytorch.Trainer and {what}, as under Fabric."
         " With Fabric use Fabric(precision=...) and, for fp16, MixedPrecision('16-mixed', device,"

@@ -8,15 +8,9 @@ the transfer is over and asking costs nothing.
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy"]
-
 
 class HostCopy:
     """A transfer of a small tensor to the host, started now and read later.
-
-    Args:
-        values: one-dimensional tensor, shape ``[num_values]``, on any device. It is copied: later in-place changes of
-            the original do not show.
 
     Example:
         >>> import torch

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from lightning.fabric.utilities.rank_zero import rank_zero_module
 
-__all__ = ["ABOUT_DTYPES", "lightning_logger", "listed", "text_table"]
-
 #: Words in torch's errors about two dtypes, or about a dtype that an operation does not have.
 ABOUT_DTYPES = ("dtype", "scalar type", "should be the same", "not implemented for")
 

@@ -1,11 +1,9 @@
-"""What stands in an error of ``pytorch_lightning`` that prints a part of ours: which import it needs."""
+"""What appears in an error of ``pytorch_lightning`` that prints a part of ours: which import it needs."""
 
 import inspect
 from typing import ClassVar
 
 from lightning_mp.core.settings_repr import SettingsRepr
-
-__all__ = ["NamespaceHint", "is_asked_by"]
 
 
 class NamespaceHint(SettingsRepr):
@@ -23,7 +21,7 @@ class NamespaceHint(SettingsRepr):
 
     def __repr__(self) -> str:
         """Its class, and the hint."""
-        if not is_asked_by("pytorch_lightning"):
+        if not is_called_from("pytorch_lightning"):
             return super().__repr__()
         return (
             f"{type(self).__name__}, a {self.kind} for lightning.pytorch: with it use"
@@ -31,7 +29,7 @@ class NamespaceHint(SettingsRepr):
         )
 
 
-def is_asked_by(package: str) -> bool:
+def is_called_from(package: str) -> bool:
     """Whether a function of this package is among those that wait for this one."""
     frame = inspect.currentframe()
     while frame is not None:

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["named_tensors_in", "tensors_in"]
-
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in mappings, sequences and dataclasses, in order.

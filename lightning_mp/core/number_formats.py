@@ -143,12 +143,6 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
 def number_format(key: FormatLike) -> NumberFormat:
     """Look a format up by its short name or its torch dtype.
 
-    Args:
-        key: A name from :data:`FORMATS`, a torch dtype, or a format (returned as it is).
-
-    Raises:
-        ValueError: No format has this name or dtype.
-
     Example:
         >>> number_format("bf16") is number_format(torch.bfloat16)
         True
@@ -193,15 +187,6 @@ def fraction_lost(values: Tensor, target: FormatLike, scale: float = 1.0) -> Fra
         otherwise                                       overflow
 
     Compared in fp64, so that neither the scale nor the comparison rounds. The result is read on the host.
-
-    Args:
-        values: Floating-point tensor of any shape. Zeros are not counted.
-        target: The format that the scaled values are rounded to.
-        scale: Multiplied in first, as a loss scale is.
-
-    Raises:
-        ValueError: The scale is not positive and finite, the tensor is not real floating point, or the format is
-            unknown.
 
     Example:
         >>> gradients = torch.tensor([0.0, 1e-8, 1e-7, 1e-3, 1.0])

@@ -9,8 +9,6 @@ import lightning.pytorch as pl
 
 from lightning_mp.core.uncopied import Replacement
 
-__all__ = ["Patch", "Patches"]
-
 _ABSENT = object()
 
 

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "PICTURE_ENDINGS", "PURPLE", "YELLOW", "check_picture_ending"]
-
 PICTURE_ENDINGS = (".png", ".pdf", ".svg")
 
 # Okabe and Ito's palette, told apart with every kind of colour blindness: https://jfly.uni-koeln.de/color/
@@ -12,15 +10,7 @@ GREY = "#555555"
 
 
 def check_picture_ending(path: Path, option: str = "") -> None:
-    """Refuses what matplotlib would only refuse once the picture is drawn.
-
-    Args:
-        path: the picture.
-        option: of the command line, that gave it.
-
-    Raises:
-        ValueError: the name has another ending.
-    """
+    """Refuses what matplotlib would only refuse once the picture is drawn."""
     if path.suffix.lower() not in PICTURE_ENDINGS:
         allowed = ", ".join(PICTURE_ENDINGS)
         raise ValueError(f"{option} {path} cannot be drawn: its name must end with one of {allowed}.".lstrip())

@@ -10,36 +10,24 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["PRECISIONS", "PrecisionSpec", "find_precision", "format_of", "low_dtype"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSpec:
     """Bytes per parameter between two steps, and the format of computing.
-
-    Attributes:
-        name: as in :data:`PRECISIONS`.
-        plugin: how to ask a Trainer for it.
-        weight_bytes: of a parameter, and of its gradient.
-        master_bytes: of what is kept beside a trainable 16-bit weight.
-        compute_dtype: of matrix products; of fp8 that of all else.
-        autocast: weights are cast at their use.
-        fp8: linear layers multiply in fp8.
-        cache_weights: a weight is cast once per forward, and the cast lives until it ends.
 
     Example:
         >>> find_precision("bf16-remainder").bytes_per_parameter(optimizer_state_bytes=8)
         14
     """
 
-    name: str
-    plugin: str
-    weight_bytes: int
-    master_bytes: int
-    compute_dtype: torch.dtype
-    autocast: bool = False
-    fp8: bool = False
-    cache_weights: bool = False
+    name: str  # as in :data:`PRECISIONS`
+    plugin: str  # how to ask a Trainer for it
+    weight_bytes: int  # of a parameter, and of its gradient
+    master_bytes: int  # of what is kept beside a trainable 16-bit weight
+    compute_dtype: torch.dtype  # of matrix products; of fp8 that of all else
+    autocast: bool = False  # weights are cast at their use
+    fp8: bool = False  # linear layers multiply in fp8
+    cache_weights: bool = False  # a weight is cast once per forward, and the cast lives until it ends
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -92,13 +80,6 @@ _BY_STORAGE: Mapping[tuple[str, str], str] = {
 
 def find_precision(precision: object) -> PrecisionSpec:
     """A precision by its name, or of a precision plugin.
-
-    Args:
-        precision: a name of :data:`PRECISIONS`, a row of it, or a plugin of this package or of Lightning. The names
-            "16-true" and "bf16-true" are MasterWeightsPrecision's, with masters.
-
-    Raises:
-        ValueError: it is not known.
 
     Example:
         >>> from lightning_mp import MasterWeightsPrecision

@@ -231,7 +231,7 @@ class _Observing(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Without this torch.compile gives up, for the rest of the run, on functions it first meets inside the mode.
+        # Without this torch.compile gives up, for the rest of the run, on functions first called inside the mode.
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

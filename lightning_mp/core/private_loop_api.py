@@ -1,4 +1,4 @@
-"""The part of the seams that is about Lightning's loops and settings: where a run stands, its limits, its samplers."""
+"""The part of the seams that is about Lightning's loops and settings: how far a run is, its limits, its samplers."""
 
 import builtins
 from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ __all__ = [
     "set_max_steps",
     "set_sampler_epoch",
     "step_without_a_batch",
-    "take_back_a_logged_step",
+    "undo_logged_step",
     "uses_distributed_sampler",
 ]
 
@@ -68,7 +68,7 @@ def replace_end_of_epoch(trainer: "pl.Trainer", end: tuple[float, bool]) -> tupl
     return known
 
 
-def take_back_a_logged_step(trainer: "pl.Trainer") -> None:
+def undo_logged_step(trainer: "pl.Trainer") -> None:
     """The x axis of loggers counts steps; Lightning is about to count one at an epoch's end that was not made."""
     trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
@@ -92,18 +92,15 @@ def is_accumulating(trainer: "pl.Trainer") -> bool:
 
 
 def end_resumed_epoch(trainer: "pl.Trainer") -> bool:
-    """Where a resumed run stands behind ``on_train_epoch_end``: counts the epoch, and leaves it for the next one.
+    """In a resumed run, after ``on_train_epoch_end``: counts the epoch, and leaves it for the next one.
 
     ``fit_loop.reset`` has been called. It has counted the epoch where the run is limited in epochs.
-
-    Returns:
-        Whether it stands there.
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if fit_loop.restarted_on_epoch_end:
         fit_loop.epoch_progress.increment_completed()
     elif fit_loop.resumed_on_epoch_end:
-        # Limited in epochs, a run does not load them. The iterator that goes on from them is at its end.
+        # Limited in epochs, a run does not load them. The iterator that continues from them is at its end.
         assert fit_loop._combined_loader is not None
         assert fit_loop._data_fetcher is not None
         fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
@@ -118,7 +115,7 @@ def end_resumed_epoch(trainer: "pl.Trainer") -> bool:
 
 
 def end_resumed_batch(trainer: "pl.Trainer") -> None:
-    """Where a resumed run stands behind ``on_train_batch_end``: does what follows a batch before the next one begins.
+    """In a resumed run, after ``on_train_batch_end``: does what follows a batch before the next one begins.
 
     That is validation where it is due, and the end of the epoch after its last batch, for which Lightning begins the
     next one at once. Not where a learning rate may follow a metric of that batch, which no checkpoint holds.
@@ -205,7 +202,7 @@ def before_each_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, 
 
 
 def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Calls ``function`` with the states that the training loaders are about to go on from, none for new ones.
+    """Calls ``function`` with the states that the training loaders are about to continue from, none for new ones.
 
     That is whenever loaders are made, before the first of them is asked for a batch.
     """

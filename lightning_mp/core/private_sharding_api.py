@@ -20,7 +20,7 @@ __all__ = [
     "before_each_gather",
     "flat_parts",
     "is_flat_shard",
-    "let_layers_rest",
+    "allow_unused_layers",
     "number_reduced_by_ddp",
     "set_group_timeout",
     "set_up_environment_on",
@@ -29,7 +29,7 @@ __all__ = [
     "sharding_mesh",
     "sharding_param_dtype",
     "unsaved_buffers",
-    "wants_sync_batchnorm",
+    "uses_sync_batchnorm",
     "without_forward_hooks_of_sharding",
 ]
 
@@ -74,7 +74,7 @@ def before_each_gather(group: Any, note: Callable[[], None]) -> Callable[[], Non
     return end
 
 
-def let_layers_rest(unit: object) -> None:
+def allow_unused_layers(unit: object) -> None:
     """Lets FSDP2 reduce the gradients of layers that are not used, or not trained, in every micro-batch.
 
     Until torch 2.15 training stops at a unit never used before a backward without reduction (AttributeError), at
@@ -181,7 +181,7 @@ def number_reduced_by_ddp(model: torch.nn.parallel.DistributedDataParallel) -> i
     return int(model._get_ddp_logging_data()["num_parameter_tensors"])
 
 
-def wants_sync_batchnorm(strategy: ParallelStrategy) -> bool:
+def uses_sync_batchnorm(strategy: ParallelStrategy) -> bool:
     """Whether the Trainer was given ``sync_batchnorm=True`` or a plugin for it; it tells only the strategy."""
     return strategy._layer_sync is not None
 

@@ -12,14 +12,6 @@ _NUMBER = re.compile(r"(?P<number>[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+
 def parse_quantity(value: str | SupportsFloat, name: str) -> float:
     """Reads a positive count, whatever way it was written.
 
-    Args:
-        value: A number, or a string: digits with an optional ``_`` between them, an optional exponent, and an optional
-            K, M, B or T for thousand, million, 10^9 and 10^12.
-        name: What the value is, for the message.
-
-    Raises:
-        ValueError: The value is not such a number, or not positive and finite.
-
     Example:
         >>> parse_quantity("1.3B", "parameters"), parse_quantity("1e21", "flops"), parse_quantity("1_000", "tokens")
         (1300000000.0, 1e+21, 1000.0)
@@ -45,9 +37,6 @@ _SECONDS_PER_DAY = 86_400
 def parse_flops(value: str | SupportsFloat, name: str) -> float:
     """Reads an amount of compute: a quantity, or one with the unit FLOP, or F-days for FLOP/s over days.
 
-    Raises:
-        ValueError: it is no positive number.
-
     Example:
         >>> parse_flops("1e21", "flops"), parse_flops("1EFLOP", "flops"), parse_flops("5PF-days", "flops")
         (1e+21, 1e+18, 4.32e+20)
@@ -65,9 +54,6 @@ def parse_flops(value: str | SupportsFloat, name: str) -> float:
 
 def parse_fraction(value: str | SupportsFloat, name: str) -> float:
     """Reads a share of a whole: a number over 0 and at most 1, or a percentage.
-
-    Raises:
-        ValueError: it is out of range; a number above 1 may be meant as a percentage, and the message says how.
 
     Example:
         >>> parse_fraction("40%", "mfu"), parse_fraction(0.4, "mfu")
@@ -91,9 +77,6 @@ _BYTE_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB":
 
 def parse_bytes(value: str | SupportsFloat, name: str) -> float:
     """Reads an amount of memory: a quantity, or one with a unit, of which GB is 10^9 and GiB 2^30 bytes.
-
-    Raises:
-        ValueError: it is no positive number.
 
     Example:
         >>> parse_bytes("80GB", "memory"), parse_bytes("1.5 GiB", "memory"), parse_bytes("40e9", "memory")

@@ -8,17 +8,10 @@ from contextlib import contextmanager
 
 from lightning_mp.core.messages import lightning_logger
 
-__all__ = ["interrupts_kept", "quiet_lightning"]
-
 
 @contextmanager
 def quiet_lightning(level: int, *ignored_warnings: str) -> Iterator[None]:
-    """Keeps off the terminal Lightning's messages below a level, its tips, and warnings about nothing in the run.
-
-    Args:
-        level: of :mod:`logging`; a higher one that is set already stays.
-        ignored_warnings: regular expressions for the beginnings of further warnings.
-    """
+    """Keeps off the terminal Lightning's messages below a level, its tips, and warnings about nothing in the run."""
     logger = lightning_logger()
     # It tells the default of `weights_only` with every checkpoint.
     saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")

@@ -1,4 +1,4 @@
-"""Where the random number generators stand, to go back to."""
+"""States of the random number generators, to restore."""
 
 import random
 from collections.abc import Iterator
@@ -8,8 +8,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-
-__all__ = ["RandomState", "default_generator", "random_state_kept"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Puts all generators back to where they stood."""
+        """Puts all generators back to where they were."""
         import numpy as np
 
         torch.set_rng_state(self.torch_state)
@@ -69,7 +67,7 @@ def _device_state(device: torch.device) -> Tensor | None:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, the generators go on afterwards as if nothing had been."""
+    """Whatever is drawn inside, the generators continue afterwards as if nothing had been."""
     state = RandomState.capture(device)
     try:
         yield

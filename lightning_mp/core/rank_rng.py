@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_mp.core.random_state import default_generator
 
-__all__ = ["RankRNG"]
-
 _SEEDS = 2**62
 
 
@@ -24,16 +22,11 @@ class RankRNG:
 
     Those have the same seed, so that a dropout mask on what all of them hold is the same mask. On shards of a tensor,
     and on different layers, that would repeat one rank's mask on all others. So in between each rank draws from a
-    sequence of its own, and the common one goes on as if nothing had been drawn.
+    sequence of its own, and the common one continues as if nothing had been drawn.
 
     By default a seed is drawn from the common sequence each time, and the rank's own sequence restarts from it: an
     activation checkpoint that restores the common sequence gets the same masks. With ``seed`` the rank's sequence goes
     on where it was for as long as the seed stays the same.
-
-    Args:
-        rank: differs for each sequence.
-        is_needed: whether anything will be drawn.
-        seed: the same on all of these ranks; None to draw one each time.
 
     Example:
         >>> _ = torch.manual_seed(1)
@@ -50,7 +43,7 @@ class RankRNG:
         True
     """
 
-    # Those with a sequence that goes on, for checkpoints.
+    # Those with a sequence that continues, for checkpoints.
     _kept: ClassVar["WeakSet[RankRNG]"] = WeakSet()
 
     def __init__(
@@ -67,7 +60,7 @@ class RankRNG:
 
     @classmethod
     def kept_states(cls) -> list[dict[str, Any]]:
-        """Where the sequences of this process that go on stand, by rank."""
+        """Where the sequences of this process that continue stand, by rank."""
         kept = sorted((rng for rng in cls._kept if rng._seed is not None), key=lambda rng: rng._rank)
         return [{"rank": rng._rank, "seed": rng._seed, "states": list(rng._states)} for rng in kept]
 

@@ -9,8 +9,6 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of, set_callbacks
 
-__all__ = ["RunState"]
-
 _KEY = "_lightning_mp_run"
 _Part = TypeVar("_Part")
 _Called = TypeVar("_Called", bound=Callback)
@@ -18,9 +16,6 @@ _Called = TypeVar("_Called", bound=Callback)
 
 class RunState:
     """One per Trainer. Its parts, at most one of each class, leave it when the run ends, whatever ends it.
-
-    Attributes:
-        skipped_steps: of the fits that have ended; ``trainer.global_step`` continues in a second fit, too.
 
     Example:
         >>> import lightning.pytorch as pl

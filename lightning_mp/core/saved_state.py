@@ -8,23 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AMOUNT",
-    "ANY_NUMBER",
-    "COUNT",
-    "FLAG",
-    "NUMBER",
-    "POSITIVE",
-    "POSITIVE_COUNT",
-    "Kind",
-    "checked_state",
-    "holding",
-    "listed_of",
-    "named",
-    "or_none",
-    "tensor_like",
-]
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -91,14 +74,6 @@ def named(kind: Kind) -> Kind:
 
 def checked_state(state: Any, kinds: Mapping[str, Kind], whose: str) -> dict[str, Any]:
     """The state, if it holds these entries and each is what it must be.
-
-    Args:
-        state: from a checkpoint.
-        kinds: of each entry.
-        whose: state it is, for the message.
-
-    Raises:
-        ValueError: names the entry, what it is and what it must be.
 
     Example:
         >>> checked_state({"tokens": 3}, {"tokens": COUNT}, "the counter")

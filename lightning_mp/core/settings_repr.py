@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["SettingsRepr"]
-
 
 class SettingsRepr:
     """Shows the arguments of ``__init__`` as they were understood: ``"1e9"`` as a number, the device that was found.

@@ -10,16 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
-__all__ = ["Replacement", "RunHook"]
-
 
 class Replacement(partial[Any]):
     """A function in the place of a method of one object; copies of the object, by pickle or deepcopy, have the method.
-
-    Args:
-        function: what is called.
-        owner: the object.
-        name: of the method.
 
     Example:
         >>> import copy

@@ -1,10 +1,8 @@
-"""Tensors whose numbers or memory cannot be read where a monitor meets them."""
+"""Tensors whose numbers or memory cannot be read where a monitor reads them."""
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-
-__all__ = ["why_unreadable"]
 
 
 def why_unreadable(tensor: Tensor) -> str:

@@ -11,11 +11,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.cli.dataclass_options import add_options
 from lightning_mp.cli.parser import OneLineParser
-from lightning_mp.cli.text import print_json, speak_of_options
+from lightning_mp.cli.text import name_options, print_json
 from lightning_mp.demo import prepare, run
 from lightning_mp.demo.settings import Settings
-
-__all__ = ["add_demo_command"]
 
 _DESCRIPTION = """\
 Train a byte-level GPT on the source text of the Python standard library, in mixed precision, on exactly its Chinchilla
@@ -69,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
             job = prepare.prepare(given, **others)
             code = run.run_job(job)
     except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
-        rank_zero_only(parser.error)(speak_of_options(str(error), _OPTIONS))
+        rank_zero_only(parser.error)(name_options(str(error), _OPTIONS))
         return 2  # rank 0 has said it
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted. {str(interrupt) or 'Nothing has been written.'}", file=sys.stderr)

@@ -18,13 +18,11 @@ from lightning_mp.demo.prepare import Job, use_few_threads
 from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings
 from lightning_mp.language_model import Corpus, GPTConfig, LanguageModel, TextData, load_text, peak_learning_rate
 
-__all__ = ["DEMO_MODEL", "format_comparison", "short_runs", "train_with_stock"]
-
 
 def short_runs(
     corpus: Corpus, shape: GPTConfig, steps: int, batch_size: int, *, fused: bool = True
 ) -> tuple[Callable[..., LanguageModel], Callable[[], TextData]]:
-    """Functions that make a model and its data for runs of so many steps, as ``compare_precisions`` takes them.
+    """Functions that make a model and its data for runs of n steps, as ``compare_precisions`` takes them.
 
     Weights and the order of the text follow from torch's global seed. Lightning's own mixed precision refuses a fused
     AdamW together with clipping. The first function takes other arguments of the module by keyword.

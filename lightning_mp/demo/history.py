@@ -18,8 +18,6 @@ from lightning_mp.demo.settings import Settings
 from lightning_mp.diagnostics import StepOutcome
 from lightning_mp.gradients.gradient_ops import local_shard
 
-__all__ = ["HISTORY_KEY", "InjectOverflow", "RunHistory", "say"]
-
 #: Where the history is in a checkpoint.
 HISTORY_KEY = "lightning_mp_demo"
 
@@ -62,7 +60,7 @@ class RunHistory(Callback):
         self._window = []
         plan = self._facts["plan"]
         learning_rate = float(trainer.optimizers[0].param_groups[0]["lr"])
-        # the whole run is one epoch, so that `batch_idx` goes on after a resume
+        # the whole run is one epoch, so that `batch_idx` continues after a resume
         self._steps["tokens"].append(min(plan["budget_tokens"], (batch_idx + 1) * plan["micro_batch_tokens"]))
         self._steps["learning_rate"].append(learning_rate)
         pl_module.log("train/learning_rate", learning_rate)

@@ -18,8 +18,6 @@ from lightning_mp.demo.settings import CLIP_NORM, Settings
 from lightning_mp.language_model import GPTConfig
 from lightning_mp.language_model.text import BLOCK_TOKENS, Corpus, HeldOutBatches, TextBatches, TextData, load_text
 
-__all__ = ["Job", "prepare", "use_few_threads"]
-
 _VALIDATIONS = 12
 _SMALL_MODEL_PARAMETERS = 1_000_000
 

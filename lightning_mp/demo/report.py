@@ -11,8 +11,6 @@ from lightning_mp.core.messages import listed
 from lightning_mp.demo.settings import SCALED_PRECISIONS
 from lightning_mp.diagnostics.run_plot import RunPlot
 
-__all__ = ["format_table", "plot_of", "summarise"]
-
 #: The final training loss is a mean over this share of the steps, since single batches scatter.
 _TAIL_SHARE = 0.05
 _SKIPS_IN_TABLE = 5

@@ -30,8 +30,6 @@ from lightning_mp.demo.report import format_table, plot_of, summarise
 from lightning_mp.demo.settings import WARMUP_SHARE, Settings
 from lightning_mp.language_model import LanguageModel, generate, peak_learning_rate
 
-__all__ = ["assemble", "fit", "run_job"]
-
 _SAMPLE_TOKENS = 200
 _CHECKPOINTS = 10
 
@@ -62,7 +60,7 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
         # Not on the other ranks, where this returns None.
         return rank_zero_only(_conclude)(job) or 0
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_go_on(job)) from None
+        raise KeyboardInterrupt(_how_to_continue(job)) from None
 
 
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
@@ -141,7 +139,7 @@ def _strategy(settings: Settings) -> Strategy | str:
 
 
 def fit(trainer: pl.Trainer, job: Job) -> None:
-    """Builds the model and trains it, from the checkpoint if the run goes on.
+    """Builds the model and trains it, from the checkpoint if the run continues.
 
     If Lightning or the pack refuses the combination, nothing is left behind.
     """
@@ -171,11 +169,11 @@ def _conclude(job: Job) -> int:
     history = json.loads((job.folder / "history.json").read_text())
     stopped_by = history["stopped_by"]
     if stopped_by == "interrupt":
-        say(f"Interrupted at an optimizer step. {_how_to_go_on(job)}")
+        say(f"Interrupted at an optimizer step. {_how_to_continue(job)}")
         return 130
     summary = _show(job, history)
     if stopped_by == "time":
-        say(f"The time of --max-minutes is over. {_how_to_go_on(job)}")
+        say(f"The time of --max-minutes is over. {_how_to_continue(job)}")
     comparison_file = job.folder / "comparison.txt"
     if job.settings.compare and stopped_by is None and not comparison_file.exists():
         say("\nOnce more with Lightning's own plugin, for --compare:")
@@ -233,7 +231,7 @@ def _announce(job: Job) -> None:
             say(f"This CPU has no {name} instructions: {settings.precision} is slow here (--params 10000 is quick).")
 
 
-def _how_to_go_on(job: Job) -> str:
+def _how_to_continue(job: Job) -> str:
     checkpoint = latest_checkpoint(job.folder / "checkpoints")
     if checkpoint is None:
         return "No checkpoint had been written yet."

@@ -17,8 +17,6 @@ from lightning_mp.planning import tokens_for
 from lightning_mp.precision.fp8.conversion import Float8Recipe
 from lightning_mp.precision.masters.store import Storage
 
-__all__ = ["Settings"]
-
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8"]
 SCALED_PRECISIONS = ("16-mixed", "16-true")  # with a loss scale, so that steps may be skipped
 
@@ -51,11 +49,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that the final weights depend on. What a resumed run may change is in the group "layout".
-
-    Raises:
-        ValueError: If a value is not allowed; the message names the command-line option.
-    """
+    """Everything that the final weights depend on. What a resumed run may change is in the group "layout"."""
 
     precision: Precision = setting(
         "bf16-mixed", "bf16-true and 16-true keep fp32 masters; on a CPU fp16 is slow and fp8 emulated"
@@ -138,10 +132,9 @@ class Settings:
 
     @classmethod
     def resume(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
-        """The saved settings of a run to go on with; of those given, only the group "layout" may differ from them.
+        """The saved settings of a run to continue with.
 
-        Raises:
-            ValueError: If another setting differs, or the batches cannot be divided over so many devices.
+        Of those given, only the group "layout" may differ from them.
         """
         kept = cls(**saved)
         layout = {each.name for each in fields(cls) if each.metadata["group"] == "layout"}

@@ -12,29 +12,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RunPlot", "smooth"]
-
 _STYLE: dict[Any, Any] = {"axes.titlelocation": "left", "axes.titleweight": "bold", "axes.grid": True}
 _STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#DDDDDD", "legend.frameon": False}
 
 
 @dataclass(frozen=True)
 class RunPlot:
-    """A run, step by step, in three panels over one axis of tokens.
-
-    Args:
-        steps: one entry per optimizer step in each of the columns ``tokens`` (seen up to its end), ``train_loss``
-            (nats per token), ``learning_rate``, ``skipped``, ``loss_scale`` and ``grad_norm`` (None where unknown). The
-            last three are those of :class:`~lightning_mp.diagnostics.StepOutcome`.
-        validation: one entry per validation in the columns ``tokens`` and ``loss``.
-        precision: of the run, in words.
-        has_loss_scale: whether the second panel shows the loss scale; else it shows the gradient norm.
-        micro_batch_tokens: of all ranks; steps with more micro-batches than the one before are marked.
-        budget_tokens: marked if the run ended there.
-        title: of the picture.
-        token: what a token is.
-        highest_loss: the loss panel ends there, so that a single batch far above does not flatten the rest.
-    """
+    """A run, step by step, in three panels over one axis of tokens."""
 
     steps: Mapping[str, Sequence[Any]]
     validation: Mapping[str, Sequence[float]]

@@ -9,8 +9,6 @@ from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 
-__all__ = ["gathered_dtypes"]
-
 # Matrix products that are no modules of torch: a linear layer with its weight the other way round.
 _PRODUCTS = ("transformers.pytorch_utils.Conv1D",)
 
@@ -23,17 +21,6 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
     before that: ``{"class:Embedding": "low"}`` halves the bytes of embeddings and rounds them. Norms stay in fp32 under
     such a rule, because their kernels refuse 16-bit weights with fp32 inputs. A weight that several modules share is
     gathered in fp32 unless all of them want it otherwise.
-
-    Args:
-        model: the model.
-        policy: rules of the precision plugin, or None.
-        low: the 16-bit dtype.
-
-    Returns:
-        A policy with one rule per dtype, for :func:`~lightning_mp.policy.sharding_units.sharding_units`.
-
-    Raises:
-        ValueError: if a rule of the policy matches nothing.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))

@@ -8,14 +8,9 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.ranks import world_size
 from lightning_mp.gradients.gradient_ops import accumulation_dtype, sum_over_ranks_
 
-__all__ = ["AsyncAnyRank", "AsyncAllReduce"]
-
 
 class AsyncAllReduce:
     """Adds up what ranks hand in, and gives it out at their next call. One process knows at once.
-
-    Args:
-        size: how many numbers.
 
     Example:
         >>> import torch
@@ -48,7 +43,7 @@ class AsyncAllReduce:
         return self._sums
 
     def load(self, sums: Sequence[float]) -> None:
-        """Goes on from saved sums."""
+        """Continues from saved sums."""
         self._on_its_way, self._sums = None, list(sums)
 
 

@@ -14,8 +14,6 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_sharding_api import unsaved_buffers
 from lightning_mp.core.run_state import RunState
 
-__all__ = ["BufferBroadcast"]
-
 
 class _Place(NamedTuple):
     """Where a buffer is looked up, as modules may replace it."""
@@ -51,11 +49,6 @@ class BufferBroadcast(Callback):
 
     Buffers that a state dict leaves out (``persistent=False``: masks, rotary tables) stay what each rank has made them,
     and so do DTensors and other subclasses of Tensor.
-
-    Args:
-        module: as the strategy has prepared it.
-        device: of this rank.
-        groups: of the ranks that hold the same layers and see different data: one, or one for each dimension of a mesh.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, groups: Sequence[ProcessGroup]) -> None:
@@ -80,7 +73,7 @@ class BufferBroadcast(Callback):
 
     def _patch(self, trainer: "pl.Trainer") -> None:
         def state_dict() -> Any:
-            self.settle()
+            self.flush_pending()
             return of_state_dict.original()
 
         patches = Patches.of(trainer)
@@ -88,7 +81,7 @@ class BufferBroadcast(Callback):
         of_state_dict = patches.replace(trainer.strategy, "lightning_module_state_dict", state_dict)
         patches.at_end(lambda: RunState.of(trainer).remove_callback(self))
 
-    def settle(self) -> None:
+    def flush_pending(self) -> None:
         """Makes all buffers alike if a batch may have changed them; to be called on all ranks."""
         if not self._may_differ:
             return
@@ -101,35 +94,35 @@ class BufferBroadcast(Callback):
 
     def on_train_start(self, *_: Any) -> None:
         """Before the first batch."""
-        self.settle()
+        self.flush_pending()
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Finds layers that were frozen or unfrozen in the epoch before."""
-        self.settle()
+        self.flush_pending()
 
     def on_train_batch_end(self, *_: Any) -> None:
         """After the backward, which may have run layers once more."""
         self._may_differ = True
         if self._changing is None:
-            self.settle()
+            self.flush_pending()
         elif self._changing:
             self._send(self._changing)
 
     def on_train_end(self, *_: Any) -> None:
         """So that later runs begin alike."""
-        self.settle()
+        self.flush_pending()
 
     def on_validation_start(self, *_: Any) -> None:
         """All ranks validate the same model."""
-        self.settle()
+        self.flush_pending()
 
     def on_test_start(self, *_: Any) -> None:
         """All ranks test the same model."""
-        self.settle()
+        self.flush_pending()
 
     def on_predict_start(self, *_: Any) -> None:
         """All ranks predict with the same model."""
-        self.settle()
+        self.flush_pending()
 
     def _send(self, places: Sequence[_Place]) -> list[Tensor]:
         """Broadcasts these buffers as one tensor of bytes; returns those of each."""

@@ -2,8 +2,6 @@
 
 import lightning.pytorch as pl
 
-__all__ = ["data_rank", "num_data_ranks"]
-
 
 def num_data_ranks(trainer: "pl.Trainer") -> int:
     """Ranks that see different data: not those of one tensor-parallel group."""

@@ -13,19 +13,9 @@ from lightning_mp.distributed.odd_parameters import refuse_odd_parameters
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import BATCH_NORMS
 
-__all__ = ["FSDP1Model"]
-
 
 class FSDP1Model:
-    """Looks at a model before the strategy wraps it, and once more after.
-
-    Args:
-        model: not wrapped yet.
-        strategy: of the run.
-
-    Raises:
-        MisconfigurationException: if parameters are complex or float64, or have sparse gradients.
-    """
+    """Looks at a model before the strategy wraps it, and once more after."""
 
     def __init__(self, model: nn.Module, strategy: FSDPStrategy) -> None:
         refuse_odd_parameters(model, "FSDPStrategy")
@@ -38,18 +28,14 @@ class FSDP1Model:
         self._tied = [several for several in places.values() if len(several) > 1]
 
     @classmethod
-    def look_before_wrapping(cls, model: nn.Module, strategy: Strategy) -> None:
+    def inspect_before_wrapping(cls, model: nn.Module, strategy: Strategy) -> None:
         """Looks at a model that FSDP1 is about to wrap; at no other."""
         if isinstance(strategy, FSDPStrategy) and not _is_wrapped(model):
             _run_of(strategy).keep(cls(model, strategy))
 
     @classmethod
-    def look_after_wrapping(cls, strategy: Strategy) -> None:
-        """Looks once more at what came of it.
-
-        Raises:
-            MisconfigurationException: if units share a parameter.
-        """
+    def inspect_after_wrapping(cls, strategy: Strategy) -> None:
+        """Looks once more at what came of it."""
         run = _run_of(strategy)
         before = run.find(cls)
         run.drop(before)

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
-__all__ = ["EXIT_CODE", "Heartbeat", "RankReport", "describe", "find_hung"]
-
 #: What a process that the heartbeat ends returns to its launcher.
 EXIT_CODE = 75
 
@@ -31,25 +29,16 @@ GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class RankReport:
-    """How far one rank is.
+    """How far one rank is."""
 
-    Attributes:
-        rank: its global rank.
-        host: machine and process namespace, in which ``pid`` is valid.
-        pid: its process.
-        sequence: counts its reports; it stands still if the process is stopped, dead, or cannot run Python threads.
-        beats: hooks of the Trainer it has passed.
-        place: the last of them, in words.
-        error: the exception it left training with; empty while it trains.
-    """
-
-    rank: int
-    host: str
-    pid: int
+    rank: int  # its global rank
+    host: str  # machine and process namespace, in which `pid` is valid
+    pid: int  # its process
+    # counts its reports; it stops changing if the process is stopped, dead, or cannot run Python threads
     sequence: int = 0
-    beats: int = 0
-    place: str = "the start of training"
-    error: str = ""
+    beats: int = 0  # hooks of the Trainer it has passed
+    place: str = "the start of training"  # the last of them, in words
+    error: str = ""  # the exception it left training with; empty while it trains
 
 
 def find_hung(before: Sequence[RankReport], after: Sequence[RankReport]) -> list[RankReport]:
@@ -101,14 +90,6 @@ class Heartbeat:
     """Two threads in each rank that report its progress, and end the process when there is no progress.
 
     The reports go through a ``TCPStore`` of their own in the process of rank 0. Nothing else waits for them.
-
-    Args:
-        rank: this rank.
-        num_ranks: all of them.
-        timeout_seconds: without progress for so long, the run is ended.
-        host: where rank 0 runs.
-        broadcast: sends an object from rank 0 to all ranks.
-        barrier: waits for all ranks.
     """
 
     def __init__(
@@ -139,7 +120,8 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._leaving = threading.Lock()
         self._threads = [
-            threading.Thread(target=target, name="RankWatchdog", daemon=True) for target in (self._talk, self._guard)
+            threading.Thread(target=target, name="RankWatchdog", daemon=True)
+            for target in (self._exchange_heartbeats, self._guard)
         ]
         for thread in self._threads:
             thread.start()
@@ -164,7 +146,7 @@ class Heartbeat:
 
     # -- in the threads ------------------------------------------------------------------------------------------------
 
-    def _talk(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         """Reports and judges. It may be held up in the store if the process of rank 0 is stopped."""
         with contextlib.suppress(RuntimeError):
             while not self._stopped.wait(self._interval):
@@ -183,7 +165,7 @@ class Heartbeat:
                 self._leave(describe(self._known[:1], self._known, self._timeout))
 
     def _judge(self) -> str:
-        """Who hangs; empty if this rank went on meanwhile."""
+        """Who hangs; empty if this rank continued in the meantime."""
         before = after = self._all_reports()
         deadline = time.monotonic() + self._grace
         while time.monotonic() < deadline and any(

@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Materialiser", "not_initialisable"]
-
 
 def not_initialisable(model: nn.Module) -> list[str]:
     """Classes of modules with tensors on the meta device and without ``reset_parameters``.
@@ -33,9 +31,6 @@ class Materialiser:
     one call only, if their unit is sharded before the next call; so the peak is the largest unit and the shards.
 
     Random numbers are drawn as on one device, so the weights do not depend on the number of ranks.
-
-    Args:
-        device: of the run.
     """
 
     def __init__(self, device: torch.device) -> None:

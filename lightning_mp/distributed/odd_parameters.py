@@ -11,21 +11,11 @@ from lightning_mp.core.messages import listed
 from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.sharding_units import ShardingUnit
 
-__all__ = ["refuse_odd_parameters", "units_of_one_dtype"]
-
-
 _WITH_SPARSE_GRADIENTS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def refuse_odd_parameters(model: nn.Module, owner: str) -> None:
     """Refuses complex parameters and sparse gradients, on which torch's sharding ends in errors of its internals.
-
-    Args:
-        model: before it is sharded.
-        owner: who shards it, for the message.
-
-    Raises:
-        MisconfigurationException: names the parameters or modules.
 
     Example:
         >>> refuse_odd_parameters(nn.Linear(2, 2), "FSDP2Strategy")
@@ -50,20 +40,10 @@ def refuse_odd_parameters(model: nn.Module, owner: str) -> None:
 
 
 def units_of_one_dtype(model: nn.Module, units: Sequence[ShardingUnit]) -> list[ShardingUnit]:
-    """Makes units of their own of modules whose parameters have another dtype than the rest of their unit.
+    """Makes separate units of modules whose parameters have another dtype than the rest of their unit.
 
     FSDP2 reduces what is trained in a unit in one dtype. float64 is neither rounded to be gathered nor to be reduced,
     as autocast leaves it alone, too; a policy for fp32 parameters is no policy for it.
-
-    Args:
-        model: the model.
-        units: inner ones first.
-
-    Returns:
-        The units, inner ones first.
-
-    Raises:
-        MisconfigurationException: if one module holds parameters of both, itself or in modules inside of it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())

@@ -15,23 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mp.core import private_sharding_api
 
-__all__ = ["named_mesh", "own_group"]
-
 _made: dict[Hashable, Any] = {}
 _made_in: "ref[dist.ProcessGroup] | None" = None
 
 
 def named_mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
-    """All ranks laid out in dimensions, the last one next to each other. All ranks have to call it.
-
-    Args:
-        device_type: "cuda", "cpu".
-        sizes: ranks of each dimension, by name.
-        timeout: of a collective operation on any of its groups.
-
-    Returns:
-        The mesh that an earlier call made, if there was one in the same process group.
-    """
+    """All ranks laid out in dimensions, the last one next to each other. All ranks have to call it."""
     names = tuple(sizes)
     mesh: DeviceMesh = _once(
         (device_type, *sizes.items()),
@@ -43,12 +32,7 @@ def named_mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> D
 
 
 def own_group(ranks: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Makes a group of each list of ranks; every rank has to call it, with the same lists.
-
-    Returns:
-        The first group that this rank belongs to; None if it belongs to none. It is that of an earlier call with the
-        same lists, if there was one.
-    """
+    """Makes a group of each list of ranks; every rank has to call it, with the same lists."""
     groups = _once(("groups", *map(tuple, ranks)), lambda: [dist.new_group(list(of_one)) for of_one in ranks])
     own = next((group for group, of_one in zip(groups, ranks, strict=True) if dist.get_rank() in of_one), None)
     if own is not None:

@@ -12,16 +12,6 @@ from lightning_mp.modules.class_forward import class_forward
 from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 
-__all__ = [
-    "Shard",
-    "read_shard",
-    "refuse_half_of_a_tie",
-    "repeated_blocks",
-    "tied_parameters",
-    "unit_names",
-    "units_by_size",
-]
-
 Shard = ModulePattern | Sequence[ModulePattern] | set[ModulePattern] | int | Literal["auto"]
 """A class, its name, a glob over names, several of these, a least number of parameters, or "auto"."""
 
@@ -30,9 +20,6 @@ _OWNER = "FSDP2Strategy"
 
 def read_shard(shard: Shard) -> tuple[ModulePattern, ...] | int | Literal["auto"]:
     """Checks the argument.
-
-    Raises:
-        ValueError: if it is nothing of what it may be.
 
     Example:
         >>> read_shard("model.blocks.*"), read_shard(1_000_000), read_shard("auto")
@@ -55,9 +42,6 @@ def read_shard(shard: Shard) -> tuple[ModulePattern, ...] | int | Literal["auto"
 def read_resharding(reshard_after_forward: bool | int | None) -> bool | int | None:
     """Checks the argument.
 
-    Raises:
-        ValueError: if it is none of True, False, None and a number of ranks.
-
     Example:
         >>> read_resharding(True), read_resharding(4), read_resharding(None)
         (True, 4, None)
@@ -71,13 +55,6 @@ def read_resharding(reshard_after_forward: bool | int | None) -> bool | int | No
 def unit_names(model: nn.Module, shard: tuple[ModulePattern, ...] | int | Literal["auto"]) -> list[str]:
     """Names of the modules that become units besides the model itself, in the order of the model.
 
-    Args:
-        model: the model, which is a unit for all that is in no other one.
-        shard: what :func:`read_shard` returns.
-
-    Raises:
-        ValueError: if a rule matches nothing, or takes a parameter away from a module outside that shares it.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
         >>> unit_names(model, (nn.Linear,)), unit_names(model, 40), unit_names(model, "auto")
@@ -88,21 +65,12 @@ def unit_names(model: nn.Module, shard: tuple[ModulePattern, ...] | int | Litera
     if isinstance(shard, int):
         return units_by_size(model, shard)
     names = list(select_modules(model, shard, _OWNER))
-    refuse_half_of_a_tie(model, names, "leave this module out of shard, so that the model itself holds both.")
+    refuse_half_tied_units(model, names, "leave this module out of shard, so that the model itself holds both.")
     return names
 
 
-def refuse_half_of_a_tie(model: nn.Module, units: Iterable[str], instead: str) -> None:
-    """Refuses units that share a parameter with a module outside.
-
-    Args:
-        model: the model.
-        units: names of modules.
-        instead: how both come into one unit.
-
-    Raises:
-        ValueError: names the parameter.
-    """
+def refuse_half_tied_units(model: nn.Module, units: Iterable[str], instead: str) -> None:
+    """Refuses units that share a parameter with a module outside."""
     names_of = _names_of_parameters(model)
     for name in units:
         outside = _shared_with_outside(name, model, names_of)
@@ -137,10 +105,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def units_by_size(model: nn.Module, minimum_parameters: int) -> list[str]:
-    """The smallest modules with a forward that hold so many parameters, not counting those in units inside of them.
-
-    Raises:
-        ValueError: if there is none.
+    """The smallest modules with a forward that hold at least n parameters, not counting those in units inside of them.
 
     Example:
         >>> units_by_size(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), 60)
@@ -189,7 +154,7 @@ def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 def _shared_with_outside(unit: str, model: nn.Module, names_of: dict[int, list[str]]) -> tuple[str, str] | None:
     """A parameter inside of a unit and its other name outside; None if there is none.
 
-    A unit may itself stand in several places: it is gathered in each.
+    A unit may itself be used in several places: it is gathered in each.
     """
     modules = list(named_modules(model))
     itself = dict(modules)[unit]

@@ -111,8 +111,8 @@ def flops_per_token(
 
     With N the parameters that take part in matmuls, "palm" is exact for a dense decoder: it equals what
     :func:`~lightning_mp.flops.flop_counter.count_flops` counts for any module. Grouped-query attention and gated
-    MLPs change N only. Of a mixture of experts N counts what one token meets. Norms, activations, softmax and the
-    optimizer are not counted.
+    MLPs change N only. Of a mixture of experts N counts what one token is routed to. Norms, activations, softmax and
+    the optimizer are not counted.
 
     Args:
         parameters: N, also as "7B". Which parameters it counts belongs to the figure: see

@@ -36,8 +36,6 @@ from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.flops.operation_flops import multiplies, operation_flops, score_flops
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
 
-__all__ = ["FlopCount", "FlopTally", "count_flops"]
-
 StepFunction = Callable[[nn.Module, Any], Any]
 
 _OWN_NAMESPACES = frozenset(
@@ -59,23 +57,17 @@ _OWN_NAMESPACES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FlopCount:
-    """Operations of one forward and backward.
+    """Operations of one forward and backward."""
 
-    Attributes:
-        forward: of the forward.
-        backward: of the backward, without what was run again.
-        recompute: what was run again in backward: activation checkpoints, and the score matrix of fused attention.
-        by_format: forward and backward by the format of the products' inputs, such as ``{"bf16": ..., "fp32": ...}``;
-            TF32 counts as fp32.
-        unknown: names of operations that no formula is known for: those from outside of torch, and those of torch that
-            multiply (FFTs, solvers, products of sparse matrices). They count as 0. Give a formula by
-            ``torch.utils.flop_counter.register_flop_formula``.
-    """
-
-    forward: int
-    backward: int
-    recompute: int
+    forward: int  # of the forward
+    backward: int  # of the backward, without what was run again
+    recompute: int  # what was run again in backward: activation checkpoints, and the score matrix of fused attention
+    # forward and backward by the format of the products' inputs, such as `{"bf16": ..., "fp32": ...}`; TF32 counts as
+    # fp32
     by_format: Mapping[str, int]
+    # names of operations that no formula is known for: those from outside of torch, and those of torch that multiply
+    # (FFTs, solvers, products of sparse matrices). They count as 0. Give a formula by
+    # `torch.utils.flop_counter.register_flop_formula`
     unknown: tuple[str, ...] = ()
 
     @property
@@ -162,21 +154,6 @@ def count_flops(
     By default nothing is computed and no memory is used: the module is copied to the meta device, where tensors have
     shapes and no numbers. Grouped-query attention, gated MLPs, frozen weights (no product for their gradients) and
     activation checkpoints come out right because they run as they are. The module itself does not change.
-
-    Args:
-        module: the module, as it trains: what its ``requires_grad`` says is frozen is counted as frozen.
-        batch: an example batch. Tensors may be on any device. Without ``step`` a tensor is given to the module as it
-            is, a list or tuple as positional and a mapping as keyword arguments.
-        step: from module and batch to a loss, or to anything whose sum stands for it; by default the module's forward,
-            and of its result the attribute ``loss`` if there is one.
-        backward: whether to count the backward as well.
-        meta: False runs the module where it is, on the numbers of the batch. It must be so where shapes depend on
-            numbers, as in a mixture of experts that counts its tokens. Models of Hugging Face whose masks alone depend
-            on numbers need no False. Gradients, buffers and the random state are put
-            back.
-
-    Raises:
-        ValueError: the module is sharded, the step cannot run on the meta device, or nothing has a gradient.
 
     Example:
         Two layers of 8 x 8 weights on 5 tokens: 6 operations per weight and token, less the gradient of the input.

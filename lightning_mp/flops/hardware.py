@@ -156,10 +156,6 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
 def matmul_format(precision: str, *, tf32: bool = False) -> str | None:
     """The format that matrix products run in, of a Trainer's ``precision``; None if the name does not determine it.
 
-    Args:
-        precision: ``trainer.precision``, such as "bf16-mixed".
-        tf32: whether fp32 products run in TF32.
-
     Example:
         >>> matmul_format("16-true"), matmul_format("32-true", tf32=True), matmul_format("fp8-mixed")
         ('fp16', 'tf32', 'fp8')
@@ -174,12 +170,6 @@ def device_peak(
     device: torch.device, precision: str, counted_format: str | None, *, given: float | None = None
 ) -> tuple[float | None, str]:
     """Dense peak of the device of a run, and what it is of; without one None, and why.
-
-    Args:
-        device: that the run is on.
-        precision: ``trainer.precision``, which gives the format where it was not counted.
-        counted_format: the format in which most products ran, if they were counted; TF32 counts as "fp32".
-        given: a peak that the user knows.
 
     Example:
         >>> device_peak(torch.device("cpu"), "bf16-mixed", None)
@@ -211,9 +201,6 @@ def device_peak(
 
 def rate_column(dtype: str | torch.dtype) -> str:
     """The name of a format in the table.
-
-    Raises:
-        ValueError: it is no format.
 
     Example:
         >>> rate_column(torch.bfloat16), rate_column("tf32")

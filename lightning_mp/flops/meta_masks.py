@@ -14,18 +14,12 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["MasksWithoutNumbers"]
-
 _MASK_MODULES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 _LOOKS_FOR_PACKED_SEQUENCES = "find_packed_sequence_indices"
 
 
 class MasksWithoutNumbers(TorchFunctionMode):
     """While this is entered, Hugging Face's mask functions take positions as one sequence, and padding as told.
-
-    Args:
-        has_no_numbers: of which tensors that holds.
-        has_padding: whether the batch that they stand for is padded.
 
     Example:
         >>> import torch

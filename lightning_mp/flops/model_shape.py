@@ -10,8 +10,6 @@ from lightning_mp.flops.conventions import CONVENTIONS, DecoderShape, flops_per_
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.modules.whole_parameters import WholeParameter, whole_parameters
 
-__all__ = ["MatmulParameters", "elements_met", "far_above_count", "matmul_parameters", "module_flops_per_token"]
-
 _LARGEST_DISAGREEMENT = 1.25  # conventions differ by less among themselves
 
 
@@ -30,14 +28,8 @@ def matmul_parameters(module: nn.Module) -> MatmulParameters:
     """Counts the weights of matrix products, each once.
 
     Tables that are only looked up (``nn.Embedding``) are left out; one that is shared with a head counts. Modules named
-    ``experts`` are a mixture of experts, of which a token meets ``num_experts_per_tok`` as the Hugging Face
+    ``experts`` are a mixture of experts, of which a token is routed to ``num_experts_per_tok`` as the Hugging Face
     configuration says.
-
-    Args:
-        module: may be sharded, see :func:`~lightning_mp.modules.whole_parameters.whole_parameters`.
-
-    Raises:
-        ValueError: there are experts, and no configuration says how many a token meets.
 
     Example:
         >>> matmul_parameters(nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4), nn.Linear(4, 10)))
@@ -49,22 +41,14 @@ def matmul_parameters(module: nn.Module) -> MatmulParameters:
         if len(parameter.shape) >= 2
         and not all(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in parameter.owners)
     ]
-    met = elements_met(module, weights)
+    met = elements_used(module, weights)
     return MatmulParameters(
         total=sum(met), frozen=sum(each for each, weight in zip(met, weights, strict=True) if not weight.learns)
     )
 
 
-def elements_met(module: nn.Module, weights: Sequence[WholeParameter]) -> list[int]:
-    """How many numbers of each parameter a token uses: all, and of a mixture the share of the experts it is sent to.
-
-    Args:
-        module: may be sharded.
-        weights: some of its :func:`~lightning_mp.modules.whole_parameters.whole_parameters`.
-
-    Raises:
-        ValueError: there are experts, and no configuration says how many a token is sent to.
-    """
+def elements_used(module: nn.Module, weights: Sequence[WholeParameter]) -> list[int]:
+    """How many numbers of each parameter a token uses: all, and of a mixture the share of the experts it is sent to."""
     with full_model(module):
         experts = {
             id(part)
@@ -83,7 +67,7 @@ def _is_expert(weight: WholeParameter, experts: set[int]) -> bool:
 
 
 def _share_of_experts(module: nn.Module) -> tuple[int, int]:
-    """How many experts a token meets, of how many."""
+    """How many experts a token is routed to, of how many."""
     for config in _configurations(module):
         met = getattr(config, "num_experts_per_tok", None)
         for name in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -103,15 +87,6 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
     Layers and width come from a Hugging Face configuration, ``num_hidden_layers``, ``num_attention_heads`` and
     ``head_dim`` or ``hidden_size``, of the module or of one inside of it. A sliding window (``sliding_window``, in the
     layers that ``layer_types`` names) takes the place of the sequence length where it is shorter.
-
-    Args:
-        module: may be sharded, see :func:`~lightning_mp.modules.whole_parameters.whole_parameters`.
-        convention: a name from :data:`~lightning_mp.flops.conventions.CONVENTIONS`.
-        context_tokens: sequence length.
-
-    Raises:
-        ValueError: the convention is unknown, needs a shape that the module does not have, or has no formula for the
-            module's attention or mixture of experts.
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"Unknown FLOPs convention {convention!r}. Use one of {', '.join(CONVENTIONS)}, or 'exact'.")

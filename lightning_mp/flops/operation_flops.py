@@ -12,8 +12,6 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.flops.packed_attention import PACKED_FORMULAS, packed_score_flops
 from lightning_mp.flops.recurrent_flops import RECURRENT_FORMULAS
 
-__all__ = ["multiplies", "operation_flops", "score_flops"]
-
 
 def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
     """What an operation cost, from the shapes it saw; None where nothing is known of it.
@@ -22,12 +20,6 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     by ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector,
     fused recurrent layers, ``nn.Bilinear``), or multiplies by the number of groups (the gradient of a grouped
     convolution's weight). Products with a sparse matrix are not known: torch's formulas take it for dense.
-
-    Args:
-        packet: the operation, all overloads alike: ``torch.ops.aten.mm``.
-        args: it was called with.
-        kwargs: the same by name.
-        result: it returned.
 
     Example:
         >>> import torch
@@ -130,7 +122,7 @@ def _add_matrix_vector(start: Tensor, matrix: Tensor, vector: Tensor, *args: Any
 
 
 def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Groups of rows, each with a matrix of its own: every row meets one matrix.
+    """Groups of rows, each with its own matrix: every row is multiplied by one matrix.
 
     ``[rows, k] x [groups, k, n]``, ``[m, rows] x [rows, n]`` (groups along the sum) or one matrix per group in both.
     """

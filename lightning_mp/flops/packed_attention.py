@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["PACKED_FORMULAS", "attended_pairs", "packed_score_flops"]
-
 _FORWARD, _BACKWARD = "torch_attn._varlen_attn", "torch_attn._varlen_attn_backward"
 
 
@@ -20,12 +18,6 @@ def attended_pairs(
     query_lengths: Sequence[int], key_lengths: Sequence[int], *, window: Sequence[int] | None, is_causal: bool
 ) -> int:
     """How many pairs of query and key a kernel multiplies.
-
-    Args:
-        query_lengths: of the sequences.
-        key_lengths: of the same.
-        window: keys to the left and to the right of a query's own, -1 for all; None for no window.
-        is_causal: nothing is seen to the right.
 
     Example:
         Two sequences of 4 and 100 tokens, and the same where a token sees itself and 9 before it:

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["RECURRENT_FORMULAS"]
-
 
 def _products(matrices: Sequence[Tensor], rows: int) -> int:
     return 2 * rows * sum(matrix.numel() for matrix in matrices)
@@ -32,16 +30,7 @@ def _backward(
     from_hidden: Sequence[Tensor],
     asked: tuple[bool, bool, bool],
 ) -> int:
-    """Both gradients of each product, less those that nobody asks for.
-
-    Args:
-        input: of the lowest layer.
-        hidden: the initial state, ``[..., batch, size]``.
-        matrices: all weight matrices.
-        from_input: those of them that meet ``input``.
-        from_hidden: those of them that meet ``hidden`` in the first step.
-        asked: whether the gradients of input, initial state and weights are.
-    """
+    """Both gradients of each product, less those that nobody asks for."""
     rows = _rows(input)
     input_asked, hidden_asked, weights_asked = asked
     total = _products(matrices, rows) * (1 + weights_asked)

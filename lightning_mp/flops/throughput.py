@@ -18,53 +18,31 @@ from typing import Any
 
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state
 
-__all__ = ["Rates", "Throughput", "ThroughputTotals", "Work"]
-
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a token costs and what the machine could do. Where a figure is not known it is None.
+    """What a token costs and what the machine could do. Where a figure is not known it is None."""
 
-    Attributes:
-        model_flops_per_token: forward and backward.
-        hardware_flops_per_token: what is run again added.
-        peak_flops_per_second: dense peak of all devices together.
-    """
-
-    model_flops_per_token: float | None = None
-    hardware_flops_per_token: float | None = None
-    peak_flops_per_second: float | None = None
+    model_flops_per_token: float | None = None  # forward and backward
+    hardware_flops_per_token: float | None = None  # what is run again added
+    peak_flops_per_second: float | None = None  # dense peak of all devices together
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputTotals:
-    """Sums over all devices and over the whole run, resumes included.
+    """Sums over all devices and over the whole run, resumes included."""
 
-    Attributes:
-        input_tokens: through the model, padding included.
-        nonpad_tokens: without padding.
-        useful_tokens: without padding, in steps that were made.
-        timed_input_tokens: those of ``input_tokens`` whose time was taken; windows that warm up are left out.
-        timed_nonpad_tokens: the same without padding.
-        seconds: training time of the timed tokens, without validation.
-        validation_seconds: time in validation.
-        model_flops: of the timed tokens whose cost is known.
-        hardware_flops: what is run again added.
-        mfu_capacity_flops: what the devices could have done in the time of ``model_flops``.
-        hfu_capacity_flops: the same for ``hardware_flops``.
-    """
-
-    input_tokens: int = 0
-    nonpad_tokens: int = 0
-    useful_tokens: int = 0
-    timed_input_tokens: int = 0
-    timed_nonpad_tokens: int = 0
-    seconds: float = 0.0
-    validation_seconds: float = 0.0
-    model_flops: float = 0.0
-    hardware_flops: float = 0.0
-    mfu_capacity_flops: float = 0.0
-    hfu_capacity_flops: float = 0.0
+    input_tokens: int = 0  # through the model, padding included
+    nonpad_tokens: int = 0  # without padding
+    useful_tokens: int = 0  # without padding, in steps that were made
+    timed_input_tokens: int = 0  # those of `input_tokens` whose time was taken; windows that warm up are left out
+    timed_nonpad_tokens: int = 0  # the same without padding
+    seconds: float = 0.0  # training time of the timed tokens, without validation
+    validation_seconds: float = 0.0  # time in validation
+    model_flops: float = 0.0  # of the timed tokens whose cost is known
+    hardware_flops: float = 0.0  # what is run again added
+    mfu_capacity_flops: float = 0.0  # what the devices could have done in the time of `model_flops`
+    hfu_capacity_flops: float = 0.0  # the same for `hardware_flops`
 
     def rates(self, since: "ThroughputTotals | None" = None) -> "Rates":
         """Rates from an earlier reading to this one; without one, of the whole run."""
@@ -85,21 +63,13 @@ class ThroughputTotals:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates over some time. None where nothing was measured or a figure is missing.
+    """Rates over some time. None where nothing was measured or a figure is missing."""
 
-    Attributes:
-        tokens_per_second: input tokens, over all devices.
-        nonpad_tokens_per_second: without padding.
-        mfu: model FLOPs utilisation.
-        hfu: hardware FLOPs utilisation.
-        goodput: share of the input tokens that was neither padding nor in a skipped step.
-    """
-
-    tokens_per_second: float | None = None
-    nonpad_tokens_per_second: float | None = None
-    mfu: float | None = None
-    hfu: float | None = None
-    goodput: float | None = None
+    tokens_per_second: float | None = None  # input tokens, over all devices
+    nonpad_tokens_per_second: float | None = None  # without padding
+    mfu: float | None = None  # model FLOPs utilisation
+    hfu: float | None = None  # hardware FLOPs utilisation
+    goodput: float | None = None  # share of the input tokens that was neither padding nor in a skipped step
 
     def by_name(self, unit: str = "token") -> dict[str, float | None]:
         """Every rate by its name: samples have no padding.
@@ -135,9 +105,6 @@ class Rates:
 @dataclass
 class Throughput:
     """Sums up readings.
-
-    Args:
-        readings: how many of the last readings :attr:`window` looks back over.
 
     Example:
         100 tokens in 2 seconds, a quarter of them padding, at 6 operations each on a device that does 400 a second:
@@ -220,11 +187,7 @@ class Throughput:
         return asdict(self.totals)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from saved totals; the window starts over.
-
-        Raises:
-            ValueError: if the state is not one of :meth:`state_dict`.
-        """
+        """Continues from saved totals; the window starts over."""
         kinds = {f.name: COUNT if f.type is int else AMOUNT for f in fields(ThroughputTotals)}
         self.totals = ThroughputTotals(**checked_state(state, kinds, "the throughput"))
         self._history.clear()

@@ -20,21 +20,14 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.messages import listed
 from lightning_mp.core.ranks import world_size
 
-__all__ = ["AgreedUnits"]
-
 
 @dataclass
 class _Together:
-    """What the ranks of one mesh gather and reduce together.
+    """What the ranks of one mesh gather and reduce together."""
 
-    Attributes:
-        groups: over which they compare, one after another; None for all ranks.
-        parameters: ids of the sharded parameters.
-        gathered: indices of the units that this rank has gathered since the last step, in order.
-    """
-
-    groups: Sequence[dist.ProcessGroup | None]
-    parameters: set[int] = field(default_factory=set)
+    groups: Sequence[dist.ProcessGroup | None]  # over which they compare, one after another; None for all ranks
+    parameters: set[int] = field(default_factory=set)  # ids of the sharded parameters
+    # indices of the units that this rank has gathered since the last step, in order
     gathered: list[int] = field(default_factory=list)
     compared: list[int] = field(default_factory=list)
     on_its_way: HostCopy | None = None
@@ -51,11 +44,6 @@ class AgreedUnits:
     several meshes (experts, copies beside tensor parallelism), by one for each dimension of each mesh. On a CPU the
     answer is there before the step is made. Elsewhere it is read at the next step, so that nothing waits for the
     device, and before the optimizer's state goes into a checkpoint.
-
-    Args:
-        model: as the strategy has wrapped it.
-        device: of this rank.
-        waits: read the answer before the step; None where that costs nothing.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, waits: bool | None = None) -> None:
@@ -96,7 +84,7 @@ class AgreedUnits:
         for optimizer in optimizers:
             if optimizer not in self._attached:
                 self._attached.add(optimizer)
-                self._ends.append(optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
+                self._ends.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush_pending()).remove)
         return self
 
     def detach(self) -> None:
@@ -106,12 +94,8 @@ class AgreedUnits:
         self._ends = []
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Compares what this rank has run since the last time; to be called on all ranks when the gradients are there.
-
-        Raises:
-            MisconfigurationException: on all ranks, if they differed now or, without a wait, the last time.
-        """
-        self.settle()
+        """Compares what this rank has run since the last time; called on all ranks when the gradients are there."""
+        self.flush_pending()
         self.attach([optimizer])  # it may have been made inside of the fit
         with_gradient = [id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -125,14 +109,10 @@ class AgreedUnits:
                 dist.all_reduce(both, op=dist.ReduceOp.MAX, group=ranks)
             together.on_its_way = HostCopy(both)
         if self._waits:
-            self.settle()
+            self.flush_pending()
 
-    def settle(self) -> None:
-        """Reads the last comparison.
-
-        Raises:
-            MisconfigurationException: on all ranks that gather a unit together, if they differed.
-        """
+    def flush_pending(self) -> None:
+        """Reads the last comparison."""
         different = None
         for together in self._by_ranks.values():
             on_its_way, together.on_its_way = together.on_its_way, None

@@ -10,8 +10,6 @@ from torch.distributed import ProcessGroup
 
 from lightning_mp.core import private_api
 
-__all__ = ["BUCKET_BYTES", "buckets", "reduce_gradients_"]
-
 #: As DDP's ``bucket_cap_mb=25``.
 BUCKET_BYTES = 25 * 2**20
 
@@ -24,11 +22,6 @@ def reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup, *, mean:
 
     16-bit gradients are reduced in fp32 and rounded once at the end. One collective for each bucket; two buckets are
     on their way at a time, so that no second copy of all gradients is held.
-
-    Args:
-        gradients: plain tensors, on every rank the same in number, order and shape.
-        group: the ranks.
-        mean: divide by their number.
     """
     size = dist.get_world_size(group)
     if size == 1:
@@ -55,7 +48,7 @@ def _write_back(bucket: list[Tensor], flat: Tensor, work: dist.Work | None) -> N
 
 
 def buckets(gradients: Iterable[Tensor], most_bytes: int) -> list[list[Tensor]]:
-    """Gradients of one device and dtype together, in order, at most so many fp32 bytes in each; one at least.
+    """Gradients of one device and dtype together, in order, at most n fp32 bytes in each; one at least.
 
     Example:
         >>> import torch

@@ -7,16 +7,11 @@ from torch.optim import Optimizer
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
 
-__all__ = ["clip_by_whole_norm_", "clip_norm_", "let_clip_over_meshes"]
-
 
 def let_clip_over_meshes(plugin: Precision) -> bool:
     """Lets a plugin clip gradients of layers that are split together with those of layers that are not.
 
     ``torch.nn.utils.clip_grad_norm_`` refuses DTensors of two meshes. Plugins that clip by norm in their own way stay.
-
-    Returns:
-        Whether the plugin has got a method of its own, ``clip_grad_by_norm``, to be deleted after the run.
     """
     if type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm or "clip_grad_by_norm" in vars(plugin):
         return False
@@ -36,12 +31,6 @@ def clip_by_whole_norm_(
     """What :func:`torch.nn.utils.clip_grad_norm_` does on one device, by the norm over all ranks.
 
     Gradients times ``min(1, max_norm / (norm + 1e-6))``, in place. All ranks have to call it.
-
-    Args:
-        optimizer: of this rank.
-        max_norm: largest two-norm over all parameters; 0 or less leaves gradients alone, as in Lightning.
-        ranks: all that step together.
-        device: of this rank.
     """
     if max_norm <= 0:
         return

@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["ReducedDtype", "reduced_precision_hook"]
-
 ReducedDtype = torch.dtype | Literal["bf16", "fp16"]
 
 # torch compares the annotations of a hook with exactly these types.
@@ -99,7 +97,7 @@ def _mean_over_ranks(state: object, gradients: Tensor, dtype: torch.dtype) -> to
     if wire.is_cuda and "cuda:nccl" in str(dist.get_backend_config(group)).split(","):
         reduced = work.get_future().then(widen)  # called here and now: NCCL's future is done, its stream is not
     else:
-        # gloo would call `widen` in a thread of its own, which needs Python's lock once more after the future is
+        # gloo would call `widen` in its own thread, which needs Python's lock once more after the future is
         # done; if the run ends just then, the process aborts ("terminate called without an active exception").
         work.wait()
         reduced = torch.futures.Future(devices=[wire.device] if wire.is_cuda else None)

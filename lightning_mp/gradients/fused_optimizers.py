@@ -11,15 +11,6 @@ from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop
 
 from lightning_mp.core import private_api
 
-__all__ = [
-    "applies_grad_scale",
-    "fused_step",
-    "momentum_is_missing",
-    "one_mesh_per_group",
-    "refuse_without_dtensors",
-    "why_steps_wait",
-]
-
 _PLAIN = {Tensor, nn.Parameter}
 
 #: They end in an error of torch at the first step (torch 2.13); Rprop does until torch 2.15.
@@ -86,13 +77,7 @@ def one_mesh_per_group(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 @contextmanager
 def fused_step(optimizer: Optimizer, found_inf: Tensor, factor: Tensor | None) -> Iterator[None]:
-    """While this is entered, ``optimizer.step()`` multiplies gradients and decides in its own kernel.
-
-    Args:
-        optimizer: one for which :func:`applies_grad_scale` holds.
-        found_inf: scalar tensor; the step is skipped if it is not 0.
-        factor: scalar tensor by which gradients are multiplied; None for 1.
-    """
+    """While this is entered, ``optimizer.step()`` multiplies gradients and decides in its own kernel."""
     # torch would bring them to weights on the CPU without waiting for the GPU that they are on.
     trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     device = next((p.device for p in trained), found_inf.device)
@@ -130,12 +115,7 @@ def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def refuse_without_dtensors(*optimizers: Optimizer) -> None:
-    """Refuses optimizers that torch cannot step DTensors with.
-
-    Raises:
-        ValueError: if an Adafactor, before torch 2.15 an Rprop, a fused SGD or Adagrad, or an optimizer of bitsandbytes
-            has DTensors among its parameters.
-    """
+    """Refuses optimizers that torch cannot step DTensors with."""
     for optimizer in optimizers:
         kind, name = type(optimizer), type(optimizer).__name__
         sharded = [group for group in optimizer.param_groups if any(isinstance(p, DTensor) for p in group["params"])]

@@ -22,28 +22,6 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.core.devices import sent_to
 
-__all__ = [
-    "LARGEST_NORM",
-    "LocalGradients",
-    "accumulation_dtype",
-    "any_overflow",
-    "clamp_",
-    "clip_coefficient",
-    "local_shard",
-    "local_shards",
-    "multiply_",
-    "not_below",
-    "parameters_with_gradient",
-    "read_gradients",
-    "reduce_partial_gradients_",
-    "replicas",
-    "replicas_of",
-    "scaled_clamp_",
-    "shard_norms",
-    "square_sum",
-    "sum_over_ranks_",
-]
-
 
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters that hold a gradient, in the order of its parameter groups."""
@@ -98,16 +76,6 @@ def local_shards(parameters: Iterable[Tensor]) -> list[Tensor]:
 def replicas(gradient: Tensor, *, ranks_per_parameter: int, plain_replicas: int) -> int:
     """How many ranks hold the same local shard.
 
-    Args:
-        gradient: plain tensor or DTensor.
-        ranks_per_parameter: how many ranks have the same parameters, whole or in shards: all of them, or those of one
-            stage under pipeline parallelism. Where a DTensor's mesh has fewer ranks, the others hold copies of it.
-        plain_replicas: how many of these have the same plain tensor: all under DDP, one under FSDP1, whose plain
-            gradients are shards.
-
-    Raises:
-        ValueError: if the mesh of a DTensor has other ranks as well.
-
     Example:
         >>> import torch
         >>> replicas(torch.ones(3), ranks_per_parameter=4, plain_replicas=4)
@@ -149,12 +117,6 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
     A norm that is not finite means that the shard holds an inf or a nan, or that its squares do not fit into float32
     (norm above 1.8e19), which would put an inf into Adam's second moment.
 
-    Args:
-        shards: local gradients, any shapes, devices and dtypes.
-
-    Returns:
-        Tensor of shape ``[num_shards]`` on the device of the first shard, float32 (float64 if a shard is float64).
-
     Example:
         >>> import torch
         >>> shard_norms([torch.tensor([3.0, 4.0]), torch.tensor([[1.0]])])
@@ -185,17 +147,11 @@ def _norms_of_one_kind(shards: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LocalGradients:
-    """What one pass over an optimizer's gradients has found on this rank.
+    """What one pass over an optimizer's gradients has found on this rank."""
 
-    Attributes:
-        parameters: those that have a gradient.
-        gradients: theirs.
-        norms: two-norm of each one's local shard, shape ``[num_parameters]``; None if there are none.
-    """
-
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    norms: Tensor | None
+    parameters: list[Tensor]  # those that have a gradient
+    gradients: list[Tensor]  # theirs
+    norms: Tensor | None  # two-norm of each one's local shard, shape `[num_parameters]`; None if there are none
 
 
 def read_gradients(optimizer: Optimizer) -> LocalGradients:
@@ -240,13 +196,6 @@ def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
 
     The squared norm of every shard is divided by the number of ranks that hold it, so that the plain sum over all ranks
     counts every element once: ``|g|^2 = sum over ranks of sum_i norm_i^2 / copies_i``.
-
-    Args:
-        norms: two-norms of the local shards, shape ``[num_shards]``.
-        copies: for each shard the number of ranks that hold it (:func:`replicas`).
-
-    Returns:
-        Scalar tensor, float64 where the device has it.
     """
     squares = norms.to(accumulation_dtype(norms.device)).square()
     if copies.count(copies[0]) == len(copies):

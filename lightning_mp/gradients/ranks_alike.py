@@ -15,18 +15,12 @@ from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.agreed_units import AgreedUnits
 
-__all__ = ["RanksAlike"]
-
 
 class RanksAlike:
     """Sharded ranks run the same units; DDP reduces every parameter that is trained.
 
     Both are looked at between the last backward of a step and the step, until the run ends. Any part of the pack may
     ask for it; the first one is heard.
-
-    Args:
-        trainer: after its strategy has wrapped the model.
-        optimizers: of the run.
     """
 
     def __init__(self, trainer: "pl.Trainer", optimizers: Sequence[Optimizer]) -> None:
@@ -45,19 +39,15 @@ class RanksAlike:
         if self._units is not None or self._unreduced is not None:
             self._method = Patches.of(trainer).replace(trainer.strategy, "optimizer_step", self._optimizer_step)
 
-    def settle(self) -> None:
-        """Makes sure that ranks were alike until now.
-
-        Raises:
-            MisconfigurationException: on all ranks, if they were not.
-        """
+    def flush_pending(self) -> None:
+        """Makes sure that ranks were alike until now."""
         if self._units is not None:
-            self._units.settle()
+            self._units.flush_pending()
 
     def _optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *others: Any, **named: Any) -> Any:
         assert self._method is not None
 
-        def closure_then_look() -> Any:
+        def closure_then_inspect() -> Any:
             result = closure()
             if self._units is not None:
                 self._units.compare(optimizer)
@@ -65,15 +55,11 @@ class RanksAlike:
                 self._unreduced.check(optimizer)
             return result
 
-        return self._method.original(optimizer, closure_then_look, *others, **named)
+        return self._method.original(optimizer, closure_then_inspect, *others, **named)
 
 
 class UnreducedParameters:
-    """Refuses the first step of an optimizer that would train such a parameter.
-
-    Args:
-        frozen: parameters that DDP does not know, and their names.
-    """
+    """Refuses the first step of an optimizer that would train such a parameter."""
 
     def __init__(self, frozen: Mapping[nn.Parameter, str]) -> None:
         self._frozen = frozen
@@ -90,11 +76,7 @@ class UnreducedParameters:
         return cls(frozen)
 
     def check(self, optimizer: Optimizer) -> None:
-        """To be called before a step.
-
-        Raises:
-            MisconfigurationException: if it would train one of them.
-        """
+        """To be called before a step."""
         unfrozen = {parameter: name for parameter, name in self._frozen.items() if parameter.requires_grad}
         if not unfrozen:
             return

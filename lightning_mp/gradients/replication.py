@@ -21,8 +21,6 @@ from lightning_mp.gradients.gradient_ops import (
     sum_over_ranks_,
 )
 
-__all__ = ["GradientReplication", "all_hold_the_same", "gradient_replication"]
-
 
 @dataclass(frozen=True)
 class GradientReplication:
@@ -40,17 +38,6 @@ class GradientReplication:
 
     A strategy whose ranks hold different parameters says so in a method ``gradient_replication()`` that returns one of
     these; our precision plugins ask for it.
-
-    Args:
-        group: the process group whose ranks step or skip together; None for all ranks.
-        ranks_per_parameter: how many of them hold the same parameters, whole or in shards. A DTensor whose mesh is
-            smaller is taken to have copies on the others.
-        plain_replicas: how many of them hold the same plain gradient.
-        shared: of parameters that are held by several such sets of ranks, by how many: a head that is tied to the
-            embedding, on the first and the last stage of a pipeline. Their gradients are alike on all of them.
-
-    Raises:
-        ValueError: if one of the numbers is less than 1, or ``plain_replicas`` does not divide ``ranks_per_parameter``.
 
     Example:
         >>> GradientReplication.every_rank()
@@ -103,12 +90,7 @@ class GradientReplication:
         return [number * self.shared.get(parameter, 1) for number, parameter in zip(here, parameters, strict=True)]
 
     def square_sum(self, here: LocalGradients, device: torch.device) -> Tensor:
-        """This rank's share of the squared norm over all ranks, a scalar tensor.
-
-        Args:
-            here: the gradients of this rank.
-            device: where the sum lives.
-        """
+        """This rank's share of the squared norm over all ranks, a scalar tensor."""
         if here.norms is None:
             return torch.zeros((), dtype=accumulation_dtype(device), device=device)
         return square_sum(here.norms, self.copies(here.gradients, here.parameters)).to(device)

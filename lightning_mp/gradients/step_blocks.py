@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from lightning_mp.gradients.gradient_ops import local_shard
 
-__all__ = ["BLOCK_SHARE", "SEPARABLE", "padded", "step_blocks"]
-
 #: The update of a parameter by one of these depends on its own gradient and state, and on nothing else.
 SEPARABLE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)

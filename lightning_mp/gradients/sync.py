@@ -16,8 +16,6 @@ from lightning_mp.core import private_sharding_api
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.modules.whole_parameters import whole_parameters
 
-__all__ = ["GradientSync", "Sync", "gradient_sync", "unsharded_gradient_bytes"]
-
 Sync = Literal["window", "micro_batch"]
 
 
@@ -66,7 +64,7 @@ class _FSDP2Sync:
     def __init__(self, units: Sequence[FSDPModule]) -> None:
         self._units = units
         for unit in units:
-            private_sharding_api.let_layers_rest(unit)
+            private_sharding_api.allow_unused_layers(unit)
 
     def begin(self, *, closes: bool) -> None:
         for unit in self._units:
@@ -103,17 +101,6 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
     """What carries out ``sync`` for the strategy of this run; None if the strategy does it by itself.
 
     DDP reduces in the last micro-batch of a window, FSDP in every one. Prints what ``sync`` costs under sharding.
-
-    Args:
-        trainer: after its strategy has wrapped the model.
-        model: the wrapped model.
-        sync: "window" keeps unsharded gradients from micro-batch to micro-batch and reduces them once; "micro_batch"
-            reduces and shards them after every one.
-
-    Raises:
-        ValueError: if ``sync`` is unknown.
-        MisconfigurationException: if "micro_batch" is asked for where nothing is sharded; at the first micro-batch, if
-            it does not reduce under ``DDPStrategy(static_graph=True)``.
     """
     if sync not in get_args(Sync):
         raise ValueError(f"sync={sync!r} is unknown; it must be one of {get_args(Sync)}.")

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from lightning_mp.core.arguments import whole_number
 
-__all__ = ["GPT", "GPTConfig", "config_for_parameters", "generate"]
-
 # Multiples of 16 suit every 16-bit and fp8 kernel; from 256 on heads are 64 wide.
 _WIDTHS = (*range(16, 64, 16), *range(64, 256, 32), *range(256, 2**13, 64))
 _INIT_STD = 0.02  # GPT-2: Radford et al. 2019 and the released code
@@ -53,7 +51,7 @@ class GPTConfig:
 
 
 def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: int = 256) -> GPTConfig:
-    """Picks a shape with about so many trainable parameters, the tied head counted once.
+    """Picks a shape with about that many trainable parameters, the tied head counted once.
 
     Within 5% of the wished size any shape will do, and of those the one in GPT-2 small's proportion (768 wide, 12 deep)
     wins: least is ``|log(width / depth / 64)| + 20 * max(0, |log(size / parameters)| - 0.05)``.

@@ -20,8 +20,6 @@ from lightning_mp.lr_schedule.schedules import WarmupCosine
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.pipelining import PipelineLayer, pipelined_loss
 
-__all__ = ["LanguageModel", "peak_learning_rate"]
-
 # On a CPU, in 16 bit and at this length, the plain kernel is 2 to 3 times as fast as the fused one (torch 2.13; most
 # of it in the fused kernel's backward). Longer blocks would make its score matrices large.
 _PLAIN_ATTENTION_MAX_TOKENS = 256

@@ -14,8 +14,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-__all__ = ["Corpus", "HeldOutBatches", "TextBatches", "TextData", "load_file", "load_standard_library", "load_text"]
-
 VALIDATION_SHARE = 20  # of 20 files, or of 20 equal parts of one file, one is held out
 MAX_BYTES = 16 * 2**20  # of the standard library, so that the start takes well under two seconds
 BLOCK_TOKENS = 128

@@ -1,1 +1,1 @@
-"""Learning rates as functions of tokens: schedules, where a run stands on one, cooldowns on request."""
+"""Learning rates as functions of tokens: schedules, how far a run is on one, cooldowns on request."""

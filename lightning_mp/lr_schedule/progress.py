@@ -1,4 +1,4 @@
-"""Where a run stands on its learning-rate schedule: a state machine over token counts, without a Trainer."""
+"""How far a run is on its learning-rate schedule: a state machine over token counts, without a Trainer."""
 
 from typing import Any
 
@@ -14,8 +14,6 @@ from lightning_mp.lr_schedule.schedules import (
     WarmupCosine,
     WarmupStableDecay,
 )
-
-__all__ = ["LONGEST_COSINE", "ScheduleRun", "initial_rates", "missed_end", "set_rates"]
 
 #: Hoffmann et al. 2022, appendix B, figure A1: a cosine that is more than 25% longer than the run costs loss.
 LONGEST_COSINE = 1.25
@@ -42,14 +40,6 @@ _KINDS = {
 class ScheduleRun:
     """Goes along a schedule, step by step.
 
-    Args:
-        schedule: from the fraction of the horizon to a factor.
-
-    Attributes:
-        factor: of the step at hand.
-        horizon_tokens: where the schedule ends; None before :meth:`begin`.
-        cooldown: what has taken the schedule's place; None until then.
-
     Example:
         >>> run = ScheduleRun(WarmupStableDecay(warmup=0.1, decay=0.2, shape="linear"))
         >>> run.begin(1000)
@@ -69,27 +59,14 @@ class ScheduleRun:
         self._skipped_tokens = 0
 
     def begin(self, horizon_tokens: int, skipped_tokens: int = 0, *, skips_shorten: bool = False) -> None:
-        """Starts; or goes on where it was left, if the horizon is the same or the cooldown has begun.
-
-        Args:
-            horizon_tokens: tokens over which the schedule goes.
-            skipped_tokens: tokens of steps that were skipped before.
-            skips_shorten: the horizon counts them, too.
-        """
+        """Starts; or continues where it was left, if the horizon is the same or the cooldown has begun."""
         if self.cooldown is None and self.horizon_tokens != horizon_tokens:
             self.horizon_tokens = horizon_tokens
             self._course = Course(0, horizon_tokens - skipped_tokens * skips_shorten)
             self._skipped_tokens = skipped_tokens
 
     def advance(self, trained_tokens: int, skipped_tokens: int = 0, *, skips_shorten: bool = False) -> float:
-        """The factor of the step after so many tokens.
-
-        Args:
-            trained_tokens: tokens of the steps that were made.
-            skipped_tokens: tokens of those that were skipped.
-            skips_shorten: nobody makes up for them: the run ends that much earlier. The factor after a skip is the one
-                before it all the same.
-        """
+        """The factor of the step after n tokens."""
         lost, self._skipped_tokens = skipped_tokens - self._skipped_tokens, skipped_tokens
         if lost and skips_shorten:
             self._course = self._course.shortened(trained_tokens, lost)
@@ -97,7 +74,7 @@ class ScheduleRun:
         return self.factor
 
     def cool_down(self, trained_tokens: int, tokens: int) -> None:
-        """Falls from the present factor to the schedule's ``final``, else to 0, over so many tokens from here on."""
+        """Falls from the present factor to the schedule's ``final``, else to 0, over n tokens from here on."""
         final = self.schedule.final if isinstance(self.schedule, WarmupStableDecay | WarmupCosine) else 0.0
         shape = self.schedule.shape if isinstance(self.schedule, WarmupStableDecay) else "linear"
         self.cooldown = Cooldown(self.factor, min(final, self.factor), shape)
@@ -114,11 +91,7 @@ class ScheduleRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state.
-
-        Raises:
-            ValueError: if the state is not one of :meth:`state_dict`.
-        """
+        """Continues from a saved state."""
         state = checked_state(state, _KINDS, "a learning-rate schedule")
         self.horizon_tokens = state["horizon_tokens"]
         self._course = Course(*state["course"])

@@ -1,23 +1,13 @@
 """Learning-rate schedules over the share of a token budget that is spent. Pure functions.
 
 A schedule is any function from that fraction, 0 to 1, to a factor of the peak learning rate. It knows neither tokens
-nor steps, so one schedule serves every budget, batch size and accumulation. :class:`Course` says where a run stands.
+nor steps, so one schedule serves every budget, batch size and accumulation. :class:`Course` says how far a run is.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
-
-__all__ = [
-    "Cooldown",
-    "CooldownShape",
-    "Course",
-    "TokenSchedule",
-    "WarmupCosine",
-    "WarmupStableDecay",
-    "check_schedule",
-]
 
 #: From the fraction of the budget that is spent to the factor of the peak learning rate.
 TokenSchedule = Callable[[float], float]
@@ -42,14 +32,6 @@ class Cooldown:
 
     With ``u`` the fraction, "linear" is ``1 - u``, "1-sqrt" is ``1 - sqrt(u)`` and "cosine" is ``(1 + cos(pi u)) / 2``,
     each stretched to end at ``final``.
-
-    Args:
-        start: factor of the peak rate where it begins.
-        final: where it ends; a ``start`` below it is kept.
-        shape: "linear", "1-sqrt" or "cosine".
-
-    Raises:
-        ValueError: if an argument is not valid.
 
     Example:
         >>> [Cooldown(0.8, 0.0, "1-sqrt")(u) for u in (0, 0.25, 1)]
@@ -180,12 +162,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class Course:
-    """Which part of a schedule a run has behind it after so many tokens.
-
-    Args:
-        from_tokens: tokens where this course begins.
-        end_tokens: tokens where the schedule ends.
-        from_fraction: fraction of the schedule where it begins.
+    """Which part of a schedule a run has behind it after n tokens.
 
     Example:
         >>> course = Course(0, 1000)
@@ -212,11 +189,7 @@ class Course:
 
 
 def check_schedule(schedule: TokenSchedule) -> TokenSchedule:
-    """The schedule, if it is one.
-
-    Raises:
-        ValueError: if it is no function, or does not give a finite number from 0 at its beginning, middle and end.
-    """
+    """The schedule, if it is one."""
     if not callable(schedule):
         raise ValueError(
             f"TokenLearningRate(schedule={schedule!r}): it must be a WarmupStableDecay, a WarmupCosine, or a function"

@@ -8,8 +8,6 @@ from torchmetrics import Metric
 
 from lightning_mp.core.devices import sent_to
 
-__all__ = ["OverflowRate", "overflow_rate"]
-
 
 def overflow_rate(skipped: bool | Tensor) -> Tensor:
     """Share of steps that were skipped.

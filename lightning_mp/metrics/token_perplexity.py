@@ -8,8 +8,6 @@ from torchmetrics import Metric
 
 from lightning_mp.gradients.gradient_ops import accumulation_dtype
 
-__all__ = ["TokenPerplexity", "token_perplexity"]
-
 _CHUNK_LOGITS = 2**24
 
 

@@ -10,8 +10,6 @@ from lightning_mp.core.devices import sent_to
 from lightning_mp.core.number_formats import NumberFormat, number_format
 from lightning_mp.gradients.gradient_ops import accumulation_dtype, local_shard
 
-__all__ = ["UnderflowFraction", "underflow_fraction"]
-
 
 def underflow_fraction(
     values: Tensor, target: str | torch.dtype | NumberFormat = "fp16", scale: float | Tensor = 1.0

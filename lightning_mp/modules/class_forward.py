@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["class_forward", "takes_hooks"]
-
 
 def takes_hooks(module: nn.Module) -> bool:
     """Whether forward hooks can be set on a module; not on TorchScript modules, whose inside is never called.

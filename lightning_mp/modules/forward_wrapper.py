@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["unwrap_forward"]
-
 
 def unwrap_forward(module: nn.Module, wrapper: "partial[Any]") -> None:
     """Takes a wrapper off a module, if it is the outermost."""

@@ -7,8 +7,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["is_inside", "named_modules", "near_misses", "parameter_names", "unwrapped_name"]
-
 # Components that wrappers put into the names of modules: torch.compile, FSDP1, checkpoint_wrapper.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _MOST_NEAR_MISSES = 5

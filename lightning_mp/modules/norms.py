@@ -2,8 +2,6 @@
 
 from torch import nn
 
-__all__ = ["BATCH_NORMS", "NORMS_WITH_STATISTICS"]
-
 #: Their statistics change in training.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

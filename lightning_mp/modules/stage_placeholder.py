@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from lightning_mp.modules.names import named_modules
 
-__all__ = ["StageSplit", "StagePlaceholder", "stage_split_of", "is_pipelined", "release", "detach_stages", "full_model"]
-
 
 def is_pipelined(trainer: "pl.Trainer") -> bool:
     """Whether the Trainer's strategy splits the model into stages; known before it does."""
@@ -25,27 +23,16 @@ _SPLIT = "pipeline_split"
 
 @dataclass(frozen=True)
 class StageSplit:
-    """How a model was split.
+    """How a model was split."""
 
-    Attributes:
-        stage: this rank's.
-        first_layers: index of the first layer of each stage.
-        layer_names: of the whole model, in order.
-        layer_parameters: how many parameters each layer has.
-        state_names: keys of the whole model's state dict, in order.
-        parameter_names: of the whole model, in order, each parameter once.
-        stages_of_parameters: of each parameter that several stages hold, those stages.
-        names_of: all names of such a parameter. In both, the key is its first name.
-    """
-
-    stage: int
-    first_layers: tuple[int, ...]
-    layer_names: tuple[str, ...]
-    layer_parameters: tuple[int, ...]
-    state_names: tuple[str, ...]
-    parameter_names: tuple[str, ...]
-    stages_of_parameters: Mapping[str, tuple[int, ...]]
-    names_of: Mapping[str, tuple[str, ...]]
+    stage: int  # this rank's
+    first_layers: tuple[int, ...]  # index of the first layer of each stage
+    layer_names: tuple[str, ...]  # of the whole model, in order
+    layer_parameters: tuple[int, ...]  # how many parameters each layer has
+    state_names: tuple[str, ...]  # keys of the whole model's state dict, in order
+    parameter_names: tuple[str, ...]  # of the whole model, in order, each parameter once
+    stages_of_parameters: Mapping[str, tuple[int, ...]]  # of each parameter that several stages hold, those stages
+    names_of: Mapping[str, tuple[str, ...]]  # all names of such a parameter. In both, the key is its first name
 
     @property
     def stages(self) -> int:
@@ -54,14 +41,7 @@ class StageSplit:
 
 
 class StagePlaceholder(nn.Module):
-    """Stands where a module of another stage was. It has no parameters, and calling it is an error.
-
-    Args:
-        name: full name of the module.
-        stages: that hold it.
-        split: of the model.
-        meta_module: the module itself, its tensors without memory.
-    """
+    """Stands where a module of another stage was. It has no parameters, and calling it is an error."""
 
     def __init__(self, name: str, stages: Sequence[int], split: StageSplit, meta_module: nn.Module) -> None:
         super().__init__()
@@ -83,11 +63,7 @@ class StagePlaceholder(nn.Module):
         )
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Says where the module is.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Says where the module is."""
         raise RuntimeError(self._where())
 
     def __getattr__(self, name: str) -> Any:
@@ -108,11 +84,6 @@ def detach_stages(model: nn.Module, absent: Mapping[str, Sequence[int]], split: 
     """Frees modules that other stages hold, and leaves an :class:`StagePlaceholder` in each of their places.
 
     A parameter that they share with a module that stays keeps its memory.
-
-    Args:
-        model: whole until now.
-        absent: names of modules, and the stages that hold them.
-        split: what is to be remembered.
     """
     modules = dict(named_modules(model))
     taken = {id(modules[name]): StagePlaceholder(name, stages, split, modules[name]) for name, stages in absent.items()}
@@ -127,12 +98,7 @@ def detach_stages(model: nn.Module, absent: Mapping[str, Sequence[int]], split: 
 
 
 def release(module: nn.Module, kept: Container[int]) -> None:
-    """Takes the memory of a module's tensors away, but not their shapes.
-
-    Args:
-        module: whose parameters and buffers it is about.
-        kept: ids of tensors that keep theirs.
-    """
+    """Takes the memory of a module's tensors away, but not their shapes."""
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in kept:
             tensor.data = _without_memory(tensor)

@@ -10,17 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mp.core.nested_tensors import tensors_in
 
-__all__ = ["batch_with", "module_with", "run_forward", "sum_of_outputs"]
-
 
 def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of a module that holds stand-ins; parameters stay parameters, and what is tied stays tied.
 
     The numbers of the module are not copied: the copy is told beforehand what stands for each tensor.
-
-    Args:
-        module: does not change.
-        stand_in: makes a tensor that stands for another one.
 
     Example:
         >>> copy = module_with(nn.Linear(3, 2), lambda tensor: tensor.detach().to("meta"))

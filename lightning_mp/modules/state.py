@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from lightning_mp.core.patches import Patch
 
-__all__ = ["gradients_set_aside", "keep_module", "logging_muted", "module_kept"]
-
 # What every module has: weights, children, hooks. A run does not change them.
 _OWN_NAMES = frozenset(vars(nn.Module()))
 

@@ -14,29 +14,19 @@ from lightning_mp.core import private_sharding_api
 from lightning_mp.core.ranks import world_size
 from lightning_mp.modules.stage_placeholder import full_model
 
-__all__ = ["WholeParameter", "agreed_count", "whole_parameters"]
-
 #: How Lightning's own strategies and ours name the dimension of a device mesh over which layers are split.
 TENSOR_PARALLEL = "tensor_parallel"
 
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """One parameter of the model before it was split; tied ones are one.
+    """One parameter of the model before it was split; tied ones are one."""
 
-    Attributes:
-        shape: the whole one.
-        element_bytes: of one number.
-        learns: whether it needs a gradient.
-        owners: modules that hold it.
-        data_parallel_bytes: of what a rank works with while the data-parallel shards are gathered: all of it, or its
-            tensor-parallel part.
-    """
-
-    shape: torch.Size
-    element_bytes: int
-    learns: bool
-    owners: tuple[nn.Module, ...]
+    shape: torch.Size  # the whole one
+    element_bytes: int  # of one number
+    learns: bool  # whether it needs a gradient
+    owners: tuple[nn.Module, ...]  # modules that hold it
+    # of what a rank works with while the data-parallel shards are gathered: all of it, or its tensor-parallel part
     data_parallel_bytes: int
 
     @property
@@ -50,13 +40,6 @@ def whole_parameters(module: nn.Module) -> list[WholeParameter]:
 
     Flat parameters of FSDP1 are taken apart, shards of FSDP2 and of tensor parallelism have their whole shape, and of
     a pipeline's stage the modules of the other stages count, too.
-
-    Args:
-        module: as the strategy has wrapped it, which for FSDP1 is ``trainer.strategy.model``.
-
-    Raises:
-        ValueError: if there are shards of FSDP1 and ``module`` is inside of the unit that knows their shapes, or
-            parameters have no shape yet.
 
     Example:
         >>> tied = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
@@ -116,16 +99,7 @@ def _tensor_parallel_parts(parameter: nn.Parameter) -> int:
 
 
 def agreed_count(count: int, device: torch.device, what: str) -> int:
-    """A number that all ranks must have found alike. To be called on all of them.
-
-    Args:
-        count: what this rank has found.
-        device: of the collective.
-        what: it is, for the message.
-
-    Raises:
-        ValueError: on all ranks, if they differ.
-    """
+    """A number that all ranks must have found alike. To be called on all of them."""
     if world_size() == 1:
         return count
     ends = torch.tensor([count, -count], dtype=torch.int64, device=device)

@@ -9,8 +9,6 @@ from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
 
-__all__ = ["check_step_past_the_plugin", "found_by_unscaling", "holds_parameters_of"]
-
 
 def found_by_unscaling(
     scaler: "torch.amp.GradScaler", optimizer: Optimizer, model: "pl.LightningModule"
@@ -37,9 +35,6 @@ def check_step_past_the_plugin(
     """To be called before a step that bypasses the plugin changes a weight.
 
     ``scaler.step`` is right: it has unscaled and checked the gradients. Without a scale a warning says what is missing.
-
-    Raises:
-        RuntimeError: if gradients are scaled.
     """
     with_gradient = [group for group in optimizer.param_groups if any(p.grad is not None for p in group["params"])]
     # torch makes an optimizer's state, for a checkpoint, by a step with a learning rate of zero.

@@ -10,13 +10,6 @@ from torch.optim import LBFGS, Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.core.patches import Patch
 
-__all__ = [
-    "StepClosure",
-    "cannot_do_without_its_closure",
-    "evaluates_its_closure_once",
-    "refuse_closures_under_a_scale",
-]
-
 
 def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     """Whether an optimizer's ``step`` is known to call its closure once, before anything else, or takes none.
@@ -38,13 +31,13 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     return "closure" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def cannot_do_without_its_closure(optimizer: Optimizer) -> bool:
+def requires_closure(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to evaluate the loss itself: LBFGS, and a ``step`` that must be given a closure.
 
     Example:
         >>> import torch
         >>> weights = [torch.nn.Parameter(torch.ones(1))]
-        >>> cannot_do_without_its_closure(torch.optim.SGD(weights)), cannot_do_without_its_closure(LBFGS(weights))
+        >>> requires_closure(torch.optim.SGD(weights)), requires_closure(LBFGS(weights))
         (False, True)
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -55,11 +48,8 @@ def refuse_closures_under_a_scale(optimizer: Optimizer, plugin: object) -> None:
     """Refuses what is known to evaluate the loss several times in one step, where there is a loss scale.
 
     What it evaluates itself would be scaled, and it would use those gradients without anything to unscale them.
-
-    Raises:
-        MisconfigurationException: for LBFGS, and for a ``step`` that cannot do without its closure.
     """
-    if cannot_do_without_its_closure(optimizer):
+    if requires_closure(optimizer):
         raise _refusal(optimizer, plugin)
 
 
@@ -74,16 +64,10 @@ def _refusal(optimizer: Optimizer, plugin: object) -> MisconfigurationException:
 class StepClosure:
     """The closure that an optimizer is given for one step.
 
-    Lightning's closure has run by then. So the first evaluation that the optimizer asks for is that one, unless weights
+    Lightning's closure has run by then. So the first evaluation that the optimizer requests is that one, unless weights
     are others by now or gradients were taken away. Gradients that the optimizer has only written (centralised, say, in
     front of its parent's step) are kept, as in a plain loop. Each later evaluation runs again, and its gradients are
     made ready anew.
-
-    Args:
-        optimizer: its step is made.
-        result: of the closure that has run.
-        evaluate: runs it again and makes the gradients ready; None where there is a loss scale, which refuses it.
-        plugin: named in the refusal.
     """
 
     def __init__(self, optimizer: Optimizer, result: Any, evaluate: Callable[[], Any] | None, plugin: object) -> None:
@@ -104,11 +88,11 @@ class StepClosure:
     def step(self, **kwargs: Any) -> Any:
         """Makes the optimizer's step with this closure.
 
-        What stands between them is left out the first time: master weights put the 16-bit weights back before a closure
+        Hooks between them are skipped the first time: master weights put the 16-bit weights back before a closure
         runs, and nothing of that is wanted for a result that is known.
         """
         # A hook that is registered last is the last to change what the optimizer gets.
-        handle = self._optimizer.register_step_pre_hook(self._hand_out)
+        handle = self._optimizer.register_step_pre_hook(self._wrap_closure)
         method = Patch(self._optimizer, "zero_grad", lambda *args, **kwargs: self._zero_grad(method, *args, **kwargs))
         try:
             return self._optimizer.step(closure=self, **kwargs)
@@ -120,11 +104,11 @@ class StepClosure:
         self._is_zeroed = True
         method.original(*args, **kwargs)
 
-    def _hand_out(
+    def _wrap_closure(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         inner = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(inner) or self._is_given:  # a step that calls its parent's, maybe with a closure of its own
+        if not callable(inner) or self._is_given:  # a step that calls its parent's, maybe with its own closure
             return None
         self._is_given = True
         versions, gradients = _versions(optimizer), _with_gradient(optimizer)

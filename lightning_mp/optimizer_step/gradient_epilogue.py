@@ -14,8 +14,6 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
 
-__all__ = ["GradientEpilogue"]
-
 
 class GradientEpilogue:
     """One optimizer step's gradients, from raw to what the optimizer may take.
@@ -29,30 +27,14 @@ class GradientEpilogue:
         coefficient = min(1, max_norm / (sqrt(sum) * factor + 1e-6))
         fused:   optimizer.grad_scale = 1 / (factor * coefficient); the kernel divides, and skips on found_inf
         else:    g *= factor * coefficient                             two passes
-
-    Args:
-        optimizer: its gradients are worked on.
-        scale: the loss scale, a scalar tensor; None without a scaler.
-        ranks: who steps together, and who holds the same gradients.
-        device: of the run, where scalars live; gradients may be on the CPU (offloaded), where NCCL adds nothing up.
-        in_kernel: the optimizer's own kernel multiplies, and skips.
-        unscaled_found: what ``scaler.unscale_`` has found, if gradients are true already because of it.
-
-    Attributes:
-        parameters: those with a gradient, in the order of the optimizer's groups.
-        scale: a copy of the loss scale.
-        norms: two-norms of their local gradients, shape ``[num_parameters]``; None if there are none.
-        grad_norm: two-norm of the gradient over all ranks, a scalar tensor; true once it is planned for.
-        found_inf: scalar tensor, 1.0 if the step is to be skipped.
-        multiplier: what the gradients are still to be multiplied by, a scalar tensor; None for 1.
     """
 
     # Known from `reduce` on.
-    parameters: list[Tensor]
-    scale: Tensor | None
-    norms: Tensor | None
-    grad_norm: Tensor
-    found_inf: Tensor
+    parameters: list[Tensor]  # those with a gradient, in the order of the optimizer's groups
+    scale: Tensor | None  # a copy of the loss scale
+    norms: Tensor | None  # two-norms of their local gradients, shape `[num_parameters]`; None if there are none
+    grad_norm: Tensor  # two-norm of the gradient over all ranks, a scalar tensor; true once it is planned for
+    found_inf: Tensor  # scalar tensor, 1.0 if the step is to be skipped
     _anyone: Tensor | None
 
     def __init__(
@@ -88,14 +70,7 @@ class GradientEpilogue:
         return gradient_ops.local_shards(self.parameters)
 
     def reduce(self, totals: Tensor | None) -> Tensor | None:
-        """Reads the gradients once and adds norm and window totals over all ranks.
-
-        Args:
-            totals: window totals of this rank, shape ``[num_totals]``, or None.
-
-        Returns:
-            The totals over all ranks.
-        """
+        """Reads the gradients once and adds norm and window totals over all ranks."""
         here = self._read()
         if self._ranks.is_one_process and here.norms is not None:
             wide = torch.float32 if self._device.type == "mps" else torch.float64
@@ -136,12 +111,7 @@ class GradientEpilogue:
         return here
 
     def plan(self, normalisation: Tensor | None, max_norm: float | None = None) -> None:
-        """Plans by what gradients are multiplied: normalisation over loss scale, and the clip coefficient.
-
-        Args:
-            normalisation: makes the gradient of a window the exact mean; None for 1.
-            max_norm: largest two-norm over all parameters and ranks; None where nothing is clipped, or later.
-        """
+        """Plans by what gradients are multiplied: normalisation over loss scale, and the clip coefficient."""
         factor = normalisation
         if self._is_scaled:
             assert self.scale is not None
@@ -165,22 +135,13 @@ class GradientEpilogue:
             self._factor = self.multiplier = None
 
     def clip_by_norm(self, max_norm: float, *, fresh: bool) -> None:
-        """Plans the clip coefficient.
-
-        Args:
-            max_norm: largest two-norm over all parameters and ranks.
-            fresh: the gradients may have changed since :meth:`reduce`; their norm is taken again (one pass).
-        """
+        """Plans the clip coefficient."""
         norm = self.check_again() if fresh else self.grad_norm
         coefficient = gradient_ops.clip_coefficient(norm, max_norm)
         self.multiplier = coefficient if self._factor is None else self._factor * coefficient
 
     def check_again(self) -> Tensor:
-        """Reads gradients again that may have been written since :meth:`reduce`, or are new (one pass).
-
-        Returns:
-            Their norm over all ranks.
-        """
+        """Reads gradients again that may have been written since :meth:`reduce`, or are new (one pass)."""
         square_sum = self._ranks.square_sum(self._read(), self._device)
         norm = gradient_ops.sum_over_ranks_(square_sum, self._ranks.group).sqrt()
         self.found_inf = torch.maximum(self.found_inf, gradient_ops.not_below(norm, torch.inf))

@@ -6,8 +6,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-__all__ = ["clips_by_itself", "overrides", "who_is_shown_gradients"]
-
 
 def overrides(instance: object, base: type, method: str) -> bool:
     """Whether an object has its own version of a method of ``base``; also if it was set on the instance.
@@ -25,18 +23,13 @@ def overrides(instance: object, base: type, method: str) -> bool:
     return getattr(bound, "__func__", bound) is not getattr(base, method)
 
 
-def who_is_shown_gradients(
+def gradient_consumers(
     callbacks: Iterable[Callback], module: "pl.LightningModule", step_index: int
 ) -> Literal["nobody", "readers", "writers"]:
     """Who looks at the gradients before this step; who does may change them.
 
     The pack's own callbacks only read. They answer ``needs_gradients(step_index)`` themselves, so that nothing is paid
     on other steps; ``needs_gradients = False`` means on no step.
-
-    Args:
-        callbacks: those of the Trainer.
-        module: the module that it trains.
-        step_index: ``trainer.global_step`` before the step.
     """
     for hook in ("on_before_optimizer_step", "configure_gradient_clipping"):
         if overrides(module, pl.LightningModule, hook):

@@ -21,8 +21,6 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
 from lightning_mp.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
 
-__all__ = ["FLOOR_PATIENCE_STEPS", "LossScaleFloorError", "LossScaler", "OnFloor", "overflows_at_floor"]
-
 OnFloor = Literal["raise", "warn", "ignore"]
 
 #: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
@@ -70,7 +68,7 @@ def _check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) ->
         wrong = "on_floor", on_floor, "'raise', 'warn' or 'ignore'"
     for name in ("_growth_tracker", "_hysteresis_tracker", "_floor_tracker"):
         count = state.get(name, 0)
-        # The tracker of hysteresis goes below zero while overflows go on.
+        # The tracker of hysteresis goes below zero while overflows continue.
         if wrong is None and not (isinstance(count, int) and (count >= 0 or name == "_hysteresis_tracker")):
             wrong = name, count, "a whole number of steps"
     scale = state["scale"]
@@ -89,14 +87,7 @@ def _check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) ->
 
 
 def overflows_at_floor(before: int, found_inf: float, scale: float, rule: ScaleRule) -> int:
-    """Overflows in a row at the floor, one step later; counted on the host, where a step's numbers come late.
-
-    Args:
-        before: the count before the step.
-        found_inf: 0.0 for a healthy step and 1.0 for an overflow.
-        scale: of that step, a float32 number.
-        rule: the constants.
-    """
+    """Overflows in a row at the floor, one step later; counted on the host, where a step's numbers come late."""
     return before + 1 if found_inf > 0 and scale <= c_float(rule.min_scale).value else 0
 
 
@@ -318,7 +309,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         has_counted, self._has_counted = self._has_counted, False
         overflows = self._overflows_at_floor
         if self._on_floor != "ignore" and has_counted and overflows and overflows % FLOOR_PATIENCE_STEPS == 0:
-            self._complain_of_the_floor(overflows)
+            self._raise_at_floor(overflows)
 
     def _count(self, found_inf: float, scale: float) -> None:
         self._overflows_at_floor = overflows_at_floor(self._overflows_at_floor, found_inf, scale, self.rule)
@@ -330,7 +321,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         if last is not None:
             self._count(*last.read())
 
-    def _complain_of_the_floor(self, overflows: int) -> None:
+    def _raise_at_floor(self, overflows: int) -> None:
         message = (
             f"The loss scale is at its floor {self._min_scale:g} and the last {overflows} steps in a row still"
             " overflowed: the gradients are not finite at any scale. Look for the cause in the model or the data"

@@ -9,22 +9,14 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.gradients import gradient_ops
 
-__all__ = ["LeftGradients", "left_gradients", "update_scale"]
-
-LeftGradients = Mapping[Optimizer, Mapping[Tensor, tuple[Tensor, int]]]
+GradientsBeforeBackward = Mapping[Optimizer, Mapping[Tensor, tuple[Tensor, int]]]
 """What the step of an optimizer left behind: gradients and their versions, as they were before the next backward."""
 
 
-def left_gradients(
-    scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], known: LeftGradients
-) -> LeftGradients:
-    """Before a backward: what steps of this batch have left, to tell new gradients from them; nothing if none stepped.
-
-    Args:
-        scaler: knows who has stepped since the last update.
-        optimizers: of the run.
-        known: from earlier backwards since the optimizer's last step.
-    """
+def gradients_before_backward(
+    scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], known: GradientsBeforeBackward
+) -> GradientsBeforeBackward:
+    """Before a backward: what steps of this batch have left, to tell new gradients from them."""
     if not private_api.has_stepped(scaler):
         return known
     new = (o for o in optimizers if o not in known and private_api.has_stepped(scaler, o))
@@ -36,16 +28,13 @@ def _gradients_of(optimizer: Optimizer) -> Mapping[Tensor, tuple[Tensor, int]]:
     return {p: (p.grad, _version(p.grad)) for p in with_gradient if p.grad is not None}
 
 
-def update_scale(scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], left: LeftGradients) -> None:
+def update_scale(
+    scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], left: GradientsBeforeBackward
+) -> None:
     """Updates the scale after a batch in which an optimizer has stepped.
 
     Gradients that wait for a step of their optimizer change with the scale, so that its window has one scale. That may
     be an optimizer that has stepped in this batch, and then seen another backward.
-
-    Args:
-        scaler: of all of them.
-        optimizers: of the run.
-        left: of those that have seen a backward since they stepped.
     """
     waiting = list(dict.fromkeys(p for optimizer in optimizers for p in _waiting(scaler, optimizer, left)))
     before = private_api.grad_scaler_scale(scaler)
@@ -56,7 +45,7 @@ def update_scale(scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer]
         gradient_ops.multiply_(gradient_ops.local_shards(waiting), now / before)
 
 
-def _waiting(scaler: "torch.amp.GradScaler", optimizer: Optimizer, left: LeftGradients) -> list[Tensor]:
+def _waiting(scaler: "torch.amp.GradScaler", optimizer: Optimizer, left: GradientsBeforeBackward) -> list[Tensor]:
     """The parameters whose gradients no step has used yet."""
     with_gradient = gradient_ops.parameters_with_gradient(optimizer)
     if not private_api.has_stepped(scaler, optimizer):

@@ -10,10 +10,8 @@ from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
-from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, who_is_shown_gradients
+from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.outcome import StepReport
-
-__all__ = ["NonFiniteGuard", "refuse_unguardable", "several_evaluations"]
 
 
 class NonFiniteGuard:
@@ -22,11 +20,6 @@ class NonFiniteGuard:
     Ranks agree by one reduction. A fused optimizer gets the flag and skips in its own kernel. Any other finds no
     gradients on a skip, and an optimizer leaves parameters without a gradient alone: weights, moments and weight decay.
     Hooks that may write are followed by another look (one pass): they can break gradients, and not heal them.
-
-    Args:
-        optimizer: its gradients are looked at, once.
-        ranks: who steps together, and who holds the same gradients.
-        model: the module it trains.
     """
 
     def __init__(self, optimizer: Optimizer, ranks: GradientReplication, model: "pl.LightningModule") -> None:
@@ -39,7 +32,7 @@ class NonFiniteGuard:
     def clip(self, clip: Callable[[], None]) -> None:
         """For the moment after ``on_before_optimizer_step``: clips, unless the step is to be skipped."""
         trainer = self._model.trainer
-        if who_is_shown_gradients(callbacks_of(trainer), self._model, trainer.global_step) == "writers":
+        if gradient_consumers(callbacks_of(trainer), self._model, trainer.global_step) == "writers":
             self._epilogue.check_again()
         if self._skips():
             return
@@ -71,11 +64,7 @@ class NonFiniteGuard:
 
 
 def refuse_unguardable(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses what makes its steps where no guard can look.
-
-    Raises:
-        MisconfigurationException: names it.
-    """
+    """Refuses what makes its steps where no guard can look."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise several_evaluations(optimizer)

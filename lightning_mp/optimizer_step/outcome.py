@@ -33,8 +33,6 @@ from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 from lightning_mp.optimizer_step.skip_holds import SkippedStepAveragingGuard, SkippedStepSchedulerGuard
 
-__all__ = ["StepOutcomeDispatcher", "StepOutcome", "StepReport"]
-
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -77,23 +75,14 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a precision plugin knows at the end of a step, partly still on the device.
+    """What a precision plugin knows at the end of a step, partly still on the device."""
 
-    Attributes:
-        found_inf: scalar tensor, 1.0 if the step is skipped; or the answer itself, where the host knows it.
-        loss_scale: scalar tensor, or None without a scaler.
-        grad_norm: scalar tensor, or None.
-        items: scalar tensor, or None.
-        parameters: the parameters that had a gradient.
-        parameter_norms: two-norm of each one's local gradient, shape ``[num_parameters]``, or None.
-    """
-
-    found_inf: Tensor | bool
-    loss_scale: Tensor | None = None
-    grad_norm: Tensor | None = None
-    items: Tensor | None = None
-    parameters: Sequence[Tensor] = ()
-    parameter_norms: Tensor | None = None
+    found_inf: Tensor | bool  # scalar tensor, 1.0 if the step is skipped; or the answer itself, where the host knows it
+    loss_scale: Tensor | None = None  # scalar tensor, or None without a scaler
+    grad_norm: Tensor | None = None  # scalar tensor, or None
+    items: Tensor | None = None  # scalar tensor, or None
+    parameters: Sequence[Tensor] = ()  # the parameters that had a gradient
+    parameter_norms: Tensor | None = None  # two-norm of each one's local gradient, shape `[num_parameters]`, or None
 
     def numbers(self) -> HostCopy:
         """Starts one transfer of all scalars, in the order of the attributes; nan stands for what is unknown."""
@@ -122,15 +111,7 @@ class _Pending:
 
 
 class StepOutcomeDispatcher:
-    """Turns step reports into outcomes for one ``fit``; stops what must not advance on a skip, and calls the hooks.
-
-    Args:
-        trainer: the Trainer that fits.
-        pl_module: its module.
-
-    Attributes:
-        skipped_steps: settled skips of the whole run, those before a resume included.
-    """
+    """Turns step reports into outcomes for one ``fit``; stops what must not advance on a skip, and calls the hooks."""
 
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._trainer = trainer
@@ -139,9 +120,11 @@ class StepOutcomeDispatcher:
         self.skipped_steps = self._run.skipped_steps
         self._pending: _Pending | None = None
         self._last_skipped: bool | None = False
-        self._learning_rate = SkippedStepSchedulerGuard(trainer, pl_module, lambda: self._last_skipped, self.settle)
+        self._learning_rate = SkippedStepSchedulerGuard(
+            trainer, pl_module, lambda: self._last_skipped, self.flush_pending
+        )
         self._frequency = LearningRateFrequency(trainer, lambda: self.skipped_steps)
-        self._averaging = SkippedStepAveragingGuard(trainer, self.settle, lambda: self.skipped_steps)
+        self._averaging = SkippedStepAveragingGuard(trainer, self.flush_pending, lambda: self.skipped_steps)
         self._profiler = private_api.profiler_of(trainer)
         self._callbacks: list[Callback] = []
         self._asking: list[Callback] = []
@@ -158,48 +141,42 @@ class StepOutcomeDispatcher:
         self._averaging.attach()
         RanksAlike(self._trainer, optimizers)
         for optimizer in optimizers:
-            self.settle_before_saving(optimizer)
-        self._run.keep(self, self.settle)
+            self.flush_before_saving(optimizer)
+        self._run.keep(self, self.flush_pending)
         return self
 
-    def settle_before_saving(self, optimizer: Optimizer) -> None:
+    def flush_before_saving(self, optimizer: Optimizer) -> None:
         """Settles the last outcome before this optimizer's state goes into a checkpoint."""
         private_api.make_room_for_hooks(optimizer)
-        handle = optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        handle = optimizer.register_state_dict_pre_hook(lambda _: self.flush_pending())
         Patches.of(self._trainer).at_end(handle.remove)
 
     def detach(self) -> None:
         """Settles the last outcome. What was replaced is put back when the run ends."""
         try:
-            self.settle()
+            self.flush_pending()
         finally:
             self._run.skipped_steps = self.skipped_steps
             self._run.drop(self)
 
-    def record(self, optimizer: Optimizer, report: StepReport, *, settle_now: bool) -> None:
-        """Takes the report of a step that was just made.
-
-        Args:
-            optimizer: the optimizer that made it.
-            report: what the plugin knows.
-            settle_now: True if the device has already been waited for, so that the outcome can be told at once.
-        """
-        self.settle()
+    def record(self, optimizer: Optimizer, report: StepReport, *, flush_now: bool) -> None:
+        """Takes the report of a step that was just made."""
+        self.flush_pending()
         self._pending = _Pending(optimizer, self._trainer.global_step, report, report.numbers())
         self._last_skipped = None
-        if settle_now:
-            self.settle()
+        if flush_now:
+            self.flush_pending()
         for config in self._trainer.lr_scheduler_configs:
             if type(config.frequency) is int:  # it is 1, or was made since the last step
                 self._frequency.attach()
                 break
 
-    def settle(self) -> None:
+    def flush_pending(self) -> None:
         """Reads the outcome of the last step, if it is not known yet: rolls back on a skip, then calls the hooks."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        asking = self._who_asks()
+        asking = self._interested_callbacks()
         found_inf, loss_scale, grad_norm, items = pending.numbers.read()
         outcome = StepOutcome(
             step_index=pending.step_index,
@@ -212,8 +189,8 @@ class StepOutcomeDispatcher:
         )
         self._last_skipped = skipped = not outcome.stepped
         self.skipped_steps += skipped
-        self._learning_rate.settle(skipped=skipped)
-        self._averaging.settle(skipped=skipped)
+        self._learning_rate.resolve(skipped=skipped)
+        self._averaging.resolve(skipped=skipped)
         for callback in asking:
             hook = callback.on_after_optimizer_step  # type: ignore[attr-defined]
             if type(self._profiler) is PassThroughProfiler:
@@ -225,7 +202,7 @@ class StepOutcomeDispatcher:
         if module_hook is not None:
             module_hook(pending.optimizer, outcome)
 
-    def _who_asks(self) -> list[Callback]:
+    def _interested_callbacks(self) -> list[Callback]:
         """Callbacks that have the hook; looked for again when the Trainer's list is another."""
         callbacks = vars(self._trainer)["callbacks"]
         if callbacks != self._callbacks:

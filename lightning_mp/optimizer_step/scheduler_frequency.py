@@ -7,21 +7,15 @@ from typing import Self
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from lightning_mp.core.answering_int import AnsweringInt
+from lightning_mp.core.modulo_override import ModuloOverride
 from lightning_mp.core.patches import Patches
-
-__all__ = ["LearningRateFrequency"]
 
 
 class LearningRateFrequency:
-    """Makes ``interval="step"`` schedulers with a frequency step once in so many optimizer steps that were made.
+    """Makes ``interval="step"`` schedulers with a frequency step once in n optimizer steps that were made.
 
     Lightning counts micro-batches and asks only where a window ends: with 4 micro-batches per step, a frequency of 2
     means every step there, and one of 10 every fifth.
-
-    Args:
-        trainer: its scheduler configurations are changed for the time of one ``fit``.
-        skipped_steps: how many attempts were skipped so far.
     """
 
     def __init__(self, trainer: "pl.Trainer", skipped_steps: Callable[[], int]) -> None:
@@ -33,16 +27,16 @@ class LearningRateFrequency:
     def attach(self) -> Self:
         """Counts steps until the run ends; again before each, as a fit may be given other schedulers inside of it."""
         for config in self._trainer.lr_scheduler_configs:
-            if config.interval == "step" and config.frequency != 1 and not isinstance(config.frequency, AnsweringInt):
+            if config.interval == "step" and config.frequency != 1 and not isinstance(config.frequency, ModuloOverride):
                 self._held.append(config)
                 # Lightning asks (batch_idx + 1) % frequency; the answer counts steps that were made.
-                config.frequency = AnsweringInt.of(config.frequency, partial(self._steps_since, config.frequency))
+                config.frequency = ModuloOverride.of(config.frequency, partial(self._steps_since, config.frequency))
         return self
 
     def _detach(self) -> None:
         """Gives the configurations their plain numbers back."""
         for config in (*self._held, *self._trainer.lr_scheduler_configs):  # who copies one copies its frequency
-            if isinstance(config.frequency, AnsweringInt):
+            if isinstance(config.frequency, ModuloOverride):
                 config.frequency = int(config.frequency)
         self._held = []
 

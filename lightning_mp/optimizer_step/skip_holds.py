@@ -17,15 +17,9 @@ from torch.optim import Optimizer
 from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.core.private_api import callbacks_of
 
-__all__ = ["SkippedStepAveragingGuard", "SkippedStepSchedulerGuard"]
-
 
 class _SchedulerSnapshot:
-    """What a step of a scheduler changed, its state and settings of the optimizer's groups, to take that back.
-
-    Args:
-        scheduler: about to step.
-    """
+    """What a step of a scheduler changed, its state and settings of the optimizer's groups, to take that back."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -42,7 +36,7 @@ class _SchedulerSnapshot:
         self._lengths = {key: len(v) for key, v in self._scheduler.state_dict().items() if isinstance(v, list)}
 
     def restore(self) -> None:
-        """Takes the step back; settings that others have changed since stay as they are."""
+        """Undoes the step; settings that others have changed since stay as they are."""
         state = _with_later_entries(self._state, self._scheduler.state_dict(), self._lengths)
         self._scheduler.load_state_dict(state)
         for (group, settings), written in zip(self._groups, self._written, strict=True):
@@ -63,11 +57,6 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_later_entries(before: dict[str, Any], now: dict[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
     """A scheduler's state as it was; of lists (one entry per group) that have grown since its step, the new ones stay.
-
-    Args:
-        before: the state before the step.
-        now: the state that is to go back.
-        lengths: of the lists after the step, which may have added to them itself.
 
     Example:
         >>> before, now = {"last_epoch": 3, "base_lrs": [0.1]}, {"last_epoch": 4, "base_lrs": [0.1, 0.5]}
@@ -92,12 +81,6 @@ class SkippedStepSchedulerGuard:
     before the next optimizer step, so every step that is made uses the learning rate it would have without skips.
     Schedulers with ``interval="epoch"`` count epochs and are left alone; before one of them steps, the outcome is
     waited for, since both may set the rate of one optimizer.
-
-    Args:
-        trainer: the Trainer that fits.
-        pl_module: its module.
-        last_skipped: whether the last step was skipped; None while that is not known.
-        find_out: waits until it is known.
     """
 
     def __init__(
@@ -118,7 +101,7 @@ class SkippedStepSchedulerGuard:
         """Starts holding."""
         self._method = Patches.of(self._trainer).replace(self._pl_module, "lr_scheduler_step", self._step)
 
-    def settle(self, *, skipped: bool) -> None:
+    def resolve(self, *, skipped: bool) -> None:
         """The outcome of the last step is known."""
         snapshots, self._snapshots = self._snapshots, []
         if skipped:
@@ -150,11 +133,6 @@ class SkippedStepAveragingGuard:
 
     It is asked with the index among the steps that were made, where Lightning counts attempts: every second step stays
     every second step. The average is updated at the end of the batch, so here the outcome is waited for.
-
-    Args:
-        trainer: its ``WeightAveraging`` callbacks are held.
-        before_asking: makes sure that the outcome of the last step is known.
-        skipped_steps: how many attempts were skipped so far.
     """
 
     def __init__(
@@ -182,6 +160,6 @@ class SkippedStepAveragingGuard:
 
         method = Patches.of(self._trainer).replace(callback, "should_update", should_update)
 
-    def settle(self, *, skipped: bool) -> None:
+    def resolve(self, *, skipped: bool) -> None:
         """The outcome of the last step is known."""
         self._skipped = skipped

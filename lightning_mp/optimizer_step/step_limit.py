@@ -4,17 +4,12 @@ import lightning.pytorch as pl
 
 from lightning_mp.core import private_loop_api
 
-__all__ = ["RealStepLimit"]
-
 
 class RealStepLimit:
     """Raises the Trainer's ``max_steps`` by one for every skipped step, and puts the user's number back at the end.
 
     Lightning compares ``max_steps`` with ``trainer.global_step``, which counts attempts. A run with ``max_steps=1000``
     and 30 skips makes 970 steps there, and 1000 with this.
-
-    Args:
-        trainer: its ``max_steps`` is raised; -1 (no limit) stays.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -42,5 +37,5 @@ class RealStepLimit:
         return self._trainer.max_steps != -1 and self._trainer.global_step >= self._trainer.max_steps
 
     def detach(self) -> None:
-        """Gives the Trainer the number that the user asked for."""
+        """Gives the Trainer the number that the user requested."""
         private_loop_api.set_max_steps(self._trainer, self._asked_max_steps)

@@ -14,8 +14,6 @@ from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.optimizer_step.nonfinite_guard import NonFiniteGuard, refuse_unguardable, several_evaluations
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
 
-__all__ = ["StockPluginObserver"]
-
 
 class StockPluginObserver:
     """Wraps ``trainer.precision_plugin.optimizer_step`` on the instance and sees what happened in it.
@@ -23,14 +21,6 @@ class StockPluginObserver:
     The optimizer's own public hook shows whether its ``step`` ran. If it ran with ``optimizer.found_inf`` set (fused
     optimizers), the flag decides, and is read one step late like everywhere else. There is no gradient norm: that would
     cost a pass, which only the guard pays.
-
-    Args:
-        trainer: a Trainer with a precision plugin that is not ours.
-        pl_module: its module.
-        guard: skip non-finite steps where there is no loss scaler that does.
-
-    Raises:
-        MisconfigurationException: if ``guard`` is asked for where no guard can look.
     """
 
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *, guard: bool = False) -> None:
@@ -63,10 +53,10 @@ class StockPluginObserver:
         scale: Tensor | None = None
         guard: NonFiniteGuard | None = None
 
-        def closure_then_settle() -> Any:
+        def closure_then_flush() -> Any:
             nonlocal scale, guard
             result = closure()
-            self._dispatcher.settle()
+            self._dispatcher.flush_pending()
             current = private_api.grad_scaler_scale(scaling) if scaling is not None else None
             scale = current.clone() if current is not None else None
             if guard is not None:
@@ -84,18 +74,18 @@ class StockPluginObserver:
             lambda *args, **kwargs: _clip(guard, partial(clipping.original, *args, **kwargs)),
         )
         try:
-            result = self._method.original(optimizer, model=model, closure=closure_then_settle, **kwargs)
+            result = self._method.original(optimizer, model=model, closure=closure_then_flush, **kwargs)
         finally:
             handle.remove()
             clipping.undo()
             if guard is not None:
                 guard.release()
         if guard is not None:
-            self._dispatcher.record(optimizer, guard.report(), settle_now=guard.waited)
+            self._dispatcher.record(optimizer, guard.report(), flush_now=guard.waited)
             return result
         flag = flags[-1] if flags else None
         found_inf: Tensor | bool = flag if flag is not None else not flags
-        self._dispatcher.record(optimizer, StepReport(found_inf, scale), settle_now=flag is None)
+        self._dispatcher.record(optimizer, StepReport(found_inf, scale), flush_now=flag is None)
         return result
 
 

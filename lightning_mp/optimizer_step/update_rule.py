@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_mp.core.private_api import amp_update_scale_
 
-__all__ = ["ScaleRule", "ScaleState", "update_scale_", "what_is_wrong_with"]
-
 
 @dataclass(frozen=True)
 class ScaleRule:
@@ -95,13 +93,6 @@ def update_scale_(state: ScaleState, found_inf: Tensor, rule: ScaleRule, known_s
     Hysteresis forgives the first ``hysteresis - 1`` overflows. With refill "step" any healthy step refills it, as in
     NVIDIA Apex (``update_scale_hysteresis``); with refill "growth" only growth does, as in Megatron-LM
     (``DynamicGradScaler``).
-
-    Args:
-        state: changed in place.
-        found_inf: scalar tensor, 0.0 for a healthy step and 1.0 for an overflow.
-        rule: the constants.
-        known_scale: the scale before this update or the one before, if the host knows it: far from the bounds nothing
-            is clamped, and without hysteresis the update is one kernel.
     """
     if rule.hysteresis > 1:
         found_inf = _forgive_(state, found_inf, rule)

@@ -15,8 +15,6 @@ from lightning_mp.core import private_api
 from lightning_mp.core.messages import listed
 from lightning_mp.optimizers.sharded_muon import has_sharded_matrices, sharded_step
 
-__all__ = ["JointOptimizer", "join_saved_states"]
-
 # In every parameter group, and so in every checkpoint: the index of the optimizer that steps the group.
 _OWNER = "optimizer_index"
 
@@ -81,7 +79,7 @@ class JointOptimizer(Optimizer):
         for optimizer in self.optimizers:
             self.state.update(optimizer.state)
         if module is not None:
-            self.refuse_untaken_parameters(module)
+            self.refuse_unassigned_parameters(module)
         self._share()
 
     # torch's protocol: GradScaler and fused kernels look for an attribute of this name.
@@ -89,7 +87,7 @@ class JointOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         return all(private_api.supports_amp_scaling(optimizer) for optimizer in self.optimizers)
 
-    def refuse_untaken_parameters(self, module: nn.Module) -> None:
+    def refuse_unassigned_parameters(self, module: nn.Module) -> None:
         """Refuses a module with trainable parameters that no optimizer takes.
 
         Raises:

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.optimizers.joint import JointOptimizer
 
-__all__ = ["from_plain_tensors", "refuse_whole_checkpoints", "save_plain_tensors", "to_plain_tensors"]
-
 _CLASS = "tensor_subclass"
 _hooked: "WeakSet[Optimizer]" = WeakSet()
 
@@ -90,11 +88,7 @@ def to_plain_tensors(value: Any) -> Any:
 
 
 def from_plain_tensors(value: Any) -> Any:
-    """The inverse of :func:`to_plain_tensors`.
-
-    Raises:
-        ValueError: if a class is none of torchao's.
-    """
+    """The inverse of :func:`to_plain_tensors`."""
     if type(value) is dict:
         if _CLASS in value:
             tensors = {name: from_plain_tensors(entry) for name, entry in value["tensors"].items()}

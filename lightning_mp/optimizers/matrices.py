@@ -8,8 +8,6 @@ from torch import nn
 
 from lightning_mp.core.messages import listed
 
-__all__ = ["MatricesAndRest", "matrices_and_rest"]
-
 Named = list[tuple[str, nn.Parameter]]
 
 # Names of output layers in nanoGPT, torchtitan, litgpt, timm, torchvision and transformers.

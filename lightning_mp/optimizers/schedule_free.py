@@ -13,8 +13,6 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.modules.norms import BATCH_NORMS
 from lightning_mp.optimizers.joint import JointOptimizer
 
-__all__ = ["EvaluatedWeights", "has_evaluated_weights"]
-
 
 def has_evaluated_weights(optimizer: Optimizer) -> bool:
     """Whether an optimizer evaluates other weights than it trains: it has the methods ``train`` and ``eval``."""
@@ -39,10 +37,6 @@ class EvaluatedWeights:
     Switching is the optimizer's own arithmetic, which rounds. A run continues from the same bits after it has saved a
     checkpoint as one that resumes from this checkpoint.
 
-    Args:
-        trainer: that fits.
-        optimizers: of the fit.
-
     References:
         Defazio et al., "The Road Less Scheduled", 2024, section 2, https://arxiv.org/abs/2405.15682
     """
@@ -63,7 +57,7 @@ class EvaluatedWeights:
             _call("train", optimizer)
         if not self._is_attached:
             self._is_attached = True
-            _tell_of_batch_norm(self._trainer.lightning_module, optimizer)
+            _warn_about_batch_norm(self._trainer.lightning_module, optimizer)
             self._attach(self._trainer.lightning_module)
 
     def _attach(self, module: "pl.LightningModule") -> None:
@@ -127,7 +121,7 @@ def _nothing() -> None:
     pass
 
 
-def _tell_of_batch_norm(module: nn.Module, optimizer: Optimizer) -> None:
+def _warn_about_batch_norm(module: nn.Module, optimizer: Optimizer) -> None:
     names = [
         name for name, part in module.named_modules() if isinstance(part, BATCH_NORMS) and part.track_running_stats
     ]

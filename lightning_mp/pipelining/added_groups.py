@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from lightning_mp.core.messages import listed
 from lightning_mp.pipelining.checkpoints import OptimizerParts
 
-__all__ = ["with_added_groups"]
-
 _CURE = (
     " Make all groups in configure_optimizers, which sees the whole model, and freeze their parameters until they are"
     " to be trained (requires_grad_(False))."
@@ -33,16 +31,6 @@ def with_added_groups(
     """What is known of the groups of an optimizer over the whole model, with those that have been added since.
 
     All ranks have to call it. A stage that has no parameter of a new group gets an empty one, so that all have as many.
-
-    Args:
-        parts: what was known before.
-        optimizer: of this stage.
-        own: parameters of this stage.
-        order: names of the whole model's parameters, in order; that of a new group, unless a stage was given all of it.
-
-    Raises:
-        MisconfigurationException: on all ranks, if groups that were known have other parameters now, if a new one has
-            parameters that are none of the model's, or if it is not known which groups of the stages belong together.
     """
     owner = type(optimizer).__name__
     added = optimizer.param_groups[len(parts.groups) :]

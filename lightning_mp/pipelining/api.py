@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lightning_mp.pipelining.layers import loss_of, pipeline_input, read_layers, run_layers
 
-__all__ = ["pipelined_loss", "pipelined_metrics", "pipelined_output"]
-
 
 class _Runner(Protocol):
     def loss(self, batch: Any) -> dict[str, Tensor]: ...

@@ -10,16 +10,9 @@ from torch import Tensor
 
 from lightning_mp.pipelining.layout import Pipeline
 
-__all__ = ["LastStageBroadcast"]
-
 
 class LastStageBroadcast:
-    """Tells every stage; all of them have to ask.
-
-    Args:
-        pipeline: where this rank stands.
-        owner: who returns the scalars, for messages.
-    """
+    """Tells every stage; all of them have to ask."""
 
     def __init__(self, pipeline: Pipeline, owner: str) -> None:
         self._pipeline = pipeline
@@ -27,15 +20,7 @@ class LastStageBroadcast:
         self._names: dict[bool, list[str]] = {}
 
     def scalars(self, values: dict[str, Tensor], *, training: bool) -> dict[str, Tensor]:
-        """One small broadcast; the names are sent with the first batch.
-
-        Args:
-            values: fp32 scalars on the last stage, anything elsewhere.
-            training: training and evaluation may have other names.
-
-        Raises:
-            MisconfigurationException: on the last stage, if names change.
-        """
+        """One small broadcast; the names are sent with the first batch."""
         pipeline = self._pipeline
         if pipeline.stages == 1:
             return values

@@ -14,31 +14,19 @@ from lightning_mp.checkpoints.single_file import refuse_other_groups, refuse_oth
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.stage_placeholder import StageSplit
 
-__all__ = ["OptimizerParts", "gather_on_rank_zero", "keep_own_parameters", "own_state"]
-
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """How an optimizer over the whole model and the one of this stage belong together.
+    """How an optimizer over the whole model and the one of this stage belong together."""
 
-    Attributes:
-        groups: for each parameter group of the whole, the numbers of its parameters.
-        names: of all its parameters, in order.
-        numbers: for each parameter of this stage's optimizer, in order, its number in the whole one.
-        name_of: by id, every parameter of the whole model; groups that are added during the run may have any of them.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-    numbers: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]  # for each parameter group of the whole, the numbers of its parameters
+    names: tuple[str, ...]  # of all its parameters, in order
+    numbers: tuple[int, ...]  # for each parameter of this stage's optimizer, in order, its number in the whole one
+    # by id, every parameter of the whole model; groups that are added during the run may have any of them
     name_of: Mapping[int, str] = field(default_factory=dict)
 
     def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a whole optimizer's state what this stage holds.
-
-        Raises:
-            ValueError: if parameter groups are others.
-        """
+        """Of a whole optimizer's state what this stage holds."""
         saved = [tuple(group["params"]) for group in state["param_groups"]]
         refuse_other_groups([len(group) for group in saved], [len(group) for group in self.groups])
         # By place, as torch does: an optimizer's keys may be names, as FSDP1 writes them.
@@ -75,16 +63,7 @@ class OptimizerParts:
 
 
 def keep_own_parameters(optimizer: Optimizer, names: Mapping[str, nn.Parameter], own: set[int]) -> OptimizerParts:
-    """Takes the parameters of other stages out of an optimizer.
-
-    Args:
-        optimizer: as ``configure_optimizers`` made it, over the whole model.
-        names: of the whole model's parameters.
-        own: ids of this stage's parameters.
-
-    Raises:
-        MisconfigurationException: if the optimizer has a parameter that is none of the model's.
-    """
+    """Takes the parameters of other stages out of an optimizer."""
     counter = 0
     groups, numbers = [], []
     name_of = {id(parameter): name for name, parameter in names.items()}
@@ -114,11 +93,6 @@ def gather_on_rank_zero(own: Mapping[str, Any], ranks: Sequence[int], device: to
 
     All ranks have to call it. Tensors are sent one by one, so that rank 0 needs no more than one on its device besides
     its own. Of a name that several stages have the first one's is taken.
-
-    Args:
-        own: of this rank.
-        ranks: one of each stage; rank 0 is the first.
-        device: of this rank.
     """
     rank = dist.get_rank()
     plain = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
@@ -147,11 +121,7 @@ def gather_on_rank_zero(own: Mapping[str, Any], ranks: Sequence[int], device: to
 
 
 def own_state(whole: Mapping[str, Any], module: nn.Module, split: StageSplit, *, strict: bool) -> dict[str, Any]:
-    """Of a whole model's state what this stage holds.
-
-    Raises:
-        RuntimeError: if names of the whole model are missing or unknown, and ``strict``.
-    """
+    """Of a whole model's state what this stage holds."""
     if strict:
         known = set(split.state_names)
         refuse_other_names(

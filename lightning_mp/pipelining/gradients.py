@@ -15,18 +15,9 @@ from lightning_mp.distributed.process_groups import own_group
 from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
 from lightning_mp.modules.stage_placeholder import StageSplit
 
-__all__ = ["StageGradients"]
-
 
 class StageGradients:
-    """Reduces gradients at the end of a window; until then each rank keeps its own.
-
-    Args:
-        module: split.
-        split: of the module.
-        mesh: stages by ranks of a stage.
-        timeout: of a collective operation.
-    """
+    """Reduces gradients at the end of a window; until then each rank keeps its own."""
 
     def __init__(self, module: nn.Module, split: StageSplit, mesh: DeviceMesh, timeout: timedelta) -> None:
         self._module = module

@@ -13,9 +13,6 @@ from lightning_mp.core.messages import listed
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.names import is_inside, near_misses, unwrapped_name
 
-__all__ = ["Layer", "PipelineLayer", "loss_of", "pipeline_input", "read_layers", "run_layers"]
-
-
 _HOW = (
     " Define `def pipeline_layers(self): return [self.embedding, *self.blocks, self.head]`: modules that run one after"
     " the other, each on what the one before returned; names of modules or globs over them ('blocks.*') also work,"
@@ -58,24 +55,15 @@ class PipelineLayer(SettingsRepr):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as it was found in the model.
+    """A layer as it was found in the model."""
 
-    Attributes:
-        name: of its first module, or a number where it has none.
-        module_names: full names of its modules.
-        call: from (hidden, batch) to hidden.
-    """
-
-    name: str
-    module_names: tuple[str, ...]
-    call: Callable[[Any, Any], Any]
+    name: str  # of its first module, or a number where it has none
+    module_names: tuple[str, ...]  # full names of its modules
+    call: Callable[[Any, Any], Any]  # from (hidden, batch) to hidden
 
 
 def read_layers(module: nn.Module) -> list[Layer]:
     """The layers of a module, from its ``pipeline_layers``.
-
-    Raises:
-        MisconfigurationException: if it has none, or they are not what they may be.
 
     Example:
         >>> class Model(nn.Module):
@@ -150,7 +138,7 @@ def _call_of(part: nn.Module) -> Callable[[Any, Any], Any]:
 
 def _fitting(module: nn.Module, pattern: str, parts: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     found = [(name, part) for name, part in parts.items() if name and fnmatchcase(name, pattern)]
-    # By names only: after the split other classes stand in some of the places.
+    # By names only: after the split some places hold other classes.
     # A glob also matches what is inside the modules that it matches.
     outer = [(name, part) for name, part in found if not any(is_inside(name, other) for other, _ in found)]
     if not outer:
@@ -177,9 +165,6 @@ def pipeline_input(module: nn.Module, batch: Any) -> Any:
 
     Without that method it is the batch itself if it is a tensor, its first entry if it is a list or a tuple, and
     ``batch["input_ids"]`` if it is a mapping with such an entry.
-
-    Raises:
-        MisconfigurationException: if it cannot be told.
 
     Example:
         >>> import torch
@@ -209,11 +194,7 @@ def run_layers(layers: Iterable[Layer], hidden: Any, batch: Any) -> Any:
 
 
 def loss_of(module: nn.Module, output: Any, batch: Any) -> dict[str, Tensor]:
-    """What ``module.pipeline_loss(output, batch)`` returns, as a mapping with the key "loss".
-
-    Raises:
-        MisconfigurationException: if there is no such method, or it returns something else than scalars.
-    """
+    """What ``module.pipeline_loss(output, batch)`` returns, as a mapping with the key "loss"."""
     own = getattr(module, "pipeline_loss", None)
     if own is None:
         raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""Where a rank stands in its pipeline."""
+"""A rank's place in its pipeline."""
 
 from dataclasses import dataclass
 
@@ -8,28 +8,17 @@ from torch.distributed import ProcessGroup
 
 from lightning_mp.pipelining.microbatches import ScheduleName
 
-__all__ = ["Pipeline"]
-
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Where a rank stands in its pipeline.
+    """A rank's place in its pipeline."""
 
-    Attributes:
-        group: the ranks of its stages, in order.
-        stage: this rank's.
-        stages: how many there are.
-        microbatches: into how many microbatches a batch is split, at most.
-        schedule: "1f1b" or "gpipe".
-        device: of this rank.
-    """
-
-    group: ProcessGroup
-    stage: int
-    stages: int
-    microbatches: int
-    schedule: ScheduleName
-    device: torch.device
+    group: ProcessGroup  # the ranks of its stages, in order
+    stage: int  # this rank's
+    stages: int  # how many there are
+    microbatches: int  # into how many microbatches a batch is split, at most
+    schedule: ScheduleName  # "1f1b" or "gpipe"
+    device: torch.device  # of this rank
 
     @property
     def is_last(self) -> bool:

@@ -12,8 +12,6 @@ from torch.distributed import ProcessGroup
 from lightning_mp.accumulation.batch_split import Microbatch, UnsplittableBatchError, num_samples, split_batch
 from lightning_mp.core.nested_tensors import tensors_in
 
-__all__ = ["ScheduleName", "batch_digest", "microbatches_of", "refuse_other_batches", "signature"]
-
 ScheduleName = Literal["1f1b", "gpipe"]
 """In which order a stage takes forwards and backwards of microbatches."""
 
@@ -23,13 +21,6 @@ def microbatches_of(batch: Any, most: int) -> list[list[Microbatch]]:
 
     A number of samples that ``most`` divides gives one run. Any other gives two at most, as the stages want tensors of
     one shape within a run.
-
-    Args:
-        batch: on every stage the same.
-        most: how many microbatches there may be.
-
-    Raises:
-        MisconfigurationException: if the batch cannot be split along its first dimension.
 
     Example:
         >>> import torch
@@ -76,19 +67,7 @@ def batch_digest(batch: Any) -> list[Any]:
 
 
 def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any]:
-    """Compares a batch over the stages of one pipeline, and lets them exchange a value.
-
-    Args:
-        batch: of this stage.
-        group: the stages.
-        what: this stage's word.
-
-    Returns:
-        The value of every stage.
-
-    Raises:
-        MisconfigurationException: on all stages, if their batches are not the same.
-    """
+    """Compares a batch over the stages of one pipeline, and lets them exchange a value."""
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (batch_digest(batch), what), group=group)
     digests = [digest for digest, _ in told]

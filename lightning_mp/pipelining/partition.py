@@ -12,8 +12,6 @@ from lightning_mp.modules.stage_placeholder import StageSplit, detach_stages, re
 from lightning_mp.pipelining.layers import Layer
 from lightning_mp.pipelining.partition_points import balanced_split_points, named_split_points
 
-__all__ = ["split_model", "first_layers", "parameters_of_layers"]
-
 
 def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
     """Number of parameters of each layer; one that several layers share counts in each.
@@ -39,11 +37,7 @@ def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[int
 def first_layers(
     module: nn.Module, layers: Sequence[Layer], stages: int, split_points: Sequence[str] | None
 ) -> tuple[int, ...]:
-    """Index of the first layer of each stage: as named, or so that no stage has many more parameters than others.
-
-    Raises:
-        ValueError: if that cannot be.
-    """
+    """Index of the first layer of each stage: as named, or so that no stage has many more parameters than others."""
     if split_points is not None:
         return tuple(named_split_points([layer.name for layer in layers], split_points, stages))
     return tuple(balanced_split_points(parameters_of_layers(module, layers), stages))
@@ -55,21 +49,9 @@ def split_model(
     splits: Sequence[int],
     stage: int,
     *,
-    bring_to_life: Callable[[Sequence[nn.Module]], None] = lambda _: None,
+    materialize: Callable[[Sequence[nn.Module]], None] = lambda _: None,
 ) -> StageSplit:
-    """Takes the layers of other stages out of a whole model. What is in no layer stays on every stage.
-
-    Args:
-        module: whole.
-        layers: of the module.
-        splits: index of the first layer of each stage.
-        stage: this rank's.
-        bring_to_life: gives modules memory and first values. It is called layer by layer, and what belongs to another
-            stage is freed before the next one, so that no rank needs memory for the whole model.
-
-    Raises:
-        MisconfigurationException: if a parameter is in no layer.
-    """
+    """Takes the layers of other stages out of a whole model. What is in no layer stays on every stage."""
     stages_of: dict[str, set[int]] = {}
     for index, layer in enumerate(layers):
         own = max(number for number, first in enumerate(splits) if first <= index)
@@ -87,28 +69,28 @@ def split_model(
         stages_of_parameters=stages_of_parameters,
         names_of={names[0]: tuple(names) for names in tied_parameters(module) if names[0] in stages_of_parameters},
     )
-    _bring_to_life_and_release(module, stages_of, absent, bring_to_life)
+    _materialize_and_release(module, stages_of, absent, materialize)
     detach_stages(module, absent, split)
     return split
 
 
-def _bring_to_life_and_release(
+def _materialize_and_release(
     module: nn.Module,
     in_layers: Iterable[str],
     absent: Collection[str],
-    bring_to_life: Callable[[Sequence[nn.Module]], None],
+    materialize: Callable[[Sequence[nn.Module]], None],
 ) -> None:
     modules = dict(named_modules(module))
     done: set[int] = set()
     for group in _sharing(modules, in_layers):
         parts = [part for name in group for part in modules[name].modules()]
-        bring_to_life(parts)
+        materialize(parts)
         done.update(id(part) for part in parts)
         kept = {id(t) for name in group if name not in absent for t in _tensors(modules[name])}
         for name in group:
             if name in absent:
                 release(modules[name], kept)
-    bring_to_life([part for part in modules.values() if id(part) not in done])
+    materialize([part for part in modules.values() if id(part) not in done])
 
 
 def _sharing(modules: Mapping[str, nn.Module], names: Iterable[str]) -> list[list[str]]:

@@ -5,8 +5,6 @@ from fnmatch import fnmatchcase
 
 from lightning_mp.core.messages import listed
 
-__all__ = ["balanced_split_points", "named_split_points"]
-
 _OWNER = "PipelineParallelStrategy"
 
 
@@ -16,16 +14,6 @@ def balanced_split_points(costs: Sequence[float], stages: int) -> list[int]:
     .. math:: \min_{0 = c_0 < c_1 < \dots < c_s = n} \; \max_j \; \sum_{c_j \le i < c_{j+1}} \text{cost}_i
 
     by dynamic programming over the first layers and stages, in :math:`O(n^2 s)`. All stages wait for the slowest one.
-
-    Args:
-        costs: of each layer, in any unit.
-        stages: how many there are to be, each of one layer or more.
-
-    Returns:
-        The index of the first layer of each stage; the first is 0.
-
-    Raises:
-        ValueError: if there are fewer layers than stages.
 
     Example:
         >>> balanced_split_points([4, 1, 1, 1, 1, 4], 3)
@@ -53,14 +41,6 @@ def balanced_split_points(costs: Sequence[float], stages: int) -> list[int]:
 
 def named_split_points(layer_names: Sequence[str], split_points: Sequence[str], stages: int) -> list[int]:
     """First layers of the stages, as they are named.
-
-    Args:
-        layer_names: in order.
-        split_points: names of the layers that begin the second and later stages.
-        stages: how many there are to be.
-
-    Raises:
-        ValueError: if names are unknown, out of order, or too many or too few.
 
     Example:
         >>> named_split_points(["embed", "blocks.0", "blocks.1", "head"], ["blocks.1"], 2)

@@ -28,8 +28,6 @@ from lightning_mp.pipelining.stage import Stage, StageModule
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.loss_weighting import Weighting
 
-__all__ = ["PipelineRunner"]
-
 #: Each keeps receive buffers for one shape of microbatches.
 _KEPT_SCHEDULES = 8
 
@@ -52,13 +50,6 @@ class PipelineRunner:
     backwards of all microbatches are over when :meth:`loss` returns; the loss that it returns hands its gradients out
     when Lightning calls backward. They are scaled as Lightning's own backward will scale them, so that nothing
     underflows that would not on one device.
-
-    Args:
-        trainer: of this run.
-        module: split.
-        layers: of this stage.
-        pipeline: where this rank stands.
-        backward_context: what backwards run in.
     """
 
     def __init__(

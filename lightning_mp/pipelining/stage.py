@@ -12,19 +12,12 @@ from torch.distributed.pipelining import PipelineStage
 from lightning_mp.modules.state import keep_module
 from lightning_mp.pipelining.layers import Layer, pipeline_input, run_layers
 
-__all__ = ["Stage", "StageModule"]
-
 
 class StageModule(nn.Module):
     """The layers of a stage, one after the other, on the microbatch with the number that it is given.
 
     Batches may be anything, and torch splits tensors only: so what travels through its schedule is numbers of
     microbatches, and each stage looks its microbatch up in the batch, which it has.
-
-    Args:
-        owner: the LightningModule.
-        layers: of this stage, in order.
-        is_first: the first stage takes its input from the microbatch.
     """
 
     def __init__(self, owner: nn.Module, layers: Sequence[Layer], *, is_first: bool) -> None:
@@ -49,7 +42,7 @@ class StageModule(nn.Module):
     def forward(self, *hidden: Any, microbatch: Tensor) -> Any:
         """From what the stage before has sent, or the input, to what is sent on, or the output."""
         number = int(microbatch)
-        self._leave_no_trace_of_the_probe(number)
+        self._clean_up_after_probe(number)
         batch = self._microbatches[number]
         owner = self.__dict__["_owner"]
         value = pipeline_input(owner, batch) if self._is_first else hidden[0] if len(hidden) == 1 else hidden
@@ -57,7 +50,7 @@ class StageModule(nn.Module):
         # What is sent has to be contiguous; the backends say only that it is not.
         return tuple(map(_contiguous, output)) if isinstance(output, tuple) else _contiguous(output)
 
-    def _leave_no_trace_of_the_probe(self, number: int) -> None:
+    def _clean_up_after_probe(self, number: int) -> None:
         """Before its first run torch may send the first microbatch through once to see shapes: buffers forget that."""
         if self._probed:
             return
@@ -70,16 +63,7 @@ class StageModule(nn.Module):
 
 
 class Stage(PipelineStage):
-    """torch's stage, with its backwards outside of autocast, as Lightning's are.
-
-    Args:
-        module: the layers.
-        index: of this stage.
-        stages: how many there are.
-        device: of this rank.
-        group: the stages of this pipeline.
-        backward_context: what backwards run in.
-    """
+    """torch's stage, with its backwards outside of autocast, as Lightning's are."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The usual layouts of a decoder on so many GPUs, with what each keeps and sends: those that fit first."""
+"""The usual layouts of a decoder on n GPUs, with what each keeps and sends: those that fit first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,6 @@ from lightning_mp.planning.memory.decoder_memory import (
 from lightning_mp.planning.parallelism.communication import Precision
 from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
-
-__all__ = ["ChipChoice", "LayoutChoice", "choose_chips", "choose_layouts", "enough_gpus", "machine_with"]
 
 _VERDICTS = ("fits", "may fit", "does not fit")
 _GPUS_PER_NODE = 8
@@ -243,12 +241,12 @@ def _plan(
     )
     planned = peak_flops(machine.chip, matmul_format(precision) or row.compute_dtype)
     taken = peak_flops(machine.chip, dtype or ("fp8" if row.fp8 else row.compute_dtype))
-    share = _met_share(config, context_tokens)
+    share = _active_share(config, context_tokens)
     return replace(plan, compute_seconds=plan.compute_seconds * share * planned / taken)
 
 
-def _met_share(config: DecoderConfig, context_tokens: int) -> float:
-    """Of the operations that a plan assumes, those without the experts that a token does not meet."""
+def _active_share(config: DecoderConfig, context_tokens: int) -> float:
+    """Of the operations that a plan assumes, those without the experts that a token is not routed to."""
     all_weights = config.size.matmul_weights
     met, planned = (
         flops_per_token(

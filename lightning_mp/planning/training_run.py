@@ -13,8 +13,6 @@ from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, find_law
 from lightning_mp.planning.scaling_laws.repetition import MUENNIGHOFF_2023
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw, ScalingLaw
 
-__all__ = ["USUAL_MFU", "RunTime", "TrainingRun", "run_time", "training_run"]
-
 _Quantity = str | SupportsFloat
 _SECONDS_PER_HOUR = 3600
 _WORTHLESS = 0.1
@@ -70,7 +68,7 @@ def repetition_note(tokens: float, unique_tokens: float | None) -> str | None:
     epochs, law = tokens / unique_tokens, MUENNIGHOFF_2023
     worth = law.effective_tokens(tokens, unique_tokens) / unique_tokens
     said = f"{epochs:.3g} epochs: they are worth {worth:.3g} epochs of new tokens."
-    last, end = law.worth_of_next_token(tokens, unique_tokens), law.epochs_until_worth(_WORTHLESS)
+    last, end = law.value_of_next_token(tokens, unique_tokens), law.epochs_until_worth(_WORTHLESS)
     if last < _WORTHLESS:
         return (
             f"{said} Further epochs stopped paying after {end:.0f}: a token then adds less than {_WORTHLESS:.0%} of a"

@@ -15,21 +15,9 @@ from lightning_mp.policy.policy import PolicyLike, PrecisionPolicy
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
-__all__ = ["AppliedPolicy", "fsdp_mixed_precision", "read_policy"]
-
 
 class AppliedPolicy:
-    """Resolves a policy, wraps the forwards of the modules that it covers, and takes them off again.
-
-    Args:
-        policy: the rules.
-        model: their model.
-        device_type: of the run.
-        opaque: modules that are one operation each; rules about operations do not reach into them.
-
-    Raises:
-        ValueError: if a rule matches nothing in the model.
-    """
+    """Resolves a policy, wraps the forwards of the modules that it covers, and takes them off again."""
 
     def __init__(
         self,
@@ -46,11 +34,7 @@ class AppliedPolicy:
 
     @contextmanager
     def in_force(self, low: torch.dtype | None) -> Iterator[None]:
-        """The rules hold, for a forward under autocast or its backward.
-
-        Args:
-            low: the 16-bit dtype of that autocast; None where it is off, and the rules then sleep.
-        """
+        """The rules hold, for a forward under autocast or its backward."""
         already = self._scope.low is not None  # the backward in a training step with manual optimization
         with ExitStack() as stack:
             stack.enter_context(self._scope.awake(low))
@@ -64,17 +48,7 @@ class AppliedPolicy:
 
 
 def read_policy(policy: PolicyLike | None, scaler: object, instead: str) -> PrecisionPolicy | None:
-    """The policy that a plugin was given, as an object or as its rules.
-
-    Args:
-        policy: the plugin's argument.
-        scaler: the plugin's loss scaler, None if it has none.
-        instead: a precision with a loss scale, as the user would write it.
-
-    Raises:
-        ValueError: if a rule cannot be read.
-        MisconfigurationException: if a rule asks for fp16 and there is no loss scale.
-    """
+    """The policy that a plugin was given, as an object or as its rules."""
     if policy is None:
         return None
     policy = policy if isinstance(policy, PrecisionPolicy) else PrecisionPolicy(policy)

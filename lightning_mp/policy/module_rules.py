@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.core import private_api
-from lightning_mp.core.left_out import LeftOut
+from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.modules.class_forward import takes_hooks
 from lightning_mp.modules.forward_wrapper import unwrap_forward
 from lightning_mp.modules.names import named_modules
@@ -22,15 +22,6 @@ from lightning_mp.policy.rules import LOW, Dtype
 if TYPE_CHECKING:
     from lightning_mp.policy.resolved import ResolvedPolicy
 
-__all__ = [
-    "ForwardRules",
-    "PolicyScope",
-    "cast_tensors",
-    "dtypes_to_cast",
-    "run_covered",
-    "run_opaque",
-]
-
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,9 +29,6 @@ class PolicyScope:
     """Whether a policy is in force, and which dtype "low" is there. Outside of steps it sleeps.
 
     Copies of a module share its scope: they follow the same run, and sleep once that is over.
-
-    Args:
-        device_type: of the run.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -118,13 +106,7 @@ def run_opaque(forward: Callable[..., Any], scope: PolicyScope, *args: Any, **kw
 class ForwardRules:
     """The covered modules of one model, with their forwards wrapped until :meth:`detach`.
 
-    What a "low" rule covers is wrapped only if some rule asks for another dtype: else it runs in that dtype anyway.
-
-    Args:
-        model: the model; its parameters, buffers and state dict stay untouched.
-        policy: what was resolved for it.
-        scope: says when the rules hold.
-        opaque: modules that are one operation each.
+    What a "low" rule covers is wrapped only if some rule requests another dtype: else it runs in that dtype anyway.
     """
 
     def __init__(
@@ -138,14 +120,14 @@ class ForwardRules:
             return
         seen: set[int] = set()
         compiled = _inside_torchscript(model)
-        left_out = LeftOut("PrecisionPolicy")
+        warn_once = WarnOnce("PrecisionPolicy")
         for name, module in named_modules(model):
             dtype = dtypes.get(name)
             if dtype is None or id(module) in seen:
                 continue
             seen.add(id(module))
             if module in compiled:
-                left_out.tell(
+                warn_once.warn(
                     f"module {name!r}", "a TorchScript module runs in one precision, that of the outermost one"
                 )
                 continue

@@ -12,20 +12,11 @@ from lightning_mp.modules.class_forward import class_forward, takes_hooks
 from lightning_mp.modules.names import is_inside, named_modules, near_misses
 from lightning_mp.policy.rules import LOW, Rule
 
-__all__ = ["ModulePattern", "as_patterns", "select_modules"]
-
 ModulePattern = type[nn.Module] | str
 
 
 def as_patterns(modules: ModulePattern | Sequence[ModulePattern], owner: str) -> tuple[ModulePattern, ...]:
     """One pattern or several, checked.
-
-    Args:
-        modules: a module class, the name of one, a glob over names of modules, or a sequence of these.
-        owner: who asks, for the message.
-
-    Raises:
-        ValueError: if there is none, or one is something else.
 
     Example:
         >>> as_patterns("blocks.*", "ActivationCheckpointing")
@@ -51,18 +42,9 @@ def select_modules(
 ) -> dict[str, nn.Module]:
     """The modules that patterns are about, by name, in the order of the model.
 
-    Only what has a forward of its own in Python can be meant: not the model as a whole, a ``ModuleList``, a metric or a
+    Only what has its own forward in Python can be meant: not the model as a whole, a ``ModuleList``, a metric or a
     TorchScript module. Of modules inside of each other the outer one is taken. A module that is used in several places
     comes once. A string is a glob over names; where it matches none, it is the name of a class, short or in full.
-
-    Args:
-        model: the model.
-        patterns: what :func:`as_patterns` returns.
-        owner: who asks, for messages.
-        every: of all that were found, take the first of each ``every``.
-
-    Raises:
-        ValueError: if a pattern matches nothing, or only modules inside those that others match.
 
     Example:
         >>> from torch import nn

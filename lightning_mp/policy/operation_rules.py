@@ -29,8 +29,6 @@ from lightning_mp.policy.rules import LOW, Dtype
 if TYPE_CHECKING:
     from lightning_mp.policy.resolved import ResolvedPolicy
 
-__all__ = ["OperationRule", "OperationRules", "operation_rules"]
-
 # They change their statistics in place: cast copies of those would take the change. Their kernels take a 16-bit input
 # beside fp32 weights.
 _CASTS_INPUT_ONLY = frozenset({"batch_norm", "instance_norm"})
@@ -86,12 +84,7 @@ def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable
 
 
 class OperationRules(TorchFunctionMode):
-    """While it is entered, functions run as their rules say, wherever autocast is on.
-
-    Args:
-        rules: of :func:`operation_rules`.
-        scope: of the policy; while it sleeps, nothing is done.
-    """
+    """While it is entered, functions run as their rules say, wherever autocast is on."""
 
     def __init__(self, rules: Mapping[Callable[..., Any], OperationRule], scope: PolicyScope) -> None:
         super().__init__()

@@ -11,17 +11,6 @@ from torch.nn import functional as F
 
 from lightning_mp.core.private_api import autocast_knows
 
-__all__ = [
-    "FAMILIES",
-    "KNOWN_OPERATIONS",
-    "PRODUCTS_WITH_A_VECTOR",
-    "by_autocast",
-    "functions_of",
-    "operation_of_module",
-    "operations_named",
-    "promoted_by_rules",
-]
-
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         # Not batch_norm and instance_norm: whatever their input, they compute in fp32 with fp32 statistics and weights,
@@ -144,10 +133,6 @@ _OPERATION_OF_MODULE: tuple[tuple[type[nn.Module], str], ...] = (
 
 def operations_named(pattern: str) -> tuple[str, ...]:
     """The operations that the pattern of a rule names, none if there is no such operation.
-
-    Args:
-        pattern: a family, an operation, a glob over :data:`KNOWN_OPERATIONS`, or any other function of torch,
-            ``torch.nn.functional``, ``torch.special``, ``torch.linalg`` or ``torch.Tensor``.
 
     Example:
         >>> operations_named("softmaxes")

@@ -10,8 +10,6 @@ from lightning_mp.policy.operations import FAMILIES, operation_of_module
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype, PolicyRules, Rule, dtype_name, parse_rules
 
-__all__ = ["PolicyLike", "PrecisionPolicy"]
-
 
 class PrecisionPolicy:
     r"""Ordered rules from a module or an operation to a dtype; the first that matches wins.
@@ -85,7 +83,7 @@ class PrecisionPolicy:
 
     @property
     def dtypes(self) -> frozenset[Dtype]:
-        """Every dtype that a rule asks for."""
+        """Every dtype that a rule requests."""
         return frozenset(rule.dtype for rule in self.rules)
 
     @property
@@ -126,7 +124,7 @@ class PrecisionPolicy:
 
 
 PolicyLike = PrecisionPolicy | Mapping[str, str]
-"""A policy, or its rules as a mapping of pattern to dtype, as they stand in YAML."""
+"""A policy, or its rules as a mapping of pattern to dtype, as written in YAML."""
 
 
 def _resolve_operations(rules: tuple[Rule, ...]) -> Mapping[str, int]:

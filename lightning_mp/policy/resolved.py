@@ -12,21 +12,10 @@ from lightning_mp.core.messages import text_table
 from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR, by_autocast
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 
-__all__ = ["PolicyModule", "ResolvedPolicy", "plain_table", "show", "table_rows"]
-
 
 @dataclass(frozen=True)
 class PolicyModule:
-    """What a policy says about one module.
-
-    Args:
-        name: its first name in the model, without the parts that wrappers add.
-        class_name: of its class.
-        operation: the operation for which it holds the weights, if it is a module of torch.nn.
-        has_parameters: whether it has parameters of its own.
-        rule: number of the rule that holds for it, from 0; None if none does.
-        dtype: what that rule asks for.
-    """
+    """What a policy says about one module."""
 
     name: str
     class_name: str
@@ -38,13 +27,7 @@ class PolicyModule:
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy and what it is about in one model; ``print`` shows it as a table.
-
-    Args:
-        rules: the rules, in order.
-        modules: every module of the model, parents first.
-        operations: each operation that a rule is about, with the number of the first such rule.
-    """
+    """A policy and what it is about in one model; ``print`` shows it as a table."""
 
     rules: tuple[Rule, ...]
     modules: tuple[PolicyModule, ...]
@@ -121,7 +104,7 @@ _SHOWN_OPERATIONS = 4
 def table_rows(policy: "ResolvedPolicy") -> list[tuple[str, str, str]]:
     """One row per rule and group of like-named modules, or per rule and its operations, in the order of the rules.
 
-    Modules that follow a module above them have no row of their own; names that differ only in numbers share one.
+    Modules that follow a module above them have no row; names that differ only in numbers share one.
     """
     rows = []
     for number, rule in enumerate(policy.rules):

@@ -13,13 +13,11 @@ from lightning_mp.core.number_formats import FORMATS, number_format
 from lightning_mp.modules.names import near_misses
 from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS, operations_named
 
-__all__ = ["LOW", "Dtype", "PolicyRules", "Rule", "dtype_name", "parse_rules"]
-
 LOW: Literal["low"] = "low"
 """The 16-bit dtype of the plugin that applies the policy."""
 
 Dtype = torch.dtype | Literal["low"]
-"""What a rule asks for."""
+"""What a rule requests."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = ("fp32", "bf16", "fp16", LOW)
@@ -28,15 +26,7 @@ _Kind = Literal["module", "re", "class", "op"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: what it is about, and in which dtype that is to run.
-
-    Args:
-        kind: "module" (glob over names), "re" (regular expression over names), "class" (a class or its name), or "op".
-        pattern: the pattern without its prefix, or the class.
-        dtype: a torch dtype, or :data:`LOW`.
-        text: the rule's left side as it was written.
-        bare: whether the kind was guessed because there was no prefix.
-    """
+    """One rule: what it is about, and in which dtype that is to run."""
 
     kind: _Kind
     pattern: str | type[nn.Module]
@@ -73,12 +63,7 @@ PolicyRules = Mapping[Any, Any] | Iterable[Rule | Sequence[Any]]
 
 
 def parse_rules(rules: PolicyRules) -> tuple[Rule, ...]:
-    """Reads rules from a mapping of pattern to dtype, or from pairs; what is a rule already stays as it is.
-
-    Raises:
-        ValueError: if there is none, or one cannot be read.
-        TypeError: if they are no mapping and no pairs.
-    """
+    """Reads rules from a mapping of pattern to dtype, or from pairs; what is a rule already stays as it is."""
     if not isinstance(rules, Iterable):
         raise TypeError(
             f"A policy is a mapping of patterns to dtypes, or pairs of them, and got {rules!r}. Write it as in"

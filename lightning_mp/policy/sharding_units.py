@@ -15,8 +15,6 @@ from lightning_mp.policy.rules import LOW, Dtype
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["ShardingUnit", "gathered_in_another_low", "gathered_otherwise", "sharding_units"]
-
 
 class ShardingUnit(NamedTuple):
     """Modules that share one call of ``fully_shard``, and its mixed-precision policy."""
@@ -29,22 +27,8 @@ def sharding_units(policy: ResolvedPolicy, units: Sequence[str], low: torch.dtyp
     """Splits the units that a user wants so that each gathers its parameters in one dtype.
 
     A unit gathers in the dtype in which most of its own modules use their weights; modules inside it that use another
-    one become a unit of their own, all of one dtype together. Gradients are reduced in fp32. Neither inputs nor outputs
+    one become their own unit, all of one dtype together. Gradients are reduced in fp32. Neither inputs nor outputs
     are cast: autocast does that where an operation wants it.
-
-    Args:
-        policy: resolved for the model.
-        units: names of modules, as one would shard them without a policy; "" is the whole model.
-        low: the 16-bit dtype.
-
-    Returns:
-        The units, inner ones first, as ``fully_shard`` wants it::
-
-            for names, mixed_precision in sharding_units(policy, [*blocks, ""], torch.bfloat16):
-                fully_shard([model.get_submodule(name) for name in names], mesh=mesh, mp_policy=mixed_precision)
-
-    Raises:
-        ValueError: if a unit is no module of the model.
 
     Example:
         >>> from torch import nn
@@ -74,16 +58,7 @@ def sharding_units(policy: ResolvedPolicy, units: Sequence[str], low: torch.dtyp
 def gathered_otherwise(
     policy: ResolvedPolicy, model: nn.Module, low: torch.dtype
 ) -> list[tuple[str, torch.dtype, torch.dtype]]:
-    """The modules of a sharded model whose weights FSDP2 would round before they are used.
-
-    Args:
-        policy: resolved for the model.
-        model: with or without units of FSDP2.
-        low: the 16-bit dtype.
-
-    Returns:
-        Of each such module the name, the dtype that the policy wants, and the dtype that its unit gathers in.
-    """
+    """The modules of a sharded model whose weights FSDP2 would round before they are used."""
     modules = dict(named_modules(model))
     gathered = {
         name: private_sharding_api.sharding_param_dtype(module)
@@ -101,15 +76,7 @@ def gathered_otherwise(
 
 
 def gathered_in_another_low(model: nn.Module, low: torch.dtype) -> list[tuple[str, torch.dtype]]:
-    """The units of a sharded model that gather their weights in 16 bit, but in the other format than ``low``.
-
-    Args:
-        model: with or without units of FSDP2.
-        low: the 16-bit dtype of the precision plugin.
-
-    Returns:
-        Of each such unit the name and its dtype.
-    """
+    """The units of a sharded model that gather their weights in 16 bit, but in the other format than ``low``."""
     units = [(name, module) for name, module in named_modules(model) if isinstance(module, FSDPModule)]
     dtypes = [(name, private_sharding_api.sharding_param_dtype(unit)) for name, unit in units]
     return [(name, dtype) for name, dtype in dtypes if dtype not in (None, torch.float32, torch.float64, low)]

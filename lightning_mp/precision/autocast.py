@@ -16,13 +16,11 @@ from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.policy.sharding_units import gathered_in_another_low
-from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16, why_no_autocast
+from lightning_mp.precision.autocast_context import AutocastRun, warn_about_emulated_bf16, why_no_autocast
 from lightning_mp.precision.full_weights import FullWeightsPrecision
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-
-__all__ = ["AutocastPrecision"]
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -117,7 +115,7 @@ class AutocastPrecision(FullWeightsPrecision):
         """
         module = super().convert_module(module)
         assert self._trainer is not None
-        FSDP1Model.look_before_wrapping(module, self._trainer.strategy)
+        FSDP1Model.inspect_before_wrapping(module, self._trainer.strategy)
         root = self._trainer.strategy.root_device.type
         self.device = self._asked_device or root
         if torch.device(self.device).type != root:
@@ -153,7 +151,7 @@ class AutocastPrecision(FullWeightsPrecision):
                 f"AutocastPrecision({precision!r}) cannot run on {device_type!r}: {refusal}"
             )
         if precision == "bf16-mixed":
-            warn_of_emulated_bf16(device_type, "AutocastPrecision('16-mixed')")
+            warn_about_emulated_bf16(device_type, "AutocastPrecision('16-mixed')")
 
     def _check_eval_precision(self, device_type: str, module: nn.Module) -> None:
         assert self._trainer is not None

@@ -17,8 +17,6 @@ from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import ResolvedPolicy
 from lightning_mp.policy.sharding_units import gathered_in_another_low, gathered_otherwise
 
-__all__ = ["FP16_DEVICE_TYPES", "AutocastRun", "warn_of_emulated_bf16", "why_no_autocast"]
-
 #: Device types on which torch.autocast casts to fp16 (torch 2.13, torch/amp/autocast_mode.py).
 FP16_DEVICE_TYPES = ("cuda", "cpu", "mps", "xpu")
 
@@ -31,20 +29,6 @@ class AutocastRun:
     In automatic optimization Lightning runs backwards and steps outside of the forward's context. In manual
     optimization all of the training step is inside of it, and with autocast on, fp32 operations would get 16-bit
     gradients and matrix products of an optimizer would be 16 bit.
-
-    Args:
-        model: the module that is trained or evaluated.
-        device_type: of the run.
-        dtype: the 16-bit dtype.
-        policy: rules to apply to the model.
-        eval_dtype: that of steps outside of training; None for fp32.
-        opaque: see :class:`~lightning_mp.policy.applied.AppliedPolicy`.
-        cache_weights: whether torch casts a trainable weight once per forward, or at every use.
-
-    Raises:
-        ValueError: if a rule of the policy matches nothing in the model.
-        MisconfigurationException: if FSDP2 gathers weights in 16 bit that the policy wants in another dtype, or in the
-            other 16-bit format.
     """
 
     def __init__(
@@ -81,11 +65,7 @@ class AutocastRun:
 
     @contextmanager
     def forward(self, dtype: torch.dtype | None) -> Iterator[None]:
-        """Autocast, and the policy in force.
-
-        Args:
-            dtype: the 16-bit dtype; None for fp32, where the policy sleeps.
-        """
+        """Autocast, and the policy in force."""
         policy = self._applied.in_force(dtype) if self._applied is not None else _NOTHING
         if dtype is None:
             with policy:
@@ -149,13 +129,8 @@ def why_no_autocast(device_type: str, dtype: torch.dtype) -> str | None:
     return f"torch has no {dtype} autocast there. Use one of {FP16_DEVICE_TYPES}, another precision, or none."
 
 
-def warn_of_emulated_bf16(device_type: str, instead: str) -> None:
-    """Warns if the device computes bf16 with fp32 units.
-
-    Args:
-        device_type: of the run.
-        instead: what to use, as the user would write it.
-    """
+def warn_about_emulated_bf16(device_type: str, instead: str) -> None:
+    """Warns if the device computes bf16 with fp32 units."""
     if device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         rank_zero_warn(
             f"{torch.cuda.get_device_name()} has no bf16 units: bf16 is emulated there and slow. Use {instead}."

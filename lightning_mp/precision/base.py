@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
-from lightning_mp.core.namespace_hint import is_asked_by
+from lightning_mp.core.namespace_hint import is_called_from
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.data_ranks import num_data_ranks
@@ -35,7 +35,7 @@ from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
-from lightning_mp.optimizer_step.manual_scale import LeftGradients, left_gradients, update_scale
+from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
 from lightning_mp.optimizers.low_bit_states import save_plain_tensors
@@ -46,8 +46,6 @@ from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or
 from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 from lightning_mp.precision.optimizer_states import refuse_other_optimizers
 
-__all__ = ["GradientStepPrecision"]
-
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 _PRECISION_KEY = "lightning_mp_precision"
@@ -56,44 +54,26 @@ _REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
 
 @dataclass(frozen=True)
 class PluginRun:
-    """What a plugin knows of one run of a Trainer; it is replaced, never changed, and ends with the run.
+    """What a plugin knows of one run of a Trainer; it is replaced, never changed, and ends with the run."""
 
-    Attributes:
-        trainer: of the run.
-        autocast: what forwards, backwards and steps run in; None for plugins without autocast.
-        dispatcher: reports the outcomes of steps, in a fit.
-        evaluated: where schedule-free optimizers have their weights, in a fit.
-        watches_steps: steps of any optimizer are noticed, in a fit.
-        optimizers: those that were checked.
-        plans: settled with the first step of each.
-        planned_for: the Trainer's callbacks when that was.
-    """
-
-    trainer: "pl.Trainer"
-    autocast: AutocastRun | None = None
-    dispatcher: StepOutcomeDispatcher | None = None
-    evaluated: EvaluatedWeights | None = None
-    watches_steps: bool = False
-    optimizers: frozenset[Optimizer] = frozenset()
-    plans: Mapping[Optimizer, StepPlan] = field(default_factory=dict)
-    planned_for: Sequence[Callback] | None = None
+    trainer: "pl.Trainer"  # of the run
+    autocast: AutocastRun | None = None  # what forwards, backwards and steps run in; None for plugins without autocast
+    dispatcher: StepOutcomeDispatcher | None = None  # reports the outcomes of steps, in a fit
+    evaluated: EvaluatedWeights | None = None  # where schedule-free optimizers have their weights, in a fit
+    watches_steps: bool = False  # steps of any optimizer are noticed, in a fit
+    optimizers: frozenset[Optimizer] = frozenset()  # those that were checked
+    plans: Mapping[Optimizer, StepPlan] = field(default_factory=dict)  # settled with the first step of each
+    planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What of a run is needed after it, for checkpoints and contexts, and so that nothing is printed twice.
+    """What of a run is needed after it, for checkpoints and contexts, and so that nothing is printed twice."""
 
-    Attributes:
-        device_type: of the last run; None before the first.
-        skipped_steps: of the fits so far.
-        reference_items: see :class:`~lightning_mp.accumulation.windows.AccumulationState`.
-        policy_table: what a policy resolved to.
-    """
-
-    device_type: str | None = None
-    skipped_steps: int = 0
-    reference_items: float | None = None
-    policy_table: str = ""
+    device_type: str | None = None  # of the last run; None before the first
+    skipped_steps: int = 0  # of the fits so far
+    reference_items: float | None = None  # see `lightning_mp.accumulation.windows.AccumulationState`
+    policy_table: str = ""  # what a policy resolved to
 
 
 class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
@@ -117,7 +97,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     _in_run: PluginRun | None = None
     _carried: Carried = Carried()
     _step: GradientStep | None = None
-    _gradients_before_backward: LeftGradients = MappingProxyType({})
+    _gradients_before_backward: GradientsBeforeBackward = MappingProxyType({})
 
     @property
     def _trainer(self) -> "pl.Trainer | None":
@@ -135,7 +115,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def __str__(self) -> str:
         name = f"{type(self).__name__}({self.precision!r})"
-        if not is_asked_by("pytorch_lightning"):
+        if not is_called_from("pytorch_lightning"):
             return name
         # Its error about an unknown plugin prints the plugin, and nothing else of ours is asked.
         return (
@@ -195,7 +175,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         assert run is not None
         trainer = run.trainer
         if trainer.state.fn == TrainerFn.FITTING:
-            FSDP1Model.look_after_wrapping(trainer.strategy)
+            FSDP1Model.inspect_after_wrapping(trainer.strategy)
             self._in_run = replace(run, optimizers=frozenset(), plans={})
             for optimizer in optimizers:
                 self._register_optimizer(optimizer, trainer)
@@ -247,7 +227,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if waits and trainer.strategy.root_device.type != "cpu":
             rank_zero_info(f"{self}: {waits}")
         if isinstance(optimizer, JointOptimizer) and len(trainer.optimizers) < 2:
-            optimizer.refuse_untaken_parameters(trainer.lightning_module)
+            optimizer.refuse_unassigned_parameters(trainer.lightning_module)
         assert self._in_run is not None
         self._in_run = replace(self._in_run, optimizers=self._in_run.optimizers | {optimizer})
 
@@ -263,7 +243,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._in_run = replace(run, optimizers=run.optimizers & current, plans=plans)
         self._register_optimizer(optimizer, run.trainer)
         if run.dispatcher is not None:
-            run.dispatcher.settle_before_saving(optimizer)
+            run.dispatcher.flush_before_saving(optimizer)
         self._connect_late(optimizer)
         if run.evaluated is not None:
             run.evaluated.join(optimizer)
@@ -367,7 +347,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self.scaler is not None:
             if not module.automatic_optimization:
                 known, optimizers = self._gradients_before_backward, module.trainer.optimizers
-                self._gradients_before_backward = left_gradients(self.scaler, optimizers, known)
+                self._gradients_before_backward = gradients_before_backward(self.scaler, optimizers, known)
             tensor = self.scaler.scale(tensor)
         return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
 
@@ -386,12 +366,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         plan, outside = self._plan_of(optimizer, model), self._outside_forward()
         if plan.dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
-            plan.dispatcher.settle()
+            plan.dispatcher.flush_pending()
         step = GradientStep(plan)
         if plan.may_evaluate:
             # In automatic optimization the closure enters the forward's context itself.
             context = nullcontext if model.automatic_optimization else self.forward_context
-            step.hand_out(closure, closure_result, context)
+            step.enable_reevaluation(closure, closure_result, context)
         with outside:
             outer, self._step = self._step, step  # an optimizer's closure may step another one
             try:
@@ -408,7 +388,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if run is None:
             return StepPlan.of(optimizer, model, self, None, epilogue)
         callbacks = vars(model.trainer)["callbacks"]
-        # `LearningRateFinder` trains with a list of its own, without ours, before the fit that it belongs to.
+        # `LearningRateFinder` trains with its own list, without ours, before the fit that it belongs to.
         plans = run.plans if callbacks is run.planned_for else {}
         if optimizer not in plans:
             plans = {**plans, optimizer: StepPlan.of(optimizer, model, self, run.dispatcher, epilogue)}
@@ -510,7 +490,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""
         dispatcher = self._in_run.dispatcher if self._in_run is not None else None
         if dispatcher is not None:
-            dispatcher.settle()
+            dispatcher.flush_pending()
             self._carry(skipped_steps=dispatcher.skipped_steps)
         checkpoint[_SKIPPED_STEPS_KEY] = self._carried.skipped_steps
         checkpoint[_PRECISION_KEY] = str(self.precision)
@@ -533,7 +513,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         return self.scaler.state_dict() if self.scaler is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a scaler's state."""
+        """Continues from a scaler's state."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 

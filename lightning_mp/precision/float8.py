@@ -30,8 +30,6 @@ from lightning_mp.precision.full_weights import FullWeightsPrecision
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
-__all__ = ["Float8Precision"]
-
 
 class Float8Precision(FullWeightsPrecision):
     """fp32 weights and gradients; linear layers multiply in fp8, the rest runs under bf16 autocast; no loss scale.
@@ -71,7 +69,7 @@ class Float8Precision(FullWeightsPrecision):
         ModuleNotFoundError: if torchao is not installed.
         ValueError: if ``recipe`` is unknown; at set-up, if an entry of ``skip`` matches no Linear, or a rule of the
             policy nothing.
-        MisconfigurationException: if the policy asks for fp16; at set-up, if the device cannot do it or no layer is
+        MisconfigurationException: if the policy requests fp16; at set-up, if the device cannot do it or no layer is
             left to multiply in fp8.
 
     Example:

@@ -12,13 +12,11 @@ from lightning_mp.precision.masters.float32_load import MastersLoad
 from lightning_mp.precision.masters.loaded_masters import (
     MASTERS_KEY,
     MastersIntoWeights,
-    leave_out_stale_masters,
+    drop_stale_masters,
     refuse_damaged_masters,
-    warn_of_rounded_weights,
+    warn_about_rounded_weights,
 )
 from lightning_mp.precision.trainable_weights import TrainedWeights
-
-__all__ = ["FullWeightsPrecision"]
 
 
 class FullWeightsPrecision(GradientStepPrecision):
@@ -75,9 +73,9 @@ class FullWeightsPrecision(GradientStepPrecision):
         """Reads the scaler's state; leaves out masters that are older than the checkpoint's weights."""
         refuse_damaged_masters(checkpoint, type(self).__name__)
         super().on_load_checkpoint(checkpoint)
-        leave_out_stale_masters(checkpoint)
+        drop_stale_masters(checkpoint)
         assert self._trainer is not None
         taken = any(isinstance(hooks, MastersIntoWeights) and hooks.taken for hooks in self._optimizer_hooks)
         saved_in = checkpoint.get(MASTERS_KEY, "32-true")
         if self._trainer.strategy.restore_checkpoint_after_setup and saved_in != "32-true" and not taken:
-            warn_of_rounded_weights(saved_in)
+            warn_about_rounded_weights(saved_in)

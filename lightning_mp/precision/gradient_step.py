@@ -25,38 +25,24 @@ from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.optimizer_step.bypassed_steps import found_by_unscaling
 from lightning_mp.optimizer_step.closures import StepClosure, evaluates_its_closure_once
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
-from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, who_is_shown_gradients
+from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
-
-__all__ = ["GradientStep", "StepPlan", "step_or_skip"]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is settled about an optimizer's steps before the first of them, for a whole fit.
+    """What is settled about an optimizer's steps before the first of them, for a whole fit."""
 
-    Attributes:
-        optimizer: that steps.
-        model: the module that it trains.
-        plugin: asked to clip where a module clips through Lightning's hook.
-        scaler: the loss scaler, if there is one.
-        dispatcher: told what came of each step, if this is a fit.
-        controller: knows by what a window is normalised, if micro-batches are weighted.
-        epilogue: makes the epilogue of a step, of the loss scale.
-        in_kernel: the optimizer's own kernel multiplies gradients, and skips.
-        may_evaluate: the optimizer may evaluate the loss itself.
-    """
-
-    optimizer: Optimizer
-    model: "pl.LightningModule"
-    plugin: Precision
-    scaler: torch.amp.GradScaler | None
-    dispatcher: StepOutcomeDispatcher | None
-    controller: AccumulationController | None
-    epilogue: Callable[..., GradientEpilogue]
-    in_kernel: bool
-    may_evaluate: bool
+    optimizer: Optimizer  # that steps
+    model: "pl.LightningModule"  # the module that it trains
+    plugin: Precision  # asked to clip where a module clips through Lightning's hook
+    scaler: torch.amp.GradScaler | None  # the loss scaler, if there is one
+    dispatcher: StepOutcomeDispatcher | None  # told what came of each step, if this is a fit
+    controller: AccumulationController | None  # knows by what a window is normalised, if micro-batches are weighted
+    epilogue: Callable[..., GradientEpilogue]  # makes the epilogue of a step, of the loss scale
+    in_kernel: bool  # the optimizer's own kernel multiplies gradients, and skips
+    may_evaluate: bool  # the optimizer may evaluate the loss itself
 
     @classmethod
     def of(
@@ -96,19 +82,13 @@ class StepPlan:
 
 @dataclass
 class GradientStep:
-    """The step that is being made.
+    """The step that is being made."""
 
-    Attributes:
-        plan: what is settled about it.
-        epilogue: its gradients, and what is planned for them; those of the last evaluation.
-        closure: for an optimizer that may evaluate the loss itself; None for those that do not.
-        is_stepping: the optimizer's own ``step`` runs.
-    """
-
-    plan: StepPlan
+    plan: StepPlan  # what is settled about it
+    # its gradients, and what is planned for them; those of the last evaluation
     epilogue: GradientEpilogue = field(init=False)
-    closure: StepClosure | None = None
-    is_stepping: bool = False
+    closure: StepClosure | None = None  # for an optimizer that may evaluate the loss itself; None for those that do not
+    is_stepping: bool = False  # the optimizer's own `step` runs
     _gradients_may_have_changed: bool = False
 
     def clip(self, limit: float, algorithm: "GradClipAlgorithmType | str") -> None:
@@ -120,30 +100,20 @@ class GradientStep:
         else:
             self.epilogue.clip_by_norm(limit, fresh=self._gradients_may_have_changed)
 
-    def hand_out(
+    def enable_reevaluation(
         self, closure: Callable[[], Any], result: Any, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        """Lets the optimizer evaluate the loss itself.
-
-        Args:
-            closure: forward and backward, which have run once.
-            result: of that.
-            context: what another forward runs in.
-        """
+        """Lets the optimizer evaluate the loss itself."""
         evaluate = partial(_evaluate_again, self, closure, context) if self.plan.scaler is None else None
         self.closure = StepClosure(self.plan.optimizer, result, evaluate, self.plan.plugin)
 
 
 def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
-    """Makes gradients ready to be stepped with: reduced, decided on, planned for and shown.
-
-    Returns:
-        The items of the window over all ranks, where they are counted.
-    """
+    """Makes gradients ready to be stepped with: reduced, decided on, planned for and shown."""
     plan, model, trainer = step.plan, step.plan.model, step.plan.model.trainer
     controller = plan.controller
     scale, unscaled_found = plan.loss_scale()
-    shown_to = who_is_shown_gradients(private_api.callbacks_of(trainer), model, trainer.global_step)
+    shown_to = gradient_consumers(private_api.callbacks_of(trainer), model, trainer.global_step)
     totals = controller.window_totals(model.device) if controller is not None else None
     step.epilogue = epilogue = plan.epilogue(scale, in_kernel=in_kernel, unscaled_found=unscaled_found)
     algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
@@ -179,18 +149,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
 
 
 def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
-    """Makes the step that the closure has made gradients for, or skips it.
-
-    Args:
-        step: see there.
-        kwargs: for ``optimizer.step``.
-
-    Returns:
-        What ``optimizer.step`` returns; None if it was skipped.
-
-    Raises:
-        LossScaleFloorError: if gradients overflow at the smallest scale; names those that are not finite.
-    """
+    """Makes the step that the closure has made gradients for, or skips it."""
     plan, optimizer = step.plan, step.plan.optimizer
     # Who evaluates between two changes of the weights needs gradients as they are to be used, not a factor.
     in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
@@ -210,7 +169,7 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
                 output = optimizer.step(**kwargs) if step.closure is None else step.closure.step(**kwargs)
         finally:
             step.is_stepping = False
-    # Manual optimization may go on with a forward under the same autocast, which has cached the old weights.
+    # Manual optimization may continue with a forward under the same autocast, which has cached the old weights.
     torch.clear_autocast_cache()
 
     # Report.
@@ -218,7 +177,7 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
         report = StepReport(
             epilogue.found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms
         )
-        plan.dispatcher.record(optimizer, report, settle_now=not on_device)
+        plan.dispatcher.record(optimizer, report, flush_now=not on_device)
 
     # Update the scale: once per batch. In manual optimization the batch may hold more steps, so it waits for the next.
     if plan.scaler is None:
@@ -240,11 +199,9 @@ def _evaluate_again(
     closure: Callable[[], Any],
     context: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """Evaluates the loss once more, for an optimizer that asks for it inside of its step; see ``hand_out``.
+    """Evaluates the loss once more, for an optimizer that asks for it inside of its step.
 
-    Raises:
-        MisconfigurationException: if micro-batches are weighed and counted.
-        RuntimeError: if gradients overflow.
+    See ``enable_reevaluation``.
     """
     controller = step.plan.controller
     if controller is not None and controller.weighting is not None:

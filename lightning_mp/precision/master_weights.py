@@ -22,7 +22,7 @@ from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
-from lightning_mp.precision.autocast_context import AutocastRun, warn_of_emulated_bf16
+from lightning_mp.precision.autocast_context import AutocastRun, warn_about_emulated_bf16
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.precision.masters.casting import cast_weights_, kept_by_policy, restore_weights_
 from lightning_mp.precision.masters.checks import (
@@ -33,10 +33,10 @@ from lightning_mp.precision.masters.checks import (
     check_parametrizations,
     check_sharding_units,
     check_strategy,
-    hint_at_dtypes,
+    dtype_hint,
     refuse_copies_of_weights,
     refuse_states_by_memory,
-    warn_of_lost_inputs,
+    warn_about_lost_inputs,
 )
 from lightning_mp.precision.masters.first_values import (
     fill,
@@ -45,7 +45,7 @@ from lightning_mp.precision.masters.first_values import (
     refine_from_weights,
     remember_masters,
 )
-from lightning_mp.precision.masters.float32_load import EvaluatedLoad, Float32Load, MastersLoad, Recast
+from lightning_mp.precision.masters.float32_load import CastPlan, EvaluatedLoad, Float32Load, MastersLoad
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.full_averages import FullAverages
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
@@ -53,10 +53,10 @@ from lightning_mp.precision.masters.loaded_masters import (
     MASTER_COUNT_KEY,
     MASTERS_KEY,
     MastersIntoWeights,
-    leave_out_stale_masters,
+    drop_stale_masters,
     masters_in,
     refuse_damaged_masters,
-    tell_of_rounding,
+    warn_about_rounding,
 )
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.state_dict import FullWeightsInState
@@ -65,8 +65,6 @@ from lightning_mp.precision.masters.store import MasterStore, Storage, make_stor
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
     from torch.utils.hooks import RemovableHandle
-
-__all__ = ["MasterWeightsPrecision"]
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
@@ -106,7 +104,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     With a ``policy``, steps run under autocast instead, as in ``AutocastPrecision``: batches are not cast, tensors made
     in ``forward`` are fp32 by default, and whatever no rule matches is left to autocast. A 16-bit weight then needs no
-    cast. Weights of modules for which the policy asks for another dtype are stored, trained and saved in fp32, without
+    cast. Weights of modules for which the policy requests another dtype are stored, trained and saved in fp32, without
     a master (4 bytes for the weight, 4 for its gradient), and so is a weight that such a module shares with others.
 
     fp16 ends at 65,504. Initial weights beyond it are refused; a weight that a step would take beyond it is clamped to
@@ -172,8 +170,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self._hooks: list[MasterHooks] = []
         self._fp32_copies = Fp32Gradients()
         self._full_state: RemovableHandle | None = None
-        self._told_of_rounding = False
-        self._recast: Recast | None = None
+        self._warned_about_rounding = False
+        self._cast_plan: CastPlan | None = None
         self._range: HalfRange | None = None
         self._looked_at: set[int | None] = set()
         self._held: list[RemovableHandle | MastersIntoWeights | MastersLoad | FullAverages] = []
@@ -201,11 +199,11 @@ class MasterWeightsPrecision(GradientStepPrecision):
         check_strategy(strategy, module, storage=self.storage, fp32_gradients=self.fp32_gradients)
         if self._trainer.state.fn == TrainerFn.FITTING:
             check_fit(self._trainer, module)
-        FSDP1Model.look_before_wrapping(module, strategy)
+        FSDP1Model.inspect_before_wrapping(module, strategy)
         if self.policy is not None:
             check_autocast(self.precision, device_type)
         if self.precision == "bf16-true":
-            warn_of_emulated_bf16(device_type, "MasterWeightsPrecision('16-true')")
+            warn_about_emulated_bf16(device_type, "MasterWeightsPrecision('16-true')")
         in_float32 = kept_by_policy(module, self.policy, self.dtype)
         check_sharding_units(module, in_float32)
         check_parametrizations(module, self.precision, in_float32)
@@ -220,12 +218,12 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self._widened = {p: p.dtype for m in in_float32 for p in m.parameters(recurse=False) if p.dtype in HALF_DTYPES}
         module_dtype = getattr(module, "dtype", None)
         before = cast_weights_(module, self.dtype, in_float32)
-        self._recast = Recast(module, self.dtype, in_float32, list(before))
+        self._cast_plan = CastPlan(module, self.dtype, in_float32, list(before))
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._before = {p: full_value(p, data, former) for p, data in before.items() if p.requires_grad}
             self._were_16_bit = {p for p in self._before if before[p].dtype != torch.float32}
         elif strategy.restore_checkpoint_after_setup:
-            self._held = [EvaluatedLoad(strategy, self._recast, before)]
+            self._held = [EvaluatedLoad(strategy, self._cast_plan, before)]
         self._restore = partial(restore_weights_, module, before, module_dtype)
         return module
 
@@ -267,13 +265,13 @@ class MasterWeightsPrecision(GradientStepPrecision):
         module: nn.Module = trainer.lightning_module
         self._held.append(FullAverages(trainer, masters))
         if trainer.strategy.restore_checkpoint_after_setup:
-            assert self._recast is not None
-            self._held.append(Float32Load(trainer.strategy, self._recast, masters, optimizers, self._hooks))
+            assert self._cast_plan is not None
+            self._held.append(Float32Load(trainer.strategy, self._cast_plan, masters, optimizers, self._hooks))
         if self.fp32_checkpoints:
             self._full_state = module.register_state_dict_post_hook(FullWeightsInState(masters))
 
     def _connect_late(self, optimizer: Optimizer) -> None:
-        """It goes on with the masters; a parameter that has none gets one of its 16-bit weight."""
+        """It continues with the masters; a parameter that has none gets one of its 16-bit weight."""
         assert self._trainer is not None
         if isinstance(self._trainer.strategy, FSDPStrategy):
             self._hold(optimizer)
@@ -296,17 +294,17 @@ class MasterWeightsPrecision(GradientStepPrecision):
         After an evaluation the weights are what they were before it.
         """
         if self._range is not None:
-            self._range.tell()
+            self._range.warn()
             self._range = None
         for handle in self._held:
             handle.remove()
-        self._held, self._recast = [], None
+        self._held, self._cast_plan = [], None
         restore, self._restore = self._restore, None
         if restore is not None:
             restore()  # also where the set-up of a fit failed: the next one starts from the same weights
         self._before = {}
         self._swap_out()
-        self._fp32_copies.settle()
+        self._fp32_copies.flush_pending()
         if self._masters is not None:
             self._masters.changed.end()
             self._masters.follow_devices()
@@ -327,7 +325,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         stage = None if self._trainer is None else id(self._trainer.state.stage)
         if stage not in self._looked_at:
             self._looked_at.add(stage)
-            warn_of_lost_inputs(data, self.precision)
+            warn_about_lost_inputs(data, self.precision)
         return apply_to_collection(data, Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
     @contextmanager
@@ -338,7 +336,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 yield
             except (RuntimeError, ValueError) as error:
                 if any(words in str(error) for words in ABOUT_DTYPES):
-                    error.add_note(hint_at_dtypes(self.precision, str(error), with_policy=self.policy is not None))
+                    error.add_note(dtype_hint(self.precision, str(error), with_policy=self.policy is not None))
                 raise
 
     def _outside_forward(self) -> AbstractContextManager[Any]:
@@ -360,7 +358,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scales the loss; then calls ``on_before_backward``."""
-        self._fp32_copies.settle()
+        self._fp32_copies.flush_pending()
         for hooks in self._hooks if self.fp32_gradients else ():
             hooks.accumulate_in_float32()
         return super().pre_backward(tensor, module)
@@ -405,7 +403,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         """
         refuse_damaged_masters(checkpoint, "MasterWeightsPrecision")
         super().on_load_checkpoint(checkpoint)
-        leave_out_stale_masters(checkpoint)
+        drop_stale_masters(checkpoint)
         if self._masters is None or self._trainer is None:
             return
         module, weights = self._trainer.lightning_module, checkpoint.get("state_dict", {})
@@ -420,9 +418,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
         checkpoint[MASTERS_KEY] = "32-true" if self.fp32_checkpoints else self.precision
         if self._counts_masters:
             checkpoint[MASTER_COUNT_KEY] = len(masters_in(checkpoint))
-        if not self.fp32_checkpoints and not self._told_of_rounding:
-            self._told_of_rounding = True
-            tell_of_rounding(self.dtype)
+        if not self.fp32_checkpoints and not self._warned_about_rounding:
+            self._warned_about_rounding = True
+            warn_about_rounding(self.dtype)
 
     def _add_late_masters(self, checkpoint: dict[str, Any]) -> None:
         """Of optimizers that were made inside of the fit and have not stepped yet."""

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["refuse_other_optimizers"]
-
 # What schedulers add to parameter groups; another scheduler makes no other optimizer.
 _OF_SCHEDULERS = ("initial_", "max_", "min_", "base_", "swa_")
 
@@ -18,14 +16,6 @@ def refuse_other_optimizers(
 
     Lightning pairs them by their order and leaves the rest out. torch takes the settings of any other optimizer, and
     fails in the next step; it compares numbers of parameters, when weights and loss scale have been replaced.
-
-    Args:
-        states: what ``Optimizer.state_dict`` of each gave.
-        optimizers: in the same order.
-        counts_parameters: whether this rank's optimizers hold what was saved, not parts of it.
-
-    Raises:
-        ValueError: says what differs.
 
     Example:
         >>> import torch

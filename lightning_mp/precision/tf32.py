@@ -12,8 +12,6 @@ from torch import nn
 
 from lightning_mp.precision.full_weights import FullWeightsPrecision
 
-__all__ = ["TF32Precision", "tf32_matmuls_and_convolutions", "why_no_tf32"]
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
@@ -119,11 +117,6 @@ def tf32_matmuls_and_convolutions() -> Iterator[None]:
 
 def why_no_tf32(device_type: str, capability: tuple[int, int] | None = None, *, is_rocm: bool = False) -> str | None:
     """Why a device cannot do TF32, and what to use there; None if it can.
-
-    Args:
-        device_type: As in ``torch.device(...).type``.
-        capability: Compute capability of a CUDA device.
-        is_rocm: Whether the "cuda" device is an AMD one.
 
     Example:
         >>> why_no_tf32("cuda", (8, 0))

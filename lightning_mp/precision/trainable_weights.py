@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from lightning_mp.core.messages import listed
 from lightning_mp.gradients.gradient_ops import local_shard
 
-__all__ = ["TrainedWeights", "lost_updates"]
-
 
 def lost_updates(weight: Tensor, size: float) -> int:
     """How many elements of a weight stay what they are when ``size`` is added, and when it is subtracted.
@@ -27,16 +25,7 @@ def lost_updates(weight: Tensor, size: float) -> int:
 
 
 class TrainedWeights:
-    """Checks what an optimizer trains, now and when parameters are added to it.
-
-    Args:
-        plugin: how messages name the plugin.
-        optimizer: any ``torch.optim.Optimizer``.
-        names: gives the names of parameters.
-
-    Raises:
-        MisconfigurationException: if trainable weights are fp16.
-    """
+    """Checks what an optimizer trains, now and when parameters are added to it."""
 
     def __init__(self, plugin: str, optimizer: Optimizer, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._plugin = plugin
@@ -56,7 +45,7 @@ class TrainedWeights:
         self._checked = count
         trained = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._refuse_fp16([p for p, _ in trained if p.dtype == torch.float16], len(trained))
-        self._warn_of_bf16([(p, group) for p, group in trained if p.dtype == torch.bfloat16])
+        self._warn_about_bf16([(p, group) for p, group in trained if p.dtype == torch.bfloat16])
 
     def _listed(self, parameters: list[Tensor]) -> str:
         names = self._names()
@@ -72,7 +61,7 @@ class TrainedWeights:
                 " masters of fp16 weights. Frozen weights may stay in fp16."
             )
 
-    def _warn_of_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def _warn_about_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:
         if not trained:
             return
         lost = elements = 0

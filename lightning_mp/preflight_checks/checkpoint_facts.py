@@ -9,26 +9,14 @@ from torch import Tensor, nn
 
 from lightning_mp.preflight_checks.found import FoundCheckpoint
 
-__all__ = ["look_at_checkpoint"]
 
-
-def look_at_checkpoint(
+def inspect_checkpoint(
     path: str | Path,
     module: nn.Module,
     own_optimizers: tuple[tuple[int, ...], ...] | None,
     own_learning_rates: tuple[float, ...],
 ) -> FoundCheckpoint:
-    """Compares a checkpoint of Lightning's in one file with a module and its optimizers.
-
-    Args:
-        path: of the file.
-        module: whose weights it should hold.
-        own_optimizers: parameters per group of each optimizer of the run; None where they are not known.
-        own_learning_rates: of each group.
-
-    Raises:
-        ValueError: if it is a folder, or no checkpoint, or holds more than tensors and plain values.
-    """
+    """Compares a checkpoint of Lightning's in one file with a module and its optimizers."""
     file = Path(path)
     if not file.is_file():
         what = "a folder of shards, which is read on the ranks" if file.is_dir() else "no file"

@@ -6,8 +6,6 @@ from lightning_mp.preflight_checks import length_checks, precision_checks, step_
 from lightning_mp.preflight_checks.found import Found
 from lightning_mp.preflight_checks.report import PreflightFinding, Severity
 
-__all__ = ["CHECKS", "check_everything"]
-
 CHECKS = (
     step_checks.check_refusals,
     precision_checks.check_device,

@@ -13,29 +13,19 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_mp.modules.state import module_kept
 
-__all__ = ["FoundData", "look_at_data"]
-
 
 @dataclass(frozen=True, slots=True)
 class FoundData:
-    """What the data are.
+    """What the data are."""
 
-    Attributes:
-        batch: one micro-batch of one rank.
-        loader: what gives the micro-batches; None where a batch was given.
-        batches_per_epoch: of one rank; None where that is not known.
-        datamodule: a copy of the one that was given, after its ``setup``.
-        is_limited: ``limit_train_batches`` is in that number already.
-    """
-
-    batch: Any
-    loader: Any = None
-    batches_per_epoch: int | None = None
-    datamodule: "pl.LightningDataModule | None" = None
-    is_limited: bool = False
+    batch: Any  # one micro-batch of one rank
+    loader: Any = None  # what gives the micro-batches; None where a batch was given
+    batches_per_epoch: int | None = None  # of one rank; None where that is not known
+    datamodule: "pl.LightningDataModule | None" = None  # a copy of the one that was given, after its `setup`
+    is_limited: bool = False  # `limit_train_batches` is in that number already
 
 
-def look_at_data(
+def inspect_data(
     data: Any, module: "pl.LightningModule", *, data_ranks: int, shards_samples: bool, trainer: Any = None
 ) -> FoundData:
     """The first micro-batch, and the number of them.
@@ -43,20 +33,9 @@ def look_at_data(
     Of a map-style data set the first batch is fetched in this process, without the loader's workers, by a copy of its
     sampler. The loader's generators and samplers do not move; a data set that counts its calls does.
 
-    Args:
-        data: a LightningDataModule, a loader or another iterable of batches, a mapping or list of loaders, or one
-            batch; None asks the module's ``train_dataloader``.
-        module: is asked where there are no data.
-        data_ranks: ranks that see different data.
-        shards_samples: whether Lightning will give each rank its part of the samples.
-        trainer: what a data module finds as its ``trainer``.
-
-    Raises:
-        ValueError: if there are no data, or no batch in them.
-
     Example:
         >>> data = DataLoader([torch.zeros(3)] * 10, batch_size=4)
-        >>> found = look_at_data(data, pl.LightningModule(), data_ranks=1, shards_samples=True)
+        >>> found = inspect_data(data, pl.LightningModule(), data_ranks=1, shards_samples=True)
         >>> found.batch.shape, found.batches_per_epoch
         (torch.Size([4, 3]), 3)
     """
@@ -69,10 +48,10 @@ def look_at_data(
         own.trainer = trainer if trainer is not None else own.trainer
         own.setup("fit")
         given = _asked(own, type(data).__name__, "Define it, or pass a loader or a batch.")
-        found = look_at_data(given, module, data_ranks=data_ranks, shards_samples=shards_samples)
+        found = inspect_data(given, module, data_ranks=data_ranks, shards_samples=shards_samples)
         return replace(found, datamodule=own)
     if isinstance(data, Mapping | list | tuple) and any(_is_loader(one) for one in _values(data)):
-        look = partial(look_at_data, module=module, data_ranks=data_ranks, shards_samples=shards_samples)
+        look = partial(inspect_data, module=module, data_ranks=data_ranks, shards_samples=shards_samples)
         parts = [look(one) for one in _values(data)]
         batches = [one.batch for one in parts]
         lengths = [one.batches_per_epoch for one in parts if one.batches_per_epoch is not None]

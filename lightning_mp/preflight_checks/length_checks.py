@@ -8,8 +8,6 @@ from lightning_mp.core.quantities import format_bytes
 from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundScheduler
 from lightning_mp.preflight_checks.report import PreflightFinding
 
-__all__ = ["check_budget", "check_checkpoint", "check_memory", "check_schedulers"]
-
 # A schedule that is planned a little too long or too short is often meant so (T_max = max_epochs - 1).
 _TOLERANCE = 0.05
 _AT_THE_END = {

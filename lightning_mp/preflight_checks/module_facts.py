@@ -11,8 +11,6 @@ from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import BATCH_NORMS
 from lightning_mp.preflight_checks.found import FoundLayer, FoundWeight
 
-__all__ = ["layers_of", "own_scalers", "seen_in_a_step", "untied_embeddings", "weights_of"]
-
 
 def weights_of(module: nn.Module) -> tuple[FoundWeight, ...]:
     """Every parameter once.
@@ -49,13 +47,7 @@ def _address(parameter: Tensor) -> int | None:
 def seen_in_a_step(
     weights: tuple[FoundWeight, ...], optimized: frozenset[str], with_gradient: frozenset[str] | None
 ) -> tuple[FoundWeight, ...]:
-    """The same weights, with what a step has shown of them.
-
-    Args:
-        weights: of the module.
-        optimized: names of what the optimizers were given.
-        with_gradient: names of what got a gradient; None if the step did not come to its end.
-    """
+    """The same weights, with what a step has shown of them."""
     return tuple(
         replace(
             weight,
@@ -115,7 +107,7 @@ def untied_embeddings(module: nn.Module) -> tuple[str, ...]:
         if "PreTrainedModel" not in {cls.__name__ for cls in type(part).__mro__}:
             continue
         owner: Any = part
-        if not _asks_for_tied(owner):
+        if not _requests_tied(owner):
             continue
         first, last = owner.get_input_embeddings(), owner.get_output_embeddings()
         if last is not None and first is not None and first.weight is not last.weight:
@@ -123,7 +115,7 @@ def untied_embeddings(module: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _asks_for_tied(model: Any) -> bool:
+def _requests_tied(model: Any) -> bool:
     config = model.config
     settings: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     return bool(settings.get("tie_word_embeddings", False)) and hasattr(model, "get_output_embeddings")

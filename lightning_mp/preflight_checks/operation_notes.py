@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OperationNotes"]
-
 # Operations that refuse two floating-point dtypes, and do not as long as tensors are fake.
 _OF_ONE_DTYPE = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.index_add", "aten.index_put")
 
@@ -16,12 +14,6 @@ class OperationNotes:
 
     Where a checkpoint restores the random state for what it runs again, as it should, random operations meet states
     that were met in the forward. Fake tensors draw none, so each random operation moves the generator here.
-
-    Attributes:
-        in_backward: forwards are over, and what runs now is a backward.
-        draws_anew: a random operation in backward met a state that no forward has met.
-        count: of all operations.
-        mixed_dtypes: what the first operation that refuses two dtypes was given; "" if none was.
 
     Example:
         >>> from lightning_mp.core.private_api import observe_dispatch

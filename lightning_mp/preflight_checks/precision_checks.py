@@ -6,8 +6,6 @@ from lightning_mp.core.messages import listed
 from lightning_mp.preflight_checks.found import Found
 from lightning_mp.preflight_checks.report import PreflightFinding
 
-__all__ = ["check_device", "check_precisions", "check_scaler", "check_tensor_cores", "check_weights_in_16_bit"]
-
 # NVIDIA, Matrix Multiplication Background User's Guide, table 1: tensor cores want multiples of 16 bytes; on A100 and
 # later they are most efficient with multiples of 128 bytes. torch._scaled_mm wants multiples of 16 in fp8.
 _MULTIPLE_OF = {"fp16": 8, "bf16": 8, "fp8": 16}
@@ -18,7 +16,7 @@ _SMALLEST_SIZE, _SMALLEST_LARGE_SIZE = 64, 1024
 
 
 def check_device(found: Found) -> Iterator[PreflightFinding]:
-    """Whether the device multiplies in the format that was asked for."""
+    """Whether the device multiplies in the format that was requested."""
     device, precision = found.device, found.precision
     what = f"{precision.plugin} asks for {precision.base}, and {device.name}"
     if device.accelerator == "mps":

@@ -6,9 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_mp.preflight_checks.report import PreflightReport
-from lightning_mp.preflight_checks.trainer_look import TrainerLook
-
-__all__ = ["preflight"]
+from lightning_mp.preflight_checks.trainer_inspection import TrainerInspection
 
 
 def preflight(
@@ -59,5 +57,5 @@ def preflight(
                 f"preflight({name}=...) takes a lightning.pytorch.{wanted.__name__}, got"
                 f" {type(given).__module__}.{type(given).__name__}. Use `import lightning.pytorch as pl`."
             )
-    look = TrainerLook(trainer, module, device)
+    look = TrainerInspection(trainer, module, device)
     return look.report(lambda: look.at_data(data), ckpt_path)

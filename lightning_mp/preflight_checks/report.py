@@ -5,8 +5,6 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-__all__ = ["FindingName", "PreflightFinding", "PreflightReport", "Severity"]
-
 Severity = Literal["error", "warning", "advice"]
 """How severe a finding is.
 
@@ -45,21 +43,15 @@ _WIDTH = 110
 class PreflightFinding:
     """One thing that is not as it should be.
 
-    Attributes:
-        severity: how severe it is.
-        name: what it is about.
-        what: what was found, and what is wrong with it.
-        cure: what to do.
-
     Example:
         >>> print(PreflightFinding("advice", "tensor_cores", "out_features is 50257.", "Make it 50304."))
         advice tensor_cores: out_features is 50257. Make it 50304.
     """
 
-    severity: Severity
-    name: FindingName
-    what: str
-    cure: str
+    severity: Severity  # how severe it is
+    name: FindingName  # what it is about
+    what: str  # what was found, and what is wrong with it
+    cure: str  # what to do
 
     def __str__(self) -> str:
         return f"{self.severity} {self.name}: {self.what} {self.cure}"
@@ -69,10 +61,6 @@ class PreflightFinding:
 class PreflightReport:
     """All findings of one preflight.
 
-    Attributes:
-        findings: the most severe first; empty if nothing is wrong.
-        not_checked: what could not be looked at, and why.
-
     Example:
         >>> print(PreflightReport((PreflightFinding("warning", "budget", "The data end early.", "Use more."),)))
         Preflight: 0 errors, 1 warning, 0 advice
@@ -80,8 +68,8 @@ class PreflightReport:
                                          -> Use more.
     """
 
-    findings: tuple[PreflightFinding, ...]
-    not_checked: tuple[tuple[str, str], ...] = ()
+    findings: tuple[PreflightFinding, ...]  # the most severe first; empty if nothing is wrong
+    not_checked: tuple[tuple[str, str], ...] = ()  # what could not be looked at, and why
 
     def at_least(self, severity: Severity) -> tuple[PreflightFinding, ...]:
         """Findings at least as severe as ``severity``."""

@@ -11,8 +11,6 @@ from torch.optim import lr_scheduler
 from lightning_mp.core import private_api
 from lightning_mp.preflight_checks.found import AfterItsEnd, FoundScheduler
 
-__all__ = ["read_schedulers", "schedulers_in", "schedulers_longer_than"]
-
 # Attribute with the number of calls, and what torch's code does after it (torch/optim/lr_scheduler.py).
 _PLANNED: tuple[tuple[type, str, AfterItsEnd], ...] = (
     (lr_scheduler.OneCycleLR, "total_steps", "raises"),

@@ -1,4 +1,4 @@
-"""What a module meets while it is looked at: a Trainer that changes nothing, and optimizers that only note calls."""
+"""What a module sees while it is inspected: a Trainer that changes nothing, and optimizers that only note calls."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -15,15 +15,9 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_mp.core import private_loop_api
 
-__all__ = ["NotedOptimizer", "StandInTrainer", "attach_stand_in"]
-
 
 class StandInTrainer:
-    """Answers like a Trainer, with some answers of its own, and keeps what is set on it to itself.
-
-    Args:
-        trainer: what is asked for everything else.
-        answers: attributes of its own.
+    """Answers like a Trainer, with some answers given in advance, and keeps what is set on it to itself.
 
     Example:
         >>> trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=3)
@@ -63,11 +57,7 @@ class _StandInStrategy:
 
 
 class NotedOptimizer(LightningOptimizer):
-    """Lightning's wrapper of an optimizer, whose step runs the closure and notes that it was called.
-
-    Attributes:
-        noted: ``has_stepped``, and ``had_closure`` for the last step.
-    """
+    """Lightning's wrapper of an optimizer, whose step runs the closure and notes that it was called."""
 
     def __init__(self, optimizer: Any) -> None:
         self.noted = SimpleNamespace(has_stepped=False, had_closure=False)

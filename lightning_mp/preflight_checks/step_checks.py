@@ -6,14 +6,6 @@ from lightning_mp.core.messages import listed
 from lightning_mp.preflight_checks.found import Found
 from lightning_mp.preflight_checks.report import PreflightFinding, Severity
 
-__all__ = [
-    "check_clipping",
-    "check_dropout_in_recompute",
-    "check_loss_divided_twice",
-    "check_refusals",
-    "check_step_past_plugin",
-]
-
 
 def check_refusals(found: Found) -> Iterator[PreflightFinding]:
     """Whether a callback will refuse the run, and whether the training step mixes dtypes."""

@@ -20,8 +20,6 @@ from lightning_mp.preflight_checks.module_facts import own_scalers
 from lightning_mp.tokens.batch_tokens import shifts_labels_inside
 from lightning_mp.tokens.loss_weighting import Weighting
 
-__all__ = ["available_bytes", "budget_of", "device_of", "precision_of", "run_of", "storage_of"]
-
 
 def device_of(trainer: "pl.Trainer", name: str | None) -> DeviceTraits:
     """The device that the run is for: by name, or the Trainer's."""

@@ -26,28 +26,11 @@ from lightning_mp.preflight_checks.operation_notes import OperationNotes
 from lightning_mp.preflight_checks.scheduler_facts import read_schedulers, schedulers_in
 from lightning_mp.preflight_checks.stand_in_trainer import NotedOptimizer, StandInTrainer, attach_stand_in
 
-__all__ = ["WatchedStep"]
-
 _WANTS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class WatchedStep:
-    """Runs ``configure_optimizers``, ``training_step`` and its backward on a copy, and notes what they do.
-
-    Args:
-        module: does not change.
-        trainer: the Trainer as it will answer; does not change.
-        is_set_up: ``setup`` and ``configure_model`` were called, and the batch was transferred.
-
-    Attributes:
-        copy: the copy of the module; None before :meth:`run`.
-        samples: what was alive at each moment, for an estimate of memory; empty if the step did not come to its end.
-        schedulers: learning-rate schedulers that were planned for a number of calls.
-        group_sizes: of each optimizer, parameters per group; None before ``configure_optimizers``.
-        learning_rates: of each group of all optimizers.
-        optimized: names of what the optimizers were given; None before ``configure_optimizers``.
-        failures: hooks of the module that could not be tried, and why.
-    """
+    """Runs ``configure_optimizers``, ``training_step`` and its backward on a copy, and notes what they do."""
 
     def __init__(self, module: "pl.LightningModule", trainer: StandInTrainer, *, is_set_up: bool) -> None:
         self._module, self._trainer, self._is_set_up = module, trainer, is_set_up
@@ -66,12 +49,7 @@ class WatchedStep:
         self._raw_steps: list[str] = []
 
     def run(self, batch: Any, precision: PrecisionSpec, policy: PrecisionPolicy | None, device_type: str) -> None:
-        """Runs it once.
-
-        Raises:
-            Exception: whatever the module raises, and where a step on fake tensors cannot be made. What was noted until
-                then stays.
-        """
+        """Runs it once."""
         with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))

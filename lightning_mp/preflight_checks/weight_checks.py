@@ -6,8 +6,6 @@ from lightning_mp.core.messages import listed
 from lightning_mp.preflight_checks.found import Found, FoundWeight
 from lightning_mp.preflight_checks.report import PreflightFinding
 
-__all__ = ["check_frozen_statistics", "check_tied_weights", "check_untrained_weights", "check_unused_weights"]
-
 
 def check_untrained_weights(found: Found) -> Iterator[PreflightFinding]:
     """Whether parameters that want a gradient are trained by an optimizer."""
@@ -43,7 +41,7 @@ def check_unused_weights(found: Found) -> Iterator[PreflightFinding]:
 
 
 def check_frozen_statistics(found: Found) -> Iterator[PreflightFinding]:
-    """Whether frozen norms go on learning their running statistics."""
+    """Whether frozen norms keep learning their running statistics."""
     layers = [layer.name for layer in found.layers if layer.is_frozen and layer.learns_statistics]
     if layers:
         yield PreflightFinding(

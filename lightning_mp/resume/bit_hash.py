@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp.core.nested_tensors import tensors_in
 
-__all__ = ["bit_hash", "bit_hash_of_nested"]
-
 # Odd, from Knuth's multiplicative hashing (TAOCP volume 3, section 6.4).
 _MULTIPLIER = 2654435761
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -21,10 +19,6 @@ def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
     Elements are read as integers of at most 32 bits, each is multiplied by an odd number of its place, and all are
     summed modulo 2^64: the sum has no order, so that it is the same on every device and in every run.
-
-    Args:
-        tensors: of any shapes and dtypes; of a DTensor the part of this rank.
-        device: where the hash is.
 
     Example:
         >>> cpu = torch.device("cpu")

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["EXACT_RESUME_KEY", "KINDS", "Difference", "compare_checkpoints", "kinds_in"]
-
 #: Where ``ExactResume`` writes its part of a checkpoint.
 EXACT_RESUME_KEY = "lightning_mp_exact_resume"
 
@@ -48,23 +46,14 @@ _OF_THE_MACHINE = ("path", "seconds", "time", "best_k_models")
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs.
+    """One value that differs."""
 
-    Attributes:
-        kind: one of :data:`KINDS`.
-        name: where it is in the checkpoint.
-        num_different: elements that differ.
-        num_elements: all elements of the value.
-        largest: the largest absolute difference; None where there is none, as between text or shapes.
-        note: why elements cannot be compared, where that is so.
-    """
-
-    kind: str
-    name: str
-    num_different: int
-    num_elements: int
-    largest: float | None
-    note: str = ""
+    kind: str  # one of :data:`KINDS`
+    name: str  # where it is in the checkpoint
+    num_different: int  # elements that differ
+    num_elements: int  # all elements of the value
+    largest: float | None  # the largest absolute difference; None where there is none, as between text or shapes
+    note: str = ""  # why elements cannot be compared, where that is so
 
     def __str__(self) -> str:
         largest = "" if self.largest is None else f", by {self.largest:.3g} at most"
@@ -76,13 +65,6 @@ def compare_checkpoints(first: Mapping[str, Any], second: Mapping[str, Any]) -> 
     """Compares two checkpoints of one step value by value, as bits: 0.0 and -0.0 differ, a NaN equals itself.
 
     Left out are paths, times and the version of Lightning.
-
-    Args:
-        first: as ``torch.load`` returns it.
-        second: the same.
-
-    Returns:
-        What differs, ordered by :data:`KINDS` and then as in the checkpoint; empty if they are equal.
 
     Example:
         >>> a = {"global_step": 3, "state_dict": {"weight": torch.tensor([1.0, 2.0])}}
@@ -121,7 +103,7 @@ def kinds_in(checkpoint: Mapping[str, Any]) -> dict[str, int]:
 
 
 def kind_of(path: _Path) -> str:
-    """What a value is, by where it stands in a checkpoint."""
+    """What a value is, by its place in a checkpoint."""
     entry = path[0]
     if entry == "optimizer_states":
         return "masters" if any("master" in str(part) for part in path) else "optimizer state"

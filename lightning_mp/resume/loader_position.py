@@ -27,8 +27,6 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, FLAG, Kind, checked_state, or_none
 from lightning_mp.resume.random_numbers import RANDOM_STATE, captured, restore
 
-__all__ = ["LoaderPosition", "StreamPosition", "why_unsupported"]
-
 _CPU = torch.device("cpu")
 _END = object()
 _MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
@@ -63,13 +61,6 @@ class LoaderPosition:
     Worker processes draw random numbers too. To continue there without loading again what they had loaded, each batch
     has a seed, which depends on the state at the epoch's beginning, the batch's number and the data rank. It is set
     when the indices arrive in a worker, so augmentation does not depend on the number of workers.
-
-    Args:
-        loader: with indices; its sampler is wrapped until the run ends.
-        patches: of the run.
-        data_rank: differs between ranks that see different data.
-        num_data_ranks: how many of those there are.
-        when_unrepeatable: called with a sentence if the sampler is seen to draw from global random numbers in between.
     """
 
     def __init__(
@@ -135,11 +126,7 @@ class LoaderPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next iterator, and no other, continue from a state.
-
-        Raises:
-            ValueError: if the state is damaged, or that of another dataset, batch size or kind of workers.
-        """
+        """Has the next iterator, and no other, continue from a state."""
         saved = checked_state(state, _KINDS, "a training loader")
         for name, own in self._description().items():
             other = saved["loader"].get(name)
@@ -279,12 +266,7 @@ class LoaderPosition:
 
 
 class StreamPosition:
-    """Gives a ``DataLoader`` the state of its iterable dataset, which it loads in this process.
-
-    Args:
-        loader: without workers, over a dataset with ``state_dict`` and ``load_state_dict``.
-        patches: of the run.
-    """
+    """Gives a ``DataLoader`` the state of its iterable dataset, which it loads in this process."""
 
     def __init__(self, loader: "DataLoader[Any]", patches: Patches) -> None:
         self._dataset: Any = loader.dataset
@@ -311,11 +293,7 @@ class StreamPosition:
         return {"dataset": self._dataset.state_dict(), "is_over": False}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next iterator, and no other, continue from a state.
-
-        Raises:
-            ValueError: if the state is damaged.
-        """
+        """Has the next iterator, and no other, continue from a state."""
         self._resume = checked_state(state, {"dataset": _MAPPING, "is_over": FLAG}, "a training dataset")
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:

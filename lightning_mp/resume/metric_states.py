@@ -9,8 +9,6 @@ from torchmetrics import Metric
 
 from lightning_mp.core.private_loop_api import set_metric_state
 
-__all__ = ["metric_states", "restore_metric_states"]
-
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
     """Of those that were updated since they were reset, by name.

@@ -9,8 +9,6 @@ from torch import Tensor
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.saved_state import ANY_NUMBER, Kind, checked_state, holding, or_none
 
-__all__ = ["RANDOM_STATE", "captured", "restore"]
-
 _BYTES = Kind("a tensor of bytes", lambda value: isinstance(value, Tensor) and value.dtype is torch.uint8)
 _NUMBERS = Kind(
     "a tensor of 625 numbers",
@@ -56,11 +54,7 @@ def captured(device: torch.device) -> dict[str, Any]:
 
 
 def restore(saved: Mapping[str, Any], device: torch.device) -> None:
-    """Continues from a state; that of the device only on a device of the same type.
-
-    Raises:
-        ValueError: if the state is damaged; nothing is changed then.
-    """
+    """Continues from a state; that of the device only on a device of the same type."""
     values = checked_state(saved, _KINDS, "random numbers")
     on_device = values["device"] if values["device_type"] == device.type else None
     before = RandomState.capture(device)

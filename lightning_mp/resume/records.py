@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RECORDED_KINDS", "Parting", "first_parting", "read_records", "write_record"]
-
 #: What is hashed of a step, in the order in which it comes about.
 RECORDED_KINDS = ("batch", "loss", "gradients", "weights", "state")
 
@@ -15,19 +13,12 @@ Records = Mapping[int, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Parting:
-    """The first step at which two runs part, and the kinds that differ in it, in the order of computation.
+    """The first step at which two runs part, and the kinds that differ in it, in the order of computation."""
 
-    Attributes:
-        batch: number of the training batch, counted from 0 over all epochs.
-        step: optimizer step that the batch belongs to.
-        kinds: of :data:`RECORDED_KINDS`; empty if the runs are equal.
-        num_compared: batches that both runs recorded.
-    """
-
-    batch: int
-    step: int
-    kinds: tuple[str, ...]
-    num_compared: int
+    batch: int  # number of the training batch, counted from 0 over all epochs
+    step: int  # optimizer step that the batch belongs to
+    kinds: tuple[str, ...]  # of :data:`RECORDED_KINDS`; empty if the runs are equal
+    num_compared: int  # batches that both runs recorded
 
 
 def write_record(file: Path, batch: int, step: int, hashes: Mapping[str, int]) -> None:
@@ -40,9 +31,6 @@ def read_records(file: Path) -> dict[int, dict[str, int]]:
     """Hashes by batch number; what a resumed run did again counts as it was done last.
 
     A last line that a kill has cut short is left out.
-
-    Raises:
-        ValueError: if a line is no such record.
     """
     records: dict[int, dict[str, int]] = {}
     text = file.read_text()
@@ -66,9 +54,6 @@ def read_records(file: Path) -> dict[int, dict[str, int]]:
 
 def first_parting(first: Records, second: Records) -> Parting:
     """Compares the batches that both runs have recorded.
-
-    Raises:
-        ValueError: if there are none.
 
     Example:
         >>> a = {0: {"step": 0, "batch": 1, "loss": 5}, 1: {"step": 1, "batch": 2, "loss": 6}}

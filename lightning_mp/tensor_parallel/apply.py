@@ -20,17 +20,9 @@ from lightning_mp.tensor_parallel.sequence_parallel import (
     work_on_parts,
 )
 
-__all__ = ["TensorParallelSplit"]
-
 
 class TensorParallelSplit:
-    """Splits the layers of a model as they come to life, and sees to what they have in common.
-
-    Args:
-        model: the model.
-        styles: of the layers that are split (:func:`~lightning_mp.tensor_parallel.plan.resolve_plan`).
-        mesh: the ranks that compute one model together.
-    """
+    """Splits the layers of a model as they come to life, and sees to what they have in common."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
         self._model = model

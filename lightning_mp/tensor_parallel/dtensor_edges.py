@@ -8,19 +8,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-__all__ = ["local_part", "unreduced"]
-
 # Until torch 2.13 it is not there; torch.compile takes the gradient's placements from it, and a wrong branch of ours.
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
 def local_part(value: Tensor, *, gradient: Placement | None = None) -> Tensor:
-    """This rank's part of a DTensor, which is no view: FSDP2 warns of modules that give views.
-
-    Args:
-        value: the DTensor.
-        gradient: how the gradients of the parts belong together, if not as the parts do.
-    """
+    """This rank's part of a DTensor, which is no view: FSDP2 warns of modules that give views."""
     if torch.compiler.is_compiling():
         assert isinstance(value, DTensor)
         local: Tensor = value.to_local(grad_placements=None if gradient is None else [gradient])

@@ -8,8 +8,6 @@ from torch import nn
 
 from lightning_mp.modules.names import named_modules
 
-__all__ = ["Style", "adapt_attention", "attention_dropout", "automatic_styles", "class_path", "head_counts"]
-
 Style = Literal[
     "column",
     "column_gather",
@@ -78,12 +76,7 @@ _BLOCK_PARTS: Mapping[str, Mapping[str, Style]] = MappingProxyType(
 
 
 def automatic_styles(model: nn.Module, *, sequence: bool = False) -> dict[str, Style]:
-    """The style of every layer of the models that are known, by its name.
-
-    Args:
-        model: the model.
-        sequence: whether to split along the sequence as well.
-    """
+    """The style of every layer of the models that are known, by its name."""
     found: dict[str, Style] = {}
     for name, module in named_modules(model):
         for kind in _classes(module):

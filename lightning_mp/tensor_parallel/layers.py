@@ -17,8 +17,6 @@ from lightning_mp.tensor_parallel.known_models import Style, class_path
 from lightning_mp.tensor_parallel.vocab_parallel_embedding import look_up_in_parts
 from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelSplit, split_logits
 
-__all__ = ["CONV1D", "SharedInput", "split_dimension", "split_layer"]
-
 CONV1D = "transformers.pytorch_utils.Conv1D"
 """A linear layer whose weight is ``[inputs, outputs]``."""
 
@@ -98,14 +96,6 @@ def split_layer(
 
     Inside of blocks that are split along the sequence (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`), ``row``
     and ``row_split`` give this rank's part of the tokens (reduce-scatter instead of all-reduce).
-
-    Args:
-        layer: ``nn.Linear``, ``nn.Embedding`` or Hugging Face's ``Conv1D``.
-        style: see the table.
-        mesh: the ranks.
-        shared: one for all layers of a model.
-        in_parts: for layers of blocks that are split along the sequence: whether they are at this moment.
-        rng: for layers before and after attention by heads: its dropout masks differ between ranks.
     """
     if style == "vocabulary":
         _split_parameters(layer, mesh, {"weight": Shard(0)})

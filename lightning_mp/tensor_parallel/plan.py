@@ -14,8 +14,6 @@ from lightning_mp.tensor_parallel.layers import CONV1D, split_dimension
 from lightning_mp.tensor_parallel.sequence_parallel import can_take_parts
 from lightning_mp.tensor_parallel.vocab_parallel_embedding import why_not_in_parts
 
-__all__ = ["Automatic", "Plan", "check_divisible", "read_plan", "resolve_plan"]
-
 Automatic = Literal["auto", "auto_sequence"]
 """Plans that are made for the models of :mod:`~lightning_mp.tensor_parallel.known_models`."""
 
@@ -30,9 +28,6 @@ _FUSED = 3
 
 def read_plan(plan: Plan | None) -> Plan:
     """Checks the argument; None is "auto".
-
-    Raises:
-        ValueError: if it is neither a mapping nor the name of a plan, or a style is unknown.
 
     Example:
         >>> read_plan({"*.up": "column"}), read_plan(None)
@@ -63,10 +58,6 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
     ``{"*.lm_head": "column_gather", "*": "auto"}`` is the automatic plan with another head. "whole" leaves a layer
     alone.
 
-    Raises:
-        ValueError: if a rule matches nothing that it could be about, a layer cannot be split in that way, or "auto"
-            knows no module of the model.
-
     Example:
         >>> model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
         >>> resolve_plan(model, {"up": "column", "do*": "row"})
@@ -95,11 +86,7 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
 
 
 def check_divisible(model: nn.Module, styles: Mapping[str, Style], tensor_parallel_size: int) -> None:
-    """Refuses layers that do not give equal parts.
-
-    Raises:
-        ValueError: names the layer, its size and the number of ranks.
-    """
+    """Refuses layers that do not give equal parts."""
     modules = dict(named_modules(model))
     owner = f"{_OWNER}(tensor_parallel_size={tensor_parallel_size})"
     for name, style in styles.items():

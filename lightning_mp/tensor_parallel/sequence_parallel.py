@@ -21,15 +21,6 @@ from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.tensor_parallel.dtensor_edges import local_part
 from lightning_mp.tensor_parallel.known_models import Style
 
-__all__ = [
-    "blocks_around",
-    "can_take_parts",
-    "check_sequence_styles",
-    "split_sequence_of_blocks",
-    "take_whole_sequence",
-    "work_on_parts",
-]
-
 _OWNER = "FSDP2Strategy(tensor_parallel_plan=...)"
 #: Activations are ``[batch, tokens, ...]``.
 _TOKENS = Shard(1)
@@ -47,7 +38,7 @@ def can_take_parts(module: nn.Module) -> bool:
 
 
 def blocks_around(name: str, model: nn.Module, styles: Mapping[str, Style]) -> nn.ModuleList | None:
-    """The list of blocks with style "sequence" in which a module stands; None if there is none."""
+    """The list of blocks with style "sequence" that a module is in; None if there is none."""
     for other, module in named_modules(model):
         if isinstance(module, nn.ModuleList) and styles.get(other) == "sequence" and is_inside(name, other):
             return module
@@ -55,11 +46,7 @@ def blocks_around(name: str, model: nn.Module, styles: Mapping[str, Style]) -> n
 
 
 def check_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> None:
-    """Refuses plans under which some gradient would be that of a part of the sequence.
-
-    Raises:
-        ValueError: names the module.
-    """
+    """Refuses plans under which some gradient would be that of a part of the sequence."""
     modules = dict(named_modules(model))
     lists = [n for n, style in styles.items() if style == "sequence" and isinstance(modules[n], nn.ModuleList)]
     for name, style in styles.items():
@@ -98,14 +85,6 @@ def split_sequence_of_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
     """Lets the first block take a part of the tokens, and the last one give all of them.
 
     In evaluation mode (``eval()``) nothing is split, so validation and generation take any length.
-
-    Args:
-        blocks: called one after the other, each with ``[batch, tokens, ...]`` as its first argument; a block may give
-            that or a tuple that begins with it.
-        mesh: the ranks.
-
-    Raises:
-        ValueError: when a batch comes whose number of tokens the ranks do not divide.
     """
 
     def begin(_block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -169,11 +148,6 @@ def work_on_parts(layer: nn.Module, mesh: DeviceMesh, in_parts: Callable[[], boo
 
     A norm's weights are whole on every rank. Their gradients are sums over the rank's tokens, which FSDP2 adds up over
     the ranks before anything else sees them. A dropout draws other masks on every rank.
-
-    Args:
-        layer: a norm or ``nn.Dropout``.
-        mesh: the ranks.
-        in_parts: whether the sequence is split at this moment.
     """
     if isinstance(layer, nn.Dropout):
         numbers = RankRNG(mesh.get_local_rank(), lambda: layer.training and layer.p > 0 and in_parts())

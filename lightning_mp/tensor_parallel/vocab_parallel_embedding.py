@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from lightning_mp.tensor_parallel.dtensor_edges import local_part
 
-__all__ = ["look_up_in_parts", "why_not_in_parts"]
-
 
 def why_not_in_parts(embedding: nn.Module) -> str | None:
     """What a table does that needs all of its rows on one rank; None if it does nothing of that kind.
@@ -34,10 +32,6 @@ def look_up_in_parts(embedding: nn.Module, mesh: DeviceMesh) -> None:
 
     A rank looks up its own ids and has zeros for those of others; an all-reduce adds them up. torch's
     ``RowwiseParallel`` does the same with a mask inside of a placement, which torch.compile cannot trace.
-
-    Args:
-        embedding: an ``nn.Embedding``; its weight is a DTensor, split by rows in equal parts.
-        mesh: the ranks.
     """
     assert isinstance(embedding, nn.Embedding)
     embedding.forward = partial(_rows, embedding, mesh)  # type: ignore[method-assign]

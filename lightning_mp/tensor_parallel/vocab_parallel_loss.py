@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-__all__ = ["cross_entropy_of_part"]
-
 
 def cross_entropy_of_part(
     part: Tensor,
@@ -29,23 +27,6 @@ def cross_entropy_of_part(
     ``m + log(s) - logit[target]``. The ranks exchange ``m``, then ``s`` and the logit of the target together: two
     reductions of 12 bytes per row in all, and none in backward, where every rank has ``softmax - one_hot`` of its own
     columns. It computes in fp32 at least.
-
-    Args:
-        part: this rank's columns, ``[rows, columns]``.
-        target: ids in the whole vocabulary, int64 ``[rows]``.
-        first: id of the first of this rank's columns.
-        vocabulary: size of the whole.
-        group: the ranks that have the other columns.
-        weight: of each id of the whole vocabulary, as in ``F.cross_entropy``.
-        ignore_index: rows with this target count nothing.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: as in ``F.cross_entropy``.
-
-    Returns:
-        A scalar, or ``[rows]`` with ``reduction="none"``.
-
-    Raises:
-        IndexError: if a target is no id of the vocabulary (on a CUDA device an assertion there).
 
     References:
         Shoeybi et al., "Megatron-LM", 2019, section 3, https://arxiv.org/abs/1909.08053

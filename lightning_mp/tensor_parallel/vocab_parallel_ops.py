@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts
 
-__all__ = ["run_on_parts"]
-
 aten = torch.ops.aten
 
 

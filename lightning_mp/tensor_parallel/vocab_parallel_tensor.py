@@ -10,16 +10,10 @@ from torch.distributed import ProcessGroup
 
 from lightning_mp.core import private_api
 
-__all__ = ["InParts", "VocabParallelSplit"]
-
 
 @dataclass(frozen=True)
 class VocabParallelSplit:
-    """How the vocabulary lies over ranks, in equal parts in their order.
-
-    Args:
-        group: the ranks.
-    """
+    """How the vocabulary lies over ranks, in equal parts in their order."""
 
     group: ProcessGroup
 

@@ -9,21 +9,6 @@ from torch import Tensor, nn
 
 from lightning_mp.core.nested_tensors import tensors_in
 
-__all__ = [
-    "IGNORE_INDEX",
-    "count_samples",
-    "declared_divisor",
-    "find_labels",
-    "listed_samples",
-    "loss_bearing",
-    "nonpad_tokens",
-    "no_tokens_in",
-    "replace_labels_",
-    "replaceable_labels",
-    "shifts_labels_inside",
-    "trim_labels_",
-]
-
 #: Label that the loss leaves out: the default ``ignore_index`` of ``torch.nn.functional.cross_entropy``.
 IGNORE_INDEX = -100
 
@@ -96,10 +81,6 @@ def _is_causal(module: nn.Module) -> bool:
 def loss_bearing(labels: Tensor, *, shifted: bool) -> Tensor:
     """Boolean mask of the labels that reach the loss, same shape as ``labels``.
 
-    Args:
-        labels: integer tensor, shape ``[batch, tokens, ...]``.
-        shifted: the model shifts labels itself (:func:`shifts_labels_inside`), so the first column is left out.
-
     Example:
         >>> import torch
         >>> loss_bearing(torch.tensor([[5, -100, 7]]), shifted=True)
@@ -115,13 +96,6 @@ def count_samples(batch: Any, instead: str = _COUNT_ITEMS) -> int:
     """Size of the first dimension of the first tensor in the batch, whatever the sizes of the others.
 
     Of a batch that lists its samples it is how many it lists (:func:`listed_samples`).
-
-    Args:
-        batch: any structure with tensors.
-        instead: what the caller's user can do where there is no tensor, for the message.
-
-    Raises:
-        ValueError: if there is no tensor with a dimension in the batch.
 
     Example:
         >>> import torch
@@ -225,14 +199,6 @@ def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> Tensor:
     """Hides all but the first ``keep_tokens`` target tokens of a batch from the loss.
 
     The label tensor is exchanged in its container, never written to: it may be a view of the data set.
-
-    Args:
-        batch: a batch with :func:`replaceable_labels`.
-        keep_tokens: target tokens that stay, counted in row order.
-        shifted: see :func:`loss_bearing`.
-
-    Returns:
-        The labels before, for :func:`replace_labels_`.
 
     Example:
         >>> import torch

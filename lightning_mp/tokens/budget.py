@@ -14,19 +14,6 @@ from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, Weighting
 
-__all__ = [
-    "LastBatch",
-    "LandingMode",
-    "OpenWindow",
-    "BudgetLimiter",
-    "TokenBudget",
-    "TrimFunction",
-    "is_spent",
-    "is_spent_already",
-    "split_last_batch",
-    "spent_tokens",
-]
-
 #: From a batch and the number of tokens to keep in the loss to a function that undoes it.
 TrimFunction = Callable[[Any, int], Callable[[], None]]
 
@@ -35,19 +22,7 @@ LandingMode = Literal["exact", "floor", "ceil", "nearest"]
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """A number of target tokens over all ranks, and how to end on it.
-
-    Args:
-        tokens: the budget.
-        landing: "exact" hides surplus tokens of the last micro-batch from the loss; "floor" ends before the first
-            micro-batch that would go past the budget; "ceil" ends after the first that reaches it; "nearest" ends
-            where the run is at most half a (largest) micro-batch away from it.
-        makes_up_for_skips: tokens of skipped optimizer steps do not count.
-        trim: hides surplus tokens of a batch where they are not its labels, for "exact".
-
-    Raises:
-        ValueError: if ``tokens`` is not positive or ``landing`` is unknown.
-    """
+    """A number of target tokens over all ranks, and how to end on it."""
 
     tokens: int
     landing: LandingMode = "exact"
@@ -63,15 +38,10 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class LastBatch:
-    """What happens to one micro-batch.
+    """What happens to one micro-batch."""
 
-    Attributes:
-        keep_tokens: for each rank the tokens that count.
-        is_last: whether the run ends with this micro-batch.
-    """
-
-    keep_tokens: tuple[int, ...]
-    is_last: bool
+    keep_tokens: tuple[int, ...]  # for each rank the tokens that count
+    is_last: bool  # whether the run ends with this micro-batch
 
 
 def split_last_batch(counts: Sequence[int], remaining: int, mode: LandingMode, largest_micro_batch: int) -> LastBatch:
@@ -80,13 +50,6 @@ def split_last_batch(counts: Sequence[int], remaining: int, mode: LandingMode, l
     With "exact" every rank keeps one token or more, since a mean over no token is nan. Therefore the micro-batch before
     the last one is shortened when it would leave fewer tokens than there are ranks. Where micro-batches have less than
     two tokens per rank that cannot always be, and up to one token per rank too much is trained on.
-
-    Args:
-        counts: target tokens of this micro-batch on each rank.
-        remaining: tokens that are left in the budget before it.
-        mode: see :class:`TokenBudget`.
-        largest_micro_batch: the most tokens that a micro-batch of this run can hold over all ranks ("floor",
-            "nearest").
 
     Example:
         >>> split_last_batch([512, 512], remaining=1500, mode="exact", largest_micro_batch=1024)
@@ -108,7 +71,7 @@ def split_last_batch(counts: Sequence[int], remaining: int, mode: LandingMode, l
 
 
 def is_spent(remaining: int, mode: LandingMode, largest_micro_batch: int) -> bool:
-    """Whether no further micro-batch belongs into a budget of which so many tokens remain.
+    """Whether no further micro-batch belongs into a budget of which n tokens remain.
 
     Example:
         >>> [is_spent(60, mode, largest_micro_batch=100) for mode in ("exact", "floor", "ceil", "nearest")]
@@ -134,21 +97,13 @@ def _spread(counts: Sequence[int], total: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """Where a run stands when a micro-batch begins.
+    """How far a run is when a micro-batch begins."""
 
-    Attributes:
-        totals: of the window's earlier micro-batches on this rank.
-        position: how many of them there are.
-        measure: the micro-batch that begins.
-        data_rank: this rank among those that see different data.
-        device: where counts are gathered.
-    """
-
-    totals: AccumulationTotals
-    position: int
-    measure: Measure
-    data_rank: int
-    device: torch.device
+    totals: AccumulationTotals  # of the window's earlier micro-batches on this rank
+    position: int  # how many of them there are
+    measure: Measure  # the micro-batch that begins
+    data_rank: int  # this rank among those that see different data
+    device: torch.device  # where counts are gathered
 
 
 def spent_tokens(budget: TokenBudget, counter: TokenCounter) -> int:
@@ -159,15 +114,7 @@ def spent_tokens(budget: TokenBudget, counter: TokenCounter) -> int:
 def is_spent_already(
     budget: TokenBudget, counter: TokenCounter, window_tokens: int, growth: float | None, *, had_ended: bool
 ) -> bool:
-    """Whether a run that starts, or is resumed, has spent its budget, which may be another one than before.
-
-    Args:
-        budget: of this fit.
-        counter: what was spent before.
-        window_tokens: tokens of a window that was left open.
-        growth: how many times as large micro-batches are now; None where the layout of data is what it was.
-        had_ended: the run ended on the budget that it had.
-    """
+    """Whether a run that starts, or is resumed, has spent its budget, which may be another one than before."""
     left = budget.tokens - spent_tokens(budget, counter) - window_tokens
     if not had_ended and growth is None:
         return left <= 0
@@ -175,12 +122,7 @@ def is_spent_already(
 
 
 class BudgetLimiter:
-    """Trims the micro-batch in which a budget ends.
-
-    Args:
-        counter: what was spent so far, over all ranks.
-        weighting: counts micro-batches.
-    """
+    """Trims the micro-batch in which a budget ends."""
 
     def __init__(self, counter: TokenCounter, weighting: Weighting) -> None:
         self._counter = counter
@@ -191,12 +133,6 @@ class BudgetLimiter:
         """Whether the budget cannot end in the next micro-batch. All ranks answer alike, and nothing is waited for.
 
         Tokens that are still on their way are bounded by twice the largest micro-batch so far, since lengths vary.
-
-        Args:
-            budget: how much, and how to end.
-            position: micro-batches of the window before this one.
-            certain_tokens: the most that this micro-batch can hold, if there is one rank; else 0, since the others'
-                are not known.
         """
         largest = self._counter.largest_micro_batch
         in_flight = self._counter.unread_micro_batches + position + 2
@@ -206,20 +142,8 @@ class BudgetLimiter:
         )
 
     def begin_micro_batch(self, budget: TokenBudget, window: OpenWindow, batch: Any) -> tuple[bool, Measure]:
-        """Trims the micro-batch if it must. Waits for the device; ask :meth:`is_far_from_the_end` first.
-
-        Args:
-            budget: how much, and how to end.
-            window: where the run stands.
-            batch: the micro-batch that begins.
-
-        Returns:
-            Whether the run ends with this micro-batch, and what it now measures.
-
-        Raises:
-            MisconfigurationException: at the first micro-batch of a run, if the budget cannot end as asked for.
-        """
-        self._counter.settle()
+        """Trims the micro-batch if it must. Waits for the device; ask :meth:`is_far_from_the_end` first."""
+        self._counter.flush_pending()
         window_tokens, counts = _gather(window)
         if self._counter.windows == 0 and window.position == 0:
             self._check_first(budget, batch, sum(counts))
@@ -266,7 +190,7 @@ class BudgetLimiter:
 
 
 def _gather(window: OpenWindow) -> tuple[int, list[int]]:
-    """Tokens of the open window over all ranks, and of this micro-batch on each rank that sees data of its own."""
+    """Tokens of the open window over all ranks, and of this micro-batch on each rank that sees its own data."""
     dtype = accumulation_dtype(window.device)
     rank = torch.full((), window.data_rank, dtype=dtype, device=window.device)
     tokens = torch.as_tensor(window.measure.tokens, device=window.device)

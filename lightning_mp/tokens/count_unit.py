@@ -9,17 +9,11 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.ragged_batches import first_list, rows_differ
 
-__all__ = ["CountUnit", "counted_unit", "samples_of"]
-
 CountUnit = Literal["auto", "token", "sample"]
 
 
 def samples_of(batch: Any) -> int:
-    """The count of ``MFUMonitor(unit="sample")``.
-
-    Raises:
-        ValueError: if there is no tensor with a dimension in the batch.
-    """
+    """The count of ``MFUMonitor(unit="sample")``."""
     return batch_tokens.count_samples(
         batch, "Pass MFUMonitor count= beside unit='sample', a function from a batch to its number of samples."
     )
@@ -31,15 +25,6 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
     Every sample has a token at least, and no batch has more tokens than numbers; so fewer tokens than samples, or more
     than numbers, are none. ``len`` of a list ``[x, y]`` is 2 whatever the batch holds, which this finds. Where rows do
     not tell the samples (graphs, a list of images), a user who says that samples are counted is taken at their word.
-
-    Args:
-        unit: "auto", or what the user says that is counted.
-        counted: the number, on this rank.
-        batch: it is of.
-        is_counted: by a function, whatever the labels of the batch are; else its labels are, and they are tokens.
-
-    Raises:
-        MisconfigurationException: the number cannot be one of ``unit``.
 
     Example:
         >>> import torch
@@ -70,7 +55,7 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
 
 
 def _may_be_samples(counted: int, batch: Any) -> bool:
-    """Whether a batch that leaves its samples open can have so many."""
+    """Whether a batch that leaves its samples open can have that many."""
     images = first_list(batch)
     if images and images[0].ndim > 2 and counted == len(images):
         return True

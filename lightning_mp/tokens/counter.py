@@ -12,15 +12,6 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.gradients.gradient_ops import accumulation_dtype
 
-__all__ = [
-    "COUNTER_KINDS",
-    "TokenCounterDelta",
-    "TokenCounterDeltas",
-    "NUM_TOTALS",
-    "TokenCounter",
-    "AccumulationTotals",
-]
-
 #: Entries of a counter's state; no part is larger than ``tokens``.
 _PARTS = ("skipped_tokens", "repeated_tokens", "last_window_tokens")
 _SUMS = ("tokens", "input_tokens", "nonpad_tokens", "samples", "windows", "last_window_samples")
@@ -35,15 +26,11 @@ class AccumulationTotals:
     """Running totals of one window on one rank, see :meth:`tensor`.
 
     Numbers that the host knows stay on the host; counts made on the device stay there, as int64, so that nothing waits.
-
-    Attributes:
-        micro_batches: micro-batches that were trained on.
-        host: what the host knows of each entry of :meth:`tensor`.
-        device: what was counted on the device, to be added to it; None where nothing was.
     """
 
-    micro_batches: int = 0
-    host: tuple[float, ...] = (0.0,) * NUM_TOTALS
+    micro_batches: int = 0  # micro-batches that were trained on
+    host: tuple[float, ...] = (0.0,) * NUM_TOTALS  # what the host knows of each entry of `tensor`
+    # what was counted on the device, to be added to it; None where nothing was
     device: tuple[Tensor | None, ...] = (None,) * NUM_TOTALS
 
     def plus(
@@ -98,18 +85,7 @@ class _Unread:
 
 
 class TokenCounter:
-    """Global totals of all windows closed so far. They do not depend on the number of ranks.
-
-    Attributes:
-        tokens: target tokens.
-        input_tokens: tokens shown to the model, padding included.
-        nonpad_tokens: those of them that an attention mask does not hide.
-        samples: samples; 0 where they are not needed.
-        skipped_tokens: target tokens of windows whose optimizer step was skipped.
-        repeated_tokens: target tokens of windows after the first epoch.
-        windows: windows closed.
-        largest_micro_batch: upper bound of the input tokens of the largest micro-batch over all ranks.
-    """
+    """Global totals of all windows closed so far. They do not depend on the number of ranks."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -141,7 +117,7 @@ class TokenCounter:
 
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> None:
         """Takes the totals of a window, already summed over all ranks, and reads those of the windows before."""
-        self.settle()
+        self.flush_pending()
         self._unread.append(_Unread(HostCopy(totals), micro_batches, repeated))
 
     def skip_last_window(self) -> None:
@@ -151,7 +127,7 @@ class TokenCounter:
         else:
             self.skipped_tokens += self._last_window_tokens
 
-    def settle(self) -> None:
+    def flush_pending(self) -> None:
         """Reads everything that is still on its way."""
         while self._unread:
             window = self._unread.popleft()
@@ -172,7 +148,7 @@ class TokenCounter:
 
     def state_dict(self) -> dict[str, Any]:
         """All totals, settled."""
-        self.settle()
+        self.flush_pending()
         return {
             "tokens": self.tokens,
             "input_tokens": self.input_tokens,
@@ -187,11 +163,7 @@ class TokenCounter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from saved totals.
-
-        Raises:
-            ValueError: if one is missing or cannot be; nothing is changed then.
-        """
+        """Continues from saved totals."""
         state = checked_state(state, COUNTER_KINDS, "the token counter")
         if too_large := [name for name in _PARTS if state[name] > state["tokens"]]:
             raise ValueError(
@@ -214,28 +186,18 @@ class TokenCounter:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounterDelta:
-    """Sums over all ranks since the last look.
+    """Sums over all ranks since the last look."""
 
-    Attributes:
-        windows: accumulation windows read.
-        input_tokens: tokens shown to the model, padding included.
-        nonpad_tokens: those of them that an attention mask does not hide.
-        useful_tokens: those again without the ones of skipped steps. Negative where a step turns out to be skipped
-            after its tokens were read.
-    """
-
-    windows: int
-    input_tokens: int
-    nonpad_tokens: int
+    windows: int  # accumulation windows read
+    input_tokens: int  # tokens shown to the model, padding included
+    nonpad_tokens: int  # those of them that an attention mask does not hide
+    # those again without the ones of skipped steps. Negative where a step turns out to be skipped after its tokens were
+    # read
     useful_tokens: int
 
 
 class TokenCounterDeltas:
-    """Looks at a counter again and again. The counter counts skipped tokens by their labels; here they count whole.
-
-    Args:
-        counter: what it holds now is not told again.
-    """
+    """Looks at a counter again and again. The counter counts skipped tokens by their labels; here they count whole."""
 
     def __init__(self, counter: TokenCounter) -> None:
         self._counter = counter

@@ -8,8 +8,6 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-__all__ = ["CountCheck", "LossAverage"]
-
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0")
 _OVER_ELEMENTS = (
     "MseLossBackward0",
@@ -37,11 +35,6 @@ class LossAverage:
     A mean is a loss function of torch with ``reduction="mean"``, ``Tensor.mean()``, or a sum divided by a number, such
     as ``(losses * mask).sum() / mask.sum()``.
 
-    Attributes:
-        path: from the loss's ``grad_fn``, which of ``next_functions`` leads there.
-        node: the name of the node.
-        sum_path: for a sum divided by a number, the way to the sum.
-
     Example:
         >>> import torch
         >>> logits, target = torch.zeros(4, 3, requires_grad=True), torch.tensor([0, 2, 255, 255])
@@ -50,9 +43,9 @@ class LossAverage:
         tensor(2)
     """
 
-    path: _Path
-    node: str
-    sum_path: _Path | None = None
+    path: _Path  # from the loss's `grad_fn`, which of `next_functions` leads there
+    node: str  # the name of the node
+    sum_path: _Path | None = None  # for a sum divided by a number, the way to the sum
 
     @classmethod
     def of(cls, loss: Tensor) -> "list[LossAverage]":
@@ -113,10 +106,6 @@ class CountCheck:
     """Compares the weights that a user chose with what the first losses average over, and warns where they differ.
 
     A constant ratio changes nothing. Waits for the device in the first micro-batches, never afterwards.
-
-    Args:
-        average: where the loss is averaged.
-        weight: what micro-batches weigh, for the warning.
     """
 
     def __init__(self, average: LossAverage, weight: str) -> None:

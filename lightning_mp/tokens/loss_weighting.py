@@ -10,8 +10,6 @@ from torch import Tensor
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.count_unit import samples_of
 
-__all__ = ["CountFunction", "Measure", "WeightBy", "Weighting"]
-
 WeightBy = Literal["auto", "batch", "sample", "token"]
 
 #: From a batch to its number of items on this rank: an int, or an integer scalar tensor on any device.
@@ -20,42 +18,19 @@ CountFunction = Callable[[Any], int] | Callable[[Any], Tensor] | Callable[[Any],
 
 @dataclass(frozen=True)
 class Measure:
-    """One micro-batch on this rank.
+    """One micro-batch on this rank."""
 
-    Attributes:
-        items: what it weighs.
-        tokens: its target tokens; 0 if they are not counted.
-        input_tokens: an upper bound for ``tokens`` that the host knows from the shape.
-        samples: its samples; 0 if they are not counted.
-        divisor: what its loss was divided by, if that is not ``items``.
-        nonpad_tokens: tokens that an attention mask does not hide; 0 if tokens are not counted.
-    """
-
-    items: int | Tensor
-    tokens: int | Tensor
-    input_tokens: int
-    samples: int = 0
-    divisor: int | Tensor | None = None
-    nonpad_tokens: int | Tensor = 0
+    items: int | Tensor  # what it weighs
+    tokens: int | Tensor  # its target tokens; 0 if they are not counted
+    input_tokens: int  # an upper bound for `tokens` that the host knows from the shape
+    samples: int = 0  # its samples; 0 if they are not counted
+    divisor: int | Tensor | None = None  # what its loss was divided by, if that is not `items`
+    nonpad_tokens: int | Tensor = 0  # tokens that an attention mask does not hide; 0 if tokens are not counted
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Measures micro-batches.
-
-    Args:
-        weight_by: "token" weighs by target tokens, "sample" by batch size, "batch" all alike; "auto" takes tokens
-            if the first batch has token labels or ``count`` is given, else samples, unless the loss tells what it
-            averages over. The choice is printed. None counts and does not weigh.
-        count: counts the tokens of a batch, where they are not its labels. A tensor counts some of the labels, if the
-            batch has any; an int counts whatever it does.
-        shifted: the model shifts its labels itself.
-        counts_tokens: whether tokens are counted at all.
-        counts_samples: whether samples are, also where they are not the weight.
-
-    Raises:
-        ValueError: if ``weight_by`` is unknown.
-    """
+    """Measures micro-batches."""
 
     weight_by: WeightBy | None = "auto"
     count: CountFunction | None = None
@@ -72,17 +47,7 @@ class Weighting:
     def resolved(
         self, first_batch: Any, *, shifted: bool, needs_tokens: bool = False, needs_samples: bool = False
     ) -> "Weighting":
-        """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused.
-
-        Args:
-            first_batch: the first batch of the run.
-            shifted: the model shifts its labels itself.
-            needs_tokens: tokens are needed even if they are not the weight, as for a budget.
-            needs_samples: the same for samples.
-
-        Raises:
-            MisconfigurationException: if tokens are needed and cannot be counted, or samples are counted for them.
-        """
+        """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused."""
         if self.count is samples_of and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
                 "MFUMonitor(unit='sample') has the run counted in samples, and weight_by='token', a budget or a"

@@ -10,8 +10,6 @@ from lightning_mp.core.messages import listed
 from lightning_mp.core.nested_tensors import named_tensors_in, tensors_in
 from lightning_mp.tokens.batch_tokens import listed_samples
 
-__all__ = ["RaggedBatches", "first_list", "rows_differ"]
-
 
 def rows_differ(batch: Any) -> bool:
     """Whether the first dimensions of the tensors in a batch differ, so that any of them may be its samples.
@@ -49,46 +47,41 @@ def first_list(batch: Any) -> list[Tensor]:
 
 
 class RaggedBatches:
-    """Says once which rows are taken for samples, where a batch leaves that open.
-
-    Args:
-        consequence: what comes of it.
-        cure: what to do where that is wrong.
-    """
+    """Says once which rows are taken for samples, where a batch leaves that open."""
 
     def __init__(self, consequence: str, cure: str) -> None:
         self._text = consequence, cure
-        self._has_told = False
+        self._has_reported = False
         self._list: tuple[int, int] | None = None
 
     def look(self, batch: Any) -> None:
         """Warns if this is the first such batch."""
-        if self._has_told:
+        if self._has_reported:
             return
         if rows_differ(batch):
-            self._tell_of_rows(batch)
+            self._report_rows(batch)
         elif listed_samples(batch) is None and (tensors := first_list(batch)):
             self._compare_lists(len(tensors), tensors[0].shape[0])
 
     def _compare_lists(self, length: int, rows: int) -> None:
         before, self._list = self._list, (length, rows)
         if before is not None and before[0] != length and before[1] == rows:
-            self._tell(
+            self._report(
                 f"A batch is a list of {length} tensors, and one before it was of {before[0]}; all tensors have"
                 f" {rows} rows. These {rows} are taken for the samples of either batch, not its tensors:"
             )
 
-    def _tell_of_rows(self, batch: Any) -> None:
+    def _report_rows(self, batch: Any) -> None:
         first_with: dict[int, str] = {}
         for path, tensor in named_tensors_in(batch):
             if tensor.ndim:
                 first_with.setdefault(tensor.shape[0], path)
         rows = [f"{path} has {length}" for length, path in first_with.items()]
-        self._tell(
+        self._report(
             f"Tensors in a batch have different numbers of rows: {listed(rows)}. The rows of the first tensor,"
             f" {next(iter(first_with.values()))}, are taken for the samples of the batch:"
         )
 
-    def _tell(self, what: str) -> None:
-        self._has_told = True
+    def _report(self, what: str) -> None:
+        self._has_reported = True
         rank_zero_warn(" ".join((what, *self._text)))

@@ -12,7 +12,7 @@ from small_models import Regression, loader, quiet_trainer, regression_batches, 
 from torch import Tensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MFUMonitor
-from lightning_mp.optimizer_step.closures import cannot_do_without_its_closure
+from lightning_mp.optimizer_step.closures import requires_closure
 
 
 class Evaluating(torch.optim.SGD):
@@ -98,7 +98,7 @@ def test_without_the_callbacks_they_train(name: str) -> None:
 
 def test_what_is_known_before_the_first_step() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    known = {make: cannot_do_without_its_closure(make(parameters)) for make in (sgd, SharpnessAware, EvaluatingOnce)}
+    known = {make: requires_closure(make(parameters)) for make in (sgd, SharpnessAware, EvaluatingOnce)}
     assert known == {sgd: False, SharpnessAware: True, EvaluatingOnce: False}
     scaled = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=4.0))
     with pytest.raises(MisconfigurationException, match=r"^AutocastPrecision\('16-mixed'"):

@@ -294,5 +294,5 @@ def test_ranks_that_share_their_data_count_it_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
     controller.close_window(4 * totals.tensor(torch.device("cpu")))
-    controller.counter.settle()
+    controller.counter.flush_pending()
     assert (controller.counter.tokens, controller.counter.input_tokens, controller.counter.samples) == (20, 32, 4)

@@ -24,7 +24,7 @@ from restarts import (
 from small_models import quiet_trainer
 
 from lightning_mp import AtomicCheckpoints, ChinchillaBudget, StopAtBoundary
-from lightning_mp.checkpoints.resumable_progress import leave_out_begun_epoch, reopen_epoch
+from lightning_mp.checkpoints.resumable_progress import reopen_epoch, skip_started_epoch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
@@ -255,5 +255,5 @@ def test_only_an_epoch_in_its_first_hook_is_left_out(
     epochs: tuple[int, int, int, int], left: tuple[int, int, int, int]
 ) -> None:
     state = progress(epochs, 4, True)
-    leave_out_begun_epoch(state)
+    skip_started_epoch(state)
     assert state == progress(left, 4, True)

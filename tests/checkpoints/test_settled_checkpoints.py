@@ -11,7 +11,7 @@ from lightning_mp.checkpoints.atomic import (
     commit_checkpoint,
     is_complete,
     previous_path,
-    settle_checkpoint,
+    recover_checkpoint,
     temporary_path,
 )
 
@@ -23,7 +23,7 @@ def test_it_gets_its_name(hidden: Callable[[Path], Path], tmp_path: Path) -> Non
     (temporary_path(path) / "shard").write_bytes(b"\0" * 100)
     commit_checkpoint(path)
     os.replace(path, hidden(path))
-    settle_checkpoint(hidden(path))
+    recover_checkpoint(hidden(path))
     assert os.listdir(tmp_path) == ["last.ckpt"]
     assert is_complete(path)
 
@@ -31,5 +31,5 @@ def test_it_gets_its_name(hidden: Callable[[Path], Path], tmp_path: Path) -> Non
 def test_one_that_has_its_name_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     path.mkdir()
-    settle_checkpoint(path)
+    recover_checkpoint(path)
     assert os.listdir(tmp_path) == ["last.ckpt"]

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_mp import AtomicCheckpoints, AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
-from lightning_mp.checkpoints.sharded import without_a_made_up_step
+from lightning_mp.checkpoints.sharded import without_synthetic_step
 
 pytestmark = [
     # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -203,7 +203,7 @@ def test_a_folder_of_lightnings_strategies_becomes_a_file(make: Any, tmp_path: P
 def test_asking_for_the_state_before_the_first_step_leaves_gradients_alone(gradient: Any) -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = gradient
-    with without_a_made_up_step(torch.optim.AdamW([parameter])):
+    with without_synthetic_step(torch.optim.AdamW([parameter])):
         assert parameter.grad is not None
     assert parameter.grad is gradient
     assert gradient is None or gradient.equal(torch.ones(3))

@@ -192,7 +192,7 @@ def test_an_outcome_that_is_told_inside_of_the_next_window_is_replayed(tmp_path:
     class Settles(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 4:
-                StepOutcomeDispatcher.of(trainer).settle()
+                StepOutcomeDispatcher.of(trainer).flush_pending()
 
     module = Planted(partial(TimesInBackward, factor=math.inf), optimizer=fused_adamw)
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
@@ -289,7 +289,7 @@ def test_a_replay_says_nothing_that_the_module_said_before(tmp_path: Path) -> No
 def test_gradients_are_on_in_a_replay_wherever_it_is_made() -> None:
     """An outcome may be told inside of an optimizer, where they are off."""
     module = Planted(partial(TimesInForward, factor=1.0))
-    with torch.no_grad(), Replay(quiet_trainer(), module, SCALE).left_no_trace():
+    with torch.no_grad(), Replay(quiet_trainer(), module, SCALE).state_restored():
         assert torch.is_grad_enabled()
 
 

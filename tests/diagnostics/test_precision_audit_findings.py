@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision, PrecisionPolicy
-from lightning_mp.diagnostics.audit.asked import AskedPrecision
 from lightning_mp.diagnostics.audit.findings import find_problems
+from lightning_mp.diagnostics.audit.requested import RequestedPrecision
 from lightning_mp.diagnostics.audit.watch import audit_step
 
 DEFAULT = PrecisionPolicy.default()
@@ -286,7 +286,7 @@ def test_the_dimension_that_misses_tensor_cores_is_named(make: Any, size: tuple[
             loss = model(torch.ones(size)).float().sum()
         loss.backward()
 
-    found = find_problems(audit_step(model, step), AskedPrecision("bf16-mixed"))
+    found = find_problems(audit_step(model, step), RequestedPrecision("bf16-mixed"))
     assert [finding.what.replace("the step around the model", "") for finding in found] == expected
     assert all(finding.kind == "tensor_cores" for finding in found)
 
@@ -311,7 +311,7 @@ def test_attention_that_torch_computes_in_parts_is_no_finding(autocast: bool) ->
                 loss = model[1](x if autocast else x.float()).float().sum()
         loss.backward()
 
-    found = find_problems(audit_step(model, step), AskedPrecision("bf16-mixed"))
+    found = find_problems(audit_step(model, step), RequestedPrecision("bf16-mixed"))
     assert [(finding.kind, finding.modules) for finding in found] == [] if autocast else [("fp32_matmul", ("1",))]
 
 
@@ -344,7 +344,7 @@ def test_an_operation_that_autocast_does_not_know_is_no_guess() -> None:
             loss = model(torch.ones(8, 16)).float().square().sum()
         loss.backward()
 
-    (finding,) = find_problems(audit_step(model, step), AskedPrecision("bf16-mixed"))
+    (finding,) = find_problems(audit_step(model, step), RequestedPrecision("bf16-mixed"))
     assert (finding.kind, finding.modules, finding.likely_cause) == ("fp32_matmul", ("1",), "")
     assert finding.what.endswith("torch's autocast has no rule for this operation on cpu.")
 
@@ -353,4 +353,4 @@ def test_an_operation_that_autocast_does_not_know_is_no_guess() -> None:
 def test_of_an_unknown_precision_only_what_is_wrong_in_any_is_said(precision: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), InFp64())
     report = audit_step(model, lambda: model(torch.ones(CLASSES, 8)).sum().backward())
-    assert [finding.kind for finding in find_problems(report, AskedPrecision(precision))] == ["fp64"]
+    assert [finding.kind for finding in find_problems(report, RequestedPrecision(precision))] == ["fp64"]

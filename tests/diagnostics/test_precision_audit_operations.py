@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from lightning_mp import PrecisionPolicy
-from lightning_mp.diagnostics.audit.asked import AskedPrecision
 from lightning_mp.diagnostics.audit.findings import find_problems
 from lightning_mp.diagnostics.audit.operations import compute_dtype, identify
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord, dtype_label
+from lightning_mp.diagnostics.audit.requested import RequestedPrecision
 from lightning_mp.diagnostics.audit.watch import infer_autocast
 
 FP8 = dtype_label(torch.float8_e4m3fn)
@@ -30,7 +30,7 @@ def test_a_policy_of_16_bit_is_not_against_fp8(compute: str, kinds: list[str]) -
     policy = PrecisionPolicy([("class:Linear", "bf16")]).resolve(nn.Sequential(nn.Linear(16, 16)))
     module = ModuleRecord("0", "Linear", ("fp32",), (), (), (), (), "?", 1)
     report = AuditReport((module,), (product(compute),), compiled=False, unseen=())
-    assert [finding.kind for finding in find_problems(report, AskedPrecision("fp8-mixed", policy))] == kinds
+    assert [finding.kind for finding in find_problems(report, RequestedPrecision("fp8-mixed", policy))] == kinds
 
 
 @pytest.mark.parametrize(("name", "order"), [("aten::copy_", 1), ("aten::_to_copy", -1)])

@@ -363,9 +363,9 @@ def test_any_dtype_and_shape_is_sent_and_what_is_not_saved_is_left() -> None:
             with torch.inference_mode():
                 module.register_buffer("made_in_evaluation", torch.tensor(float(rank)))
             sending = BufferBroadcast(module, torch.device("cpu"), [mesh.get_group()])
-            sending.settle()
+            sending.flush_pending()
             sending.on_train_batch_end()
-            sending.settle()
+            sending.flush_pending()
             module.sharded = module.sharded.to_local()
             return buffers_of(module)
 

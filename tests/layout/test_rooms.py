@@ -1,4 +1,4 @@
-"""The rooms of the package: imports go down only, and three files alone touch what others keep private."""
+"""The subpackages of lightning_mp: imports go down only, and three files alone touch what others keep private."""
 
 import ast
 import functools
@@ -8,9 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-ROW_OF_A_ROOM = re.compile(r"^\| (\d+) \| `(\w+)` \|", re.MULTILINE)
-# From the ground up; a room imports from itself and from the floors below. The page has the same list.
-FLOORS = [
+ROW_OF_A_PACKAGE = re.compile(r"^\| (\d+) \| `(\w+)` \|", re.MULTILINE)
+# From the ground up; a package imports from itself and from the layers below. The page has the same list.
+LAYERS = [
     {"_version", "core"},
     {"checkpoints", "modules"},
     {"flops", "gradients", "optimizers", "policy", "resume"},
@@ -27,7 +27,7 @@ FLOORS = [
     {"callbacks", "comparison", "language_model", "strategies"},
     {"demo", "__main__"},
 ]
-FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS, start=1) for room in rooms}
+LAYER_OF = {package: height for height, packages in enumerate(LAYERS, start=1) for package in packages}
 # The command line's front door names the demo's verb; nobody imports it.
 BESIDES = {("__main__", "demo")}
 OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics"}
@@ -48,10 +48,10 @@ MODULES = modules()
 FOLDERS = {name.split(".")[1] for name in MODULES if len(name.split(".")) > 2}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """The folder that a module lives in; what is imported from the front door is in none."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF else ""
+    return parts[1] if len(parts) > 1 and parts[1] in LAYER_OF else ""
 
 
 @functools.cache
@@ -87,18 +87,18 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def test_every_folder_has_a_floor():
-    assert FOLDERS - FLOOR_OF.keys() == set(), "give the new folder a floor here and a row in docs/architecture.md"
-    assert FLOOR_OF.keys() - FOLDERS == {"_version", "__main__"}
+def test_every_folder_has_a_layer():
+    assert FOLDERS - LAYER_OF.keys() == set(), "give the new folder a layer here and a row in docs/architecture.md"
+    assert LAYER_OF.keys() - FOLDERS == {"_version", "__main__"}
 
 
 def test_the_root_of_the_package_holds_folders_and_three_files():
     assert {file.name for file in (ROOT / "lightning_mp").glob("*.py")} == {"__init__.py", "__main__.py", "_version.py"}
 
 
-def test_the_page_lists_every_room_on_its_floor():
-    listed = {(room, int(floor)) for floor, room in ROW_OF_A_ROOM.findall(PAGE)}
-    assert listed == {(room, floor) for room, floor in FLOOR_OF.items() if not room.startswith("_")}
+def test_the_page_lists_every_package_on_its_layer():
+    listed = {(package, int(layer)) for layer, package in ROW_OF_A_PACKAGE.findall(PAGE)}
+    assert listed == {(package, layer) for package, layer in LAYER_OF.items() if not package.startswith("_")}
 
 
 def test_every_file_that_the_page_names_exists():
@@ -107,16 +107,18 @@ def test_every_file_that_the_page_names_exists():
     assert {f for f in files if not any((ROOT / top / f).exists() for top in ("", "lightning_mp"))} == set()
 
 
-def test_a_room_says_what_lives_there():
-    said = {room: ast.get_docstring(nodes_of(f"lightning_mp.{room}")[0]) or "" for room in FOLDERS}
-    assert {room for room, docstring in said.items() if len(docstring) <= 30} == set()
+def test_a_package_says_what_lives_there():
+    said = {package: ast.get_docstring(nodes_of(f"lightning_mp.{package}")[0]) or "" for package in FOLDERS}
+    assert {package for package, docstring in said.items() if len(docstring) <= 30} == set()
 
 
 def imports_that_do_not_go_down(module: str) -> set[str]:
-    room = room_of(module)
+    package = package_of(module)
     ours = {name for name in imports_of(module) if name.split(".")[0] == "lightning_mp"}
-    elsewhere = {name for name in ours if room_of(name) not in ("", room) and (room, room_of(name)) not in BESIDES}
-    return {name for name in elsewhere if FLOOR_OF[room_of(name)] >= FLOOR_OF[room]}
+    elsewhere = {
+        name for name in ours if package_of(name) not in ("", package) and (package, package_of(name)) not in BESIDES
+    }
+    return {name for name in elsewhere if LAYER_OF[package_of(name)] >= LAYER_OF[package]}
 
 
 def test_imports_go_down_only():
@@ -133,12 +135,12 @@ def imports_through_the_front_door(module: str) -> set[str]:
 
 def test_no_module_below_the_demo_imports_the_front_door():
     """`from lightning_mp import X` inside the package would run all of it, in an order nobody chose."""
-    below = [module for module in MODULES if room_of(module) not in FRONT_DOOR]
+    below = [module for module in MODULES if package_of(module) not in FRONT_DOOR]
     assert without_empty({module: imports_through_the_front_door(module) for module in below}) == {}
 
 
 def test_planning_and_flops_need_no_trainer():
-    counted = [module for module in MODULES if room_of(module) in ("flops", "planning")]
+    counted = [module for module in MODULES if package_of(module) in ("flops", "planning")]
     found = {
         module: {name for name in imports_of(module) if name.split(".")[0] in OTHERS - {"torch"}} for module in counted
     }

@@ -319,7 +319,7 @@ def test_layers_of_other_stages_are_freed_one_by_one():
         freed.append(sum(layer[0].weight.untyped_storage().nbytes() == 4 for layer in layers))
 
     layers = list(module.layers)
-    split_model(module, read_layers(module), [0, 2], 0, bring_to_life=count)
+    split_model(module, read_layers(module), [0, 2], 0, materialize=count)
     assert freed == [0, 0, 0, 1, 2, 3]
 
 

@@ -412,7 +412,7 @@ def test_an_operation_that_autocast_leaves_alone_gets_a_hint() -> None:
 
 def test_emulated_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(plugin_module, "warn_of_emulated_bf16", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(plugin_module, "warn_about_emulated_bf16", lambda *arguments: asked.append(arguments))
     for precision in DTYPES:
         quiet_trainer(plugins=[master_weights(precision)]).fit(Regression(), loader(regression_batches(1)))
     assert asked == [("cpu", "MasterWeightsPrecision('16-true')")]

@@ -99,10 +99,10 @@ def test_emulated_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     with pytest.warns(UserWarning, match=r"Tesla T4 has no bf16 units: .* slow. Use AutocastPrecision\('16-mixed'\)\."):
-        autocast_context.warn_of_emulated_bf16("cuda", "AutocastPrecision('16-mixed')")
-    autocast_context.warn_of_emulated_bf16("cpu", "")
+        autocast_context.warn_about_emulated_bf16("cuda", "AutocastPrecision('16-mixed')")
+    autocast_context.warn_about_emulated_bf16("cpu", "")
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(autocast, "warn_of_emulated_bf16", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(autocast, "warn_about_emulated_bf16", lambda *arguments: asked.append(arguments))
     for name in ("autocast", "fp16"):
         train(Net(), PLUGINS[name]())
     assert asked == [("cpu", "AutocastPrecision('16-mixed')")]

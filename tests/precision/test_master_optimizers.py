@@ -72,7 +72,7 @@ class Run:
         # As in a Trainer: the optimizer is made over 16-bit weights, the masters come later.
         self.optimizer = make(self.module.parameters())
         for parameter, value in zip(self.module.parameters(), values, strict=True):
-            self.store.set(parameter, value, given=True)
+            self.store.set(parameter, value, is_exact_fp32=True)
         self.hooks = MasterHooks(self.optimizer, self.store)
 
     def train(self, steps: range) -> None:

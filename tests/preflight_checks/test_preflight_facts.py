@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
 
 from lightning_mp import AccumulationScheduler
-from lightning_mp.preflight_checks.data_facts import FoundData, look_at_data
+from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
 from lightning_mp.preflight_checks.module_facts import layers_of, untied_embeddings
 from lightning_mp.preflight_checks.scheduler_facts import read_schedulers
 from lightning_mp.preflight_checks.trainer_facts import run_of
@@ -54,12 +54,12 @@ def test_steps_that_are_not_known() -> None:
 def test_lightning_gives_each_rank_its_part_of_the_samples() -> None:
     data = DataLoader(TensorDataset(torch.zeros(10, 8)), batch_size=2)
     for shards, batches in ((True, 3), (False, 5)):
-        assert look_at_data(data, Net(), data_ranks=2, shards_samples=shards).batches_per_epoch == batches
+        assert inspect_data(data, Net(), data_ranks=2, shards_samples=shards).batches_per_epoch == batches
 
 
 def test_several_loaders() -> None:
     loaders = {"a": loader(regression_batches(2)), "b": loader(regression_batches(5))}
-    found = look_at_data(loaders, Net(), data_ranks=1, shards_samples=False)
+    found = inspect_data(loaders, Net(), data_ranks=1, shards_samples=False)
     assert found.batches_per_epoch == 5
     assert torch.equal(found.batch["a"][0], regression_batches(1)[0][0])
 

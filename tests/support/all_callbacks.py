@@ -13,8 +13,6 @@ from lightning_mp import (
 from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
 from lightning_mp.lr_schedule.schedules import WarmupCosine
 
-__all__ = ["all_callbacks"]
-
 
 def all_callbacks(window: int = 1, flops_per_token: float | str = "exact") -> dict[str, Callback]:
     """New ones, by class name.

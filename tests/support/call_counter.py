@@ -14,8 +14,6 @@ from lightning.pytorch.loggers import CSVLogger
 from small_models import fused_adamw, loader, quiet_trainer
 from torch import Tensor, nn
 
-__all__ = ["Layers", "calls", "plain_loop_calls"]
-
 WARM_UP = 5
 
 

@@ -14,8 +14,6 @@ from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
 from lightning_mp.diagnostics.overflow.report import OverflowReport
 
-__all__ = ["diagnose"]
-
 _ANYWHERE = ("diverged",)
 
 

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from lightning_mp.precision.fp8.layer_filter import Float8Layer
 
-__all__ = ["LayerSQNR", "layer_sqnr", "model_sqnr", "sqnr_db"]
-
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     """Signal-to-quantisation-noise ratio in decibels, computed in fp64.

@@ -13,8 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Case", "Net", "Result", "SharpnessAware", "batches_of", "make_case", "make_optimizer", "reference"]
-
 WIDTH = 8
 SCALE = 2.0**8
 GROWTH_INTERVAL = 4

@@ -25,8 +25,6 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-__all__ = ["COMPILER", "FLOAT8", "RankError", "process_group", "run_group", "run_ranks"]
-
 # Ranks compute on the CPU, wherever they run; and the driver of a GPU does not survive a fork.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 

@@ -30,8 +30,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-__all__ = ["INNOCENT_MODELS", "InnocentModel", "Trained"]
-
 WIDTH, CLASSES, VOCABULARY, TOKENS, BATCH = 16, 8, 32, 8, 4
 
 

@@ -7,8 +7,6 @@ from collections.abc import MutableSequence
 
 import pytest
 
-__all__ = ["LONGEST_FILES", "begin_with_the_longest"]
-
 #: Those of more than ten seconds in the full set, the longest first; in the quick set they are few seconds each.
 LONGEST_FILES = (
     "test_strategy_matrix",

@@ -12,8 +12,6 @@ from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.pipelining.api import pipelined_loss, pipelined_metrics, pipelined_output
 from lightning_mp.pipelining.layers import PipelineLayer
 
-__all__ = ["PipelinedGPT", "PipelinedMLP", "fit", "labelled", "losses_of", "token_batches"]
-
 VOCAB = 32
 
 

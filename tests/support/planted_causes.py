@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, LossScaler, PrecisionPolicy
 
-__all__ = ["PLANTED_CAUSES", "Monitor", "PlantedCause"]
-
 Monitor = Literal["OverflowPostMortem", "PrecisionAudit", "UnderflowMonitor", "OverflowMonitor"]
 
 

@@ -20,8 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mp import AutocastPrecision, ChinchillaBudget, Float8Precision, MasterWeightsPrecision, MFUMonitor
 from lightning_mp.preflight_checks.report import FindingName, Severity
 
-__all__ = ["PROJECTS", "Net", "Project", "write_checkpoints"]
-
 BATCHES = 12
 
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-__all__ = ["NO_16_BIT_LSTM", "has_16_bit_lstm", "needs_16_bit_lstm"]
-
 NO_16_BIT_LSTM = "oneDNN has no 16-bit LSTM on this processor (it needs AVX-512)"
 
 

@@ -5,8 +5,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["covering_cases", "slow_cases"]
-
 Case = TypeVar("Case", bound=Hashable)
 
 

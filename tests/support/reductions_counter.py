@@ -6,8 +6,6 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CountReductions", "ReductionsPerStep"]
-
 
 class CountReductions(TorchDispatchMode):
     def __init__(self) -> None:

@@ -8,8 +8,6 @@ import importlib.metadata
 import logging
 from typing import Any
 
-__all__ = ["attach_log_handlers_once", "read_entry_points_once", "seed_the_cpu_alone"]
-
 
 def read_entry_points_once() -> None:
     """Every Trainer asks for the entry points of all installed packages, which is a third of a short fit.

@@ -28,14 +28,14 @@ class Stream:
 
     def __init__(self) -> None:
         self.position = 0
-        self._goes_on = False
+        self._continues = False
         # By this name Lightning drops it after a fit.
         self._iterator: Iterator[Tensor] | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
-        if not self._goes_on:
+        if not self._continues:
             self.position = 0
-        self._goes_on = False
+        self._continues = False
         self._iterator = self._rest()
         return self._iterator
 
@@ -49,7 +49,7 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
-        self._goes_on = True
+        self._continues = True
 
 
 class SizedStream(Stream):

@@ -1,7 +1,5 @@
 """The columns of a run of optimizer steps, as the demo writes them and its picture reads them."""
 
-__all__ = ["NUM_STEPS", "run_columns"]
-
 NUM_STEPS = 40
 
 

@@ -39,8 +39,6 @@ from lightning_mp import (
 )
 from lightning_mp.accumulation.controller import AccumulationController
 
-__all__ = ["Fault", "Found", "Leg", "Precision", "all_callbacks", "run_leg"]
-
 #: A loss that is not finite on one rank; memory that runs out on one rank.
 Fault = Literal["overflow", "oom"]
 Precision = Literal["16-mixed", "bf16-mixed", "16-true", "bf16-true"]

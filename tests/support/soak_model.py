@@ -11,19 +11,6 @@ import torch
 from small_models import TokenModel, token_batches
 from torch import Tensor, nn
 
-__all__ = [
-    "BUDGET_TOKENS",
-    "GROWTH_INTERVAL",
-    "MAX_SCALE",
-    "MIN_SCALE",
-    "PEAK_RATE",
-    "ROWS_PER_RANK",
-    "SCALE",
-    "Run",
-    "Stream",
-    "rate",
-]
-
 ROWS_PER_RANK = 2
 SCALE, MIN_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**9, 2.0**-4, 2.0**12, 4
 PEAK_RATE, MOMENTUM = 0.3, 0.9

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-__all__ = ["plain_environment"]
-
 #: Python reads a `sitecustomize.py` that is in its path.
 PLAIN_INSTALL = Path(__file__).resolve().parent / "plain_install"
 

@@ -21,8 +21,6 @@ from lightning_mp.pipelining.layers import PipelineLayer
 from lightning_mp.strategies import FSDP2Strategy
 from lightning_mp.strategies.pipeline import PipelineParallelStrategy
 
-__all__ = ["FAMILIES", "STRATEGIES", "ParallelNet", "distributed"]
-
 
 class UnusedLayerNet(Net):
     """With a layer that no loss depends on."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from strategy_rows import FAMILIES
 from strategy_runs import ACCUMULATION, CLIPPING, GRADIENT_WINDOW, LOSS_WINDOW, NUM_WINDOWS, PRECISIONS, Cell
 
-__all__ = ["EQUAL", "page"]
-
 EQUAL = "equal"
 
 _TEXT = f"""# Precision plugins on strategies

@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts
 
-__all__ = ["Collective", "CollectiveCounter", "CountsTheStep", "PartsCounter", "socket_bytes_sent"]
-
 _NAMES = {
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",

@@ -104,9 +104,9 @@ def test_a_window_is_read_when_the_next_one_closes():
     assert (sums(counter), counter.unread_micro_batches) == ((0, 0, 0), 3)
     closed(counter, 5, 5, 6, micro_batches=2)
     assert (sums(counter), counter.unread_micro_batches) == ((10, 12, 1), 2)
-    counter.settle()
+    counter.flush_pending()
     assert (sums(counter), counter.unread_micro_batches) == ((15, 18, 2), 0)
-    counter.settle()
+    counter.flush_pending()
     assert sums(counter) == (15, 18, 2)
 
 
@@ -132,10 +132,10 @@ def test_skipped_and_repeated_tokens_are_booked_beside_the_others(settled_first)
     for tokens, skipped, epoch in [(10, False, 0), (20, True, 0), (30, False, 1), (40, True, 1)]:
         counter.close_window(torch.tensor([1.0, tokens, tokens, 0, tokens, tokens]), 1, repeated=epoch > 0)
         if settled_first:
-            counter.settle()
+            counter.flush_pending()
         if skipped:
             counter.skip_last_window()
-    counter.settle()
+    counter.flush_pending()
     assert (counter.tokens, counter.skipped_tokens, counter.repeated_tokens) == (100, 60, 70)
 
 
@@ -144,7 +144,7 @@ def test_totals_are_copied_when_a_window_closes():
     totals = torch.tensor([4.0] * NUM_TOTALS, dtype=torch.float64)
     counter.close_window(totals, 1)
     totals.zero_()
-    counter.settle()
+    counter.flush_pending()
     assert counter.tokens == 4
 
 
@@ -161,10 +161,10 @@ def test_the_account_is_exact_whenever_it_is_looked_at(numbers):
         tokens += window_tokens
         input_tokens += window_tokens + padding
         if look:
-            counter.settle()
+            counter.flush_pending()
             assert (counter.tokens, counter.input_tokens) == (tokens, input_tokens)
             assert isinstance(counter.tokens, int)
-    counter.settle()
+    counter.flush_pending()
     assert sums(counter) == (tokens, input_tokens, len(numbers))
 
 
@@ -174,7 +174,7 @@ def test_a_long_run_is_counted_to_the_token():
     closed(counter, 1, 2**52, 2**52)
     for _ in range(100):
         closed(counter, 1, 2**24 + 1, 2**24 + 3)
-    counter.settle()
+    counter.flush_pending()
     assert counter.tokens == 2**52 + 100 * (2**24 + 1)
     assert counter.input_tokens == 2**52 + 100 * (2**24 + 3)
 
@@ -194,10 +194,10 @@ def test_the_largest_micro_batch_is_remembered():
     counter = TokenCounter()
     for input_tokens, micro_batches, largest in [(100, 1, 100), (64, 1, 100), (999, 9, 111), (10, 0, 111)]:
         closed(counter, 1, 1, input_tokens, micro_batches)
-        counter.settle()
+        counter.flush_pending()
         assert counter.largest_micro_batch == largest
     closed(counter, 1, 1, 404, micro_batches=2, largest=400)
-    counter.settle()
+    counter.flush_pending()
     assert counter.largest_micro_batch == 400, "the largest, not the window's mean"
 
 
@@ -272,14 +272,14 @@ def test_tokens_of_a_skip_are_taken_off_whether_they_were_read_before_it_was_kno
         closed(counter, 10, 10, 16, nonpad=12)
         useful = []
         if is_late:
-            counter.settle()
+            counter.flush_pending()
             useful.append(changes.take().useful_tokens)
         counter.skip_last_window()
-        counter.settle()
+        counter.flush_pending()
         assert changes.any
         useful.append(changes.take().useful_tokens)
         assert useful == ([12, -12] if is_late else [0])
         assert not changes.any
         closed(counter, 10, 10, 16, nonpad=12)
-        counter.settle()
+        counter.flush_pending()
         assert changes.take().useful_tokens == 12

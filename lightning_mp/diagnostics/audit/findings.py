@@ -5,20 +5,18 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from lightning_mp.core.messages import listed
-from lightning_mp.diagnostics.audit.asked import AskedPrecision
 from lightning_mp.diagnostics.audit.operations import candidates
 from lightning_mp.diagnostics.audit.records import AuditReport, OperationRecord
+from lightning_mp.diagnostics.audit.requested import RequestedPrecision
 from lightning_mp.policy.operations import by_autocast
-
-__all__ = ["AuditFinding", "FindingKind", "find_problems"]
 
 FindingKind = Literal[
     "not_active", "fp32_matmul", "other_format", "not_fp8", "low_precision", "policy", "tensor_cores", "fp64"
 ]
 """What is wrong.
 
-"not_active": mixed precision was asked for, and every product ran in fp32. "fp32_matmul": some did, unasked.
-"other_format": a product ran in a 16-bit format that was not asked for. "not_fp8": a layer chosen for fp8 did not
+"not_active": mixed precision was requested, and every product ran in fp32. "fp32_matmul": some did, unasked.
+"other_format": a product ran in a 16-bit format that was not requested. "not_fp8": a layer chosen for fp8 did not
 multiply in it. "low_precision": a loss, a softmax or norm that was cast by hand, or the sums of a norm that is written
 by hand ran in 16 bit in a mixed run, and the policy does not say so. "policy": something ran in another format than the
 policy says. "tensor_cores": a large dimension of a layer is no multiple of 8, or of 16 in fp8. "fp64": 64-bit numbers,
@@ -62,22 +60,15 @@ class AuditFinding:
         return f"{self.what} {guess}{self.advice}"
 
 
-def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[AuditFinding, ...]:
-    """Compares what ran with what was asked for.
-
-    Args:
-        report: what was seen.
-        asked: what was asked for.
-
-    Returns:
-        The findings, the most severe first; none if all is well.
+def find_problems(report: AuditReport, asked: RequestedPrecision) -> tuple[AuditFinding, ...]:
+    """Compares what ran with what was requested.
 
     Example:
         >>> from torch import nn, ones
         >>> from lightning_mp.diagnostics.audit.watch import audit_step
         >>> model = nn.Linear(8, 8)
         >>> report = audit_step(model, lambda: model(ones(8, 8)).sum().backward())  # the autocast is missing
-        >>> [finding.kind for finding in find_problems(report, AskedPrecision("bf16-mixed"))]
+        >>> [finding.kind for finding in find_problems(report, RequestedPrecision("bf16-mixed"))]
         ['not_active']
     """
     forward = [record for record in report.operations if record.phase != "backward"]
@@ -93,7 +84,7 @@ def find_problems(report: AuditReport, asked: AskedPrecision) -> tuple[AuditFind
     return (*found, *_missed_tensor_cores(forward, {row.name for row in report.modules if "Linear" in row.class_name}))
 
 
-def _not_active(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFinding]:
+def _not_active(report: AuditReport, asked: RequestedPrecision) -> Iterator[AuditFinding]:
     products = [record for record in report.operations if record.kind == "matmul" and record.phase == "forward"]
     if not asked.is_mixed or not products or any(record.compute != "fp32" for record in products):
         return
@@ -111,8 +102,8 @@ def _not_active(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFin
     )
 
 
-def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -> Iterator[AuditFinding]:
-    """Products in a format that neither the plugin nor the policy asks for."""
+def _wrong_products(forward: Sequence[OperationRecord], asked: RequestedPrecision) -> Iterator[AuditFinding]:
+    """Products in a format that neither the plugin nor the policy requests."""
     products = [row for row in forward if row.kind == "matmul" and not asked.by_policy(row)]
     if asked.base in _LOW:
         in_fp32 = [row for row in products if row.compute == "fp32" and not _is_left_to_torch(row, forward)]
@@ -130,7 +121,7 @@ def _wrong_products(forward: Sequence[OperationRecord], asked: AskedPrecision) -
         )
 
 
-def _fp32_product(operation: str, rows: Sequence[OperationRecord], asked: AskedPrecision) -> AuditFinding:
+def _fp32_product(operation: str, rows: Sequence[OperationRecord], asked: RequestedPrecision) -> AuditFinding:
     names = _modules(rows)
     what = f"{operation} ran in fp32 in a {asked.precision} run: {_places(names)}."
     device_type = rows[0].device_type
@@ -163,7 +154,7 @@ def _is_left_to_torch(row: OperationRecord, forward: Sequence[OperationRecord]) 
     return casts_up and any(other.operation == "safe_softmax" for other in own)
 
 
-def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFinding]:
+def _not_fp8(report: AuditReport, asked: RequestedPrecision) -> Iterator[AuditFinding]:
     called = {record.name for record in report.modules if record.calls}
     in_fp8 = {record.module for record in report.operations if "fp8" in record.compute}
     missing = tuple(name for name in asked.fp8_modules if name in called and name not in in_fp8)
@@ -177,7 +168,7 @@ def _not_fp8(report: AuditReport, asked: AskedPrecision) -> Iterator[AuditFindin
         )
 
 
-def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -> Iterator[AuditFinding]:
+def _against_policy(forward: Sequence[OperationRecord], asked: RequestedPrecision) -> Iterator[AuditFinding]:
     def contradiction(row: OperationRecord) -> tuple[str, str, str] | None:
         wanted = asked.by_policy(row)
         in_scope = row.kind in ("matmul", "softmax", "norm", "loss") and row.compute in (*_LOW, "fp32")
@@ -195,7 +186,7 @@ def _against_policy(forward: Sequence[OperationRecord], asked: AskedPrecision) -
 
 
 def _low_precision(
-    forward: Sequence[OperationRecord], asked: AskedPrecision, norms: Collection[str]
+    forward: Sequence[OperationRecord], asked: RequestedPrecision, norms: Collection[str]
 ) -> Iterator[AuditFinding]:
     cast_by_hand = _modules_that_cast_by_hand(forward)
 

@@ -11,8 +11,6 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.diagnostics.audit.records import Kind
 from lightning_mp.policy.operations import FAMILIES
 
-__all__ = ["SeenOperation", "candidates", "compute_dtype", "held_dtype", "identify", "product_sizes"]
-
 #: Functions of torch that a rule of a policy can name and that end in an operation of the dispatcher.
 _FROM: dict[str, tuple[str, ...]] = {
     "mm": ("linear", "matmul", "mm", "einsum"),

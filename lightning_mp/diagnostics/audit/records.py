@@ -8,8 +8,6 @@ import torch
 
 from lightning_mp.core.number_formats import FORMATS
 
-__all__ = ["AuditReport", "Kind", "ModuleRecord", "OperationRecord", "Phase", "dtype_label"]
-
 Kind = Literal["matmul", "softmax", "norm", "loss", "cast", "other"]
 """What an operation is. "norm" leaves batch norm out, whose kernels compute in fp32 whatever their input."""
 
@@ -21,61 +19,37 @@ _LABELS = {row.torch_dtype: row.name for row in FORMATS.values() if row.torch_dt
 
 @dataclass(frozen=True)
 class OperationRecord:
-    """Like calls of one operation in one module.
+    """Like calls of one operation in one module."""
 
-    Attributes:
-        module: name of the module that called it; "" for the step around the model, as the loss often is.
-        operation: as torch's dispatcher has it, without "_" and "native_" in front: ``F.linear`` is "addmm".
-        kind: what it is.
-        phase: when it ran.
-        compute: the dtype it computed in, after every cast: of the factors of a product, the wider one of input and
-            output of other operations.
-        inputs: dtypes of its tensors, in order.
-        outputs: dtypes of its results.
-        autocast: "cpu bf16", "off", or "?" where that cannot be told, and in backward, which follows its forward.
-        sizes: of a product in the forward, by name: rows, inner, columns; in_channels, out_channels; head_dim.
-        device_type: where it ran.
-        calls: how often.
-    """
-
-    module: str
-    operation: str
-    kind: Kind
-    phase: Phase
+    module: str  # name of the module that called it; "" for the step around the model, as the loss often is
+    operation: str  # as torch's dispatcher has it, without "_" and "native_" in front: `F.linear` is "addmm"
+    kind: Kind  # what it is
+    phase: Phase  # when it ran
+    # the dtype it computed in, after every cast: of the factors of a product, the wider one of input and output of
+    # other operations
     compute: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    autocast: str
+    inputs: tuple[str, ...]  # dtypes of its tensors, in order
+    outputs: tuple[str, ...]  # dtypes of its results
+    autocast: str  # "cpu bf16", "off", or "?" where that cannot be told, and in backward, which follows its forward
+    # of a product in the forward, by name: rows, inner, columns; in_channels, out_channels; head_dim
     sizes: tuple[tuple[str, int], ...]
-    device_type: str
-    calls: int = 1
+    device_type: str  # where it ran
+    calls: int = 1  # how often
 
 
 @dataclass(frozen=True)
 class ModuleRecord:
-    """One module; dtypes in the order in which they were first seen.
+    """One module; dtypes in the order in which they were first seen."""
 
-    Attributes:
-        name: its first name in the model, without what wrappers add; "" is the model.
-        class_name: of its class.
-        weights: dtypes of its own parameters while it ran.
-        inputs: dtypes of the tensors it was called with.
-        outputs: dtypes of the tensors it returned.
-        output_gradients: dtypes of the gradients that arrived at those.
-        weight_gradients: dtypes of its parameters' gradients after backward.
-        autocast: what it ran under, as in :class:`OperationRecord`.
-        calls: how often it was called, recomputing included; 0 inside of compiled code and where another module uses
-            its weights.
-    """
-
-    name: str
-    class_name: str
-    weights: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    output_gradients: tuple[str, ...]
-    weight_gradients: tuple[str, ...]
-    autocast: str
+    name: str  # its first name in the model, without what wrappers add; "" is the model
+    class_name: str  # of its class
+    weights: tuple[str, ...]  # dtypes of its own parameters while it ran
+    inputs: tuple[str, ...]  # dtypes of the tensors it was called with
+    outputs: tuple[str, ...]  # dtypes of the tensors it returned
+    output_gradients: tuple[str, ...]  # dtypes of the gradients that arrived at those
+    weight_gradients: tuple[str, ...]  # dtypes of its parameters' gradients after backward
+    autocast: str  # what it ran under, as in `OperationRecord`
+    # how often it was called, recomputing included; 0 inside of compiled code and where another module uses its weights
     calls: int
 
 
@@ -86,7 +60,7 @@ class AuditReport:
     Attributes:
         modules: every module, parents first.
         operations: every operation that computes, in the order of its first call; views and sizes are left out.
-        compiled: whether compiled code ran: what the compiler fused into kernels of its own is not in ``operations``.
+        compiled: whether compiled code ran: what the compiler fused into its own kernels is not in ``operations``.
         unseen: modules whose weights got gradients although no call of them was seen.
 
     Example:

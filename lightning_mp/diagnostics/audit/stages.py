@@ -6,18 +6,12 @@ from dataclasses import replace
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
 from lightning_mp.modules.stage_placeholder import StagePlaceholder
 
-__all__ = ["join_stages"]
-
 
 def join_stages(reports: Sequence[AuditReport], names: Sequence[str]) -> AuditReport:
     """The report of the whole model.
 
     What a module did is taken from the stages that hold it. What all stages do alike, as the step around the model,
     counts once.
-
-    Args:
-        reports: of the stages, in order.
-        names: of the whole model's modules, parents first.
 
     Example:
         >>> held = ModuleRecord("head", "Linear", ("fp32",), ("bf16",), (), (), (), "off", 4)

@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from lightning_mp.core.messages import listed, text_table
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
 
-__all__ = ["HEAD", "audit_table", "plain_audit_table", "table_rows"]
-
 HEAD = ("Name", "Type", "Weights", "In", "Runs", "Out", "Grad of out", "Grad of weights", "Autocast")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_KINDS = ("matmul", "softmax", "norm", "loss")

@@ -21,8 +21,6 @@ from lightning_mp.modules.class_forward import takes_hooks
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.operations import by_autocast
 
-__all__ = ["PrecisionWatch", "audit_step"]
-
 
 @dataclass
 class _Note:
@@ -60,12 +58,6 @@ class PrecisionWatch:
     module, and that is first called while it is watched, is compiled once more afterwards if it calls modules.
 
     In a reentrant activation checkpoint on a GPU, operations of the inner backward may be put down to another module.
-
-    Args:
-        model: its modules are named as in ``model.named_modules()``.
-
-    Attributes:
-        report: what was seen; None before the end.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -272,10 +264,6 @@ class PrecisionWatch:
 def audit_step(model: nn.Module, step: Callable[[], Any]) -> AuditReport:
     """Runs one forward and backward and reports the dtypes of every module and operation.
 
-    Args:
-        model: see :class:`PrecisionWatch`.
-        step: does both, ``loss.backward()`` included; called once.
-
     Example:
         >>> model = nn.Linear(8, 8)
         >>> report = audit_step(model, lambda: model(torch.ones(2, 8)).sum().backward())
@@ -331,12 +319,7 @@ def autocast_label(device_type: str) -> str:
 
 
 def infer_autocast(record: OperationRecord, around: str) -> str:
-    """What an operation of a forward ran under: "cpu bf16", "off", or "?" if it cannot be told.
-
-    Args:
-        record: the operation.
-        around: :func:`autocast_label` where its module was entered; "?" if that is not known.
-    """
+    """What an operation of a forward ran under: "cpu bf16", "off", or "?" if it cannot be told."""
     if around in ("off", "?"):
         return around
     if record.kind == "matmul":

@@ -15,8 +15,6 @@ from typing import Any
 
 from lightning_mp.core.saved_state import AMOUNT, COUNT, NUMBER, checked_state, listed_of
 
-__all__ = ["NoiseScale", "NoiseScaleAverage", "unbiased_estimates"]
-
 _STANDARD_ERRORS = 1.96
 
 
@@ -24,18 +22,6 @@ def unbiased_estimates(
     small_square_norm: float, big_square_norm: float, small_inverse_size: float, big_inverse_size: float
 ) -> tuple[float, float]:
     r"""Unbiased estimates of :math:`|G|^2` and :math:`\operatorname{tr}(\Sigma)` (McCandlish et al. 2018, A.1).
-
-    Args:
-        small_square_norm: squared two-norm of the mean gradient of the smaller batch, or a mean of such.
-        big_square_norm: that of the larger batch.
-        small_inverse_size: one over the samples of the smaller batch, or the mean of that.
-        big_inverse_size: one over the samples of the larger batch.
-
-    Returns:
-        :math:`|G|^2` and :math:`\operatorname{tr}(\Sigma)`; each may be negative in a single window.
-
-    Raises:
-        ValueError: if the smaller batch is not smaller.
 
     Example:
         >>> unbiased_estimates(3.0, 1.5, 1 / 4, 1 / 16)  # |G|^2 = 1 and trace = 8: 1 + 8 / 4 and 1 + 8 / 16
@@ -102,9 +88,6 @@ class NoiseScaleAverage:
     Estimation"), which is right also where the denominator is hardly known: windows draw fresh samples, so their
     scatter around the average gives its standard error.
 
-    Args:
-        average_steps: time constant of the averages, in windows.
-
     Example:
         >>> average = NoiseScaleAverage(average_steps=100)
         >>> for small, big in [(3.0, 1.5), (3.4, 1.6), (2.6, 1.4), (3.0, 1.5)]:
@@ -168,11 +151,7 @@ class NoiseScaleAverage:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from saved averages.
-
-        Raises:
-            ValueError: if one is missing or cannot be; nothing is changed then.
-        """
+        """Continues from saved averages."""
         kinds = {
             "windows": COUNT,
             "weight": AMOUNT,

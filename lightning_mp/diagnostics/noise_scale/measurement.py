@@ -14,44 +14,31 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
 
-__all__ = ["NUM_NUMBERS", "ClosedNoiseWindow", "NoiseWindow", "on_device_of", "square_share"]
-
 #: Length of :meth:`NoiseWindow.numbers`.
 NUM_NUMBERS = 10
 
 
 @dataclass
 class NoiseWindow:
-    """The micro-batches of one step on this rank, so far.
+    """The micro-batches of one step on this rank, so far."""
 
-    Attributes:
-        step_index: attempts at a step before it.
-        micro_batches: how many had a loss.
-        samples: of all of them.
-        inverse_sizes: one over the samples of each, added up.
-        tokens: target tokens of all of them.
-        first_size: samples of the first one.
-        first_weight: what the first one's loss was multiplied by to weigh it.
-        norms: of single parameters' gradients in the first one.
-        is_countable: whether the samples of all of them are known. The numbers of a window where they are not are no
-            numbers on all ranks, as ranks add them together.
-        small_square: squared norm of the first one's gradient, a scalar tensor; of shards this rank's share of it.
-        big_square: this rank's share of the squared norm of the step's gradient; None where the outcome has it.
-        carried: :meth:`numbers` over all ranks of the part before a resume, on rank 0, and zeros on the others; None
-            for a window that was not resumed.
-    """
-
-    step_index: int
-    micro_batches: int = 0
-    samples: int = 0
-    inverse_sizes: float = 0.0
-    tokens: float | Tensor = 0.0
-    first_size: int = 1
-    first_weight: float | Tensor = 1.0
-    norms: list[Tensor] = field(default_factory=list)
+    step_index: int  # attempts at a step before it
+    micro_batches: int = 0  # how many had a loss
+    samples: int = 0  # of all of them
+    inverse_sizes: float = 0.0  # one over the samples of each, added up
+    tokens: float | Tensor = 0.0  # target tokens of all of them
+    first_size: int = 1  # samples of the first one
+    first_weight: float | Tensor = 1.0  # what the first one's loss was multiplied by to weigh it
+    norms: list[Tensor] = field(default_factory=list)  # of single parameters' gradients in the first one
+    # whether the samples of all of them are known. The numbers of a window where they are not are no numbers on all
+    # ranks, as ranks add them together
     is_countable: bool = True
+    # squared norm of the first one's gradient, a scalar tensor; of shards this rank's share of it
     small_square: Tensor | None = None
+    # this rank's share of the squared norm of the step's gradient; None where the outcome has it
     big_square: Tensor | None = None
+    # `numbers` over all ranks of the part before a resume, on rank 0, and zeros on the others; None for a window that
+    # was not resumed
     carried: Tensor | None = None
 
     @classmethod
@@ -107,28 +94,17 @@ class NoiseWindow:
 
 @dataclass(frozen=True)
 class ClosedNoiseWindow:
-    """A step whose numbers, added over ranks, are on their way to the host.
+    """A step whose numbers, added over ranks, are on their way to the host."""
 
-    Attributes:
-        numbers: of :meth:`NoiseWindow.numbers`.
-        big_factor: makes the squared norm of the step that of the mean gradient.
-        alike: micro-batches weigh the same, whatever they hold.
-        sharded: the small gradient is one of all ranks, in shards; else each rank has its own.
-        data_ranks: ranks that see different data; None where the first micro-batch was on other ranks, all different.
-    """
-
-    numbers: HostCopy
-    big_factor: float
-    alike: bool
-    sharded: bool
+    numbers: HostCopy  # of `NoiseWindow.numbers`
+    big_factor: float  # makes the squared norm of the step that of the mean gradient
+    alike: bool  # micro-batches weigh the same, whatever they hold
+    sharded: bool  # the small gradient is one of all ranks, in shards; else each rank has its own
+    # ranks that see different data; None where the first micro-batch was on other ranks, all different
     data_ranks: int | None
 
     def read(self, big_square: float | None) -> tuple[float, float, float, float, float] | None:
-        """Squared norms, inverse sizes, tokens of a sample; None if a norm is not finite or the sizes are equal.
-
-        Args:
-            big_square: squared norm of the step's gradient; None if it is among the numbers.
-        """
+        """Squared norms, inverse sizes, tokens of a sample; None if a norm is not finite or the sizes are equal."""
         small, big, weight, tokens, ranks, first_inverse, first_samples, inverses, samples, micro_batches = (
             self.numbers.read()
         )
@@ -156,12 +132,7 @@ def on_device_of(like: Tensor, number: float | Tensor) -> Tensor:
 
 
 def square_share(parameters: Sequence[Tensor], ranks: GradientReplication) -> Tensor:
-    """This rank's share of the squared norm of the gradients, a scalar tensor (one pass).
-
-    Args:
-        parameters: at least one with a gradient.
-        ranks: who holds the same gradients.
-    """
+    """This rank's share of the squared norm of the gradients, a scalar tensor (one pass)."""
     finished = [(p, _finished(p.grad)) for p in parameters if p.grad is not None]
     norms = gradient_ops.shard_norms([gradient_ops.local_shard(gradient) for _, gradient in finished])
     copies = ranks.copies([gradient for _, gradient in finished], [parameter for parameter, _ in finished])

@@ -6,35 +6,24 @@ from typing import Literal
 
 from lightning_mp.diagnostics.overflow.observations import OverflowObservation
 
-__all__ = ["FirstOverflow", "find_first_overflow"]
-
 Phase = Literal["data", "weights", "forward", "loss", "backward"]
 
 
 @dataclass(frozen=True)
 class FirstOverflow:
-    """Where a run first went wrong.
+    """Where a run first went wrong."""
 
-    Attributes:
-        phase: "data" (the batch), "weights" (a parameter or buffer), "forward", "loss" (the training step after its
-            last module, or a module that returns the loss) or "backward".
-        module: full name of the module; "" is the training step itself.
-        module_class: its class name; "" where only the name is known.
-        tensor: which tensor, in words.
-        kind: what it held: "nan", "inf", "-inf", or several of them.
-        dtype: its dtype, as "float16".
-        shape: its shape on this rank.
-        largest_input: largest finite absolute value among the module's inputs, in backward among the gradients it was
-            given; None if none was seen.
-    """
-
+    # "data" (the batch), "weights" (a parameter or buffer), "forward", "loss" (the training step after its last module,
+    # or a module that returns the loss) or "backward"
     phase: Phase
-    module: str
-    module_class: str
-    tensor: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
+    module: str  # full name of the module; "" is the training step itself
+    module_class: str  # its class name; "" where only the name is known
+    tensor: str  # which tensor, in words
+    kind: str  # what it held: "nan", "inf", "-inf", or several of them
+    dtype: str  # its dtype, as "float16"
+    shape: tuple[int, ...]  # its shape on this rank
+    # largest finite absolute value among the module's inputs, in backward among the gradients it was given; None if
+    # none was seen
     largest_input: float | None
 
 
@@ -44,9 +33,6 @@ def find_first_overflow(observations: Sequence[OverflowObservation]) -> FirstOve
     Forward counts only if the loss is not finite: an inf that a mask or a ``torch.where`` takes away again does no
     harm. In the same way -inf by itself is taken for a mask as long as a module that got it returned finite values.
     Backward counts in the order in which gradients were made, last layer first.
-
-    Args:
-        observations: in the order in which the tensors were met.
 
     Example:
         >>> import torch

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Place", "Role", "OverflowObservation", "read_observations", "take_reading"]
-
 Role = Literal[
     "batch", "parameter", "buffer", "input", "output", "loss", "input_gradient", "output_gradient", "parameter_gradient"
 ]
@@ -16,46 +14,27 @@ Role = Literal[
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor was met.
+    """Where a tensor was seen."""
 
-    Attributes:
-        role: what it is there.
-        module: full name of the module whose call it belongs to; "" is the training step itself.
-        module_class: class name of that module.
-        tensor: which tensor, in words: "argument 'input'", "output[1]", "gradient of weight".
-        enclosing: full name of the module whose forward made that call.
-        call: number of the call, over all modules.
-    """
-
-    role: Role
-    module: str
-    module_class: str
-    tensor: str
-    enclosing: str = ""
-    call: int = 0
+    role: Role  # what it is there
+    module: str  # full name of the module whose call it belongs to; "" is the training step itself
+    module_class: str  # class name of that module
+    tensor: str  # which tensor, in words: "argument 'input'", "output[1]", "gradient of weight"
+    enclosing: str = ""  # full name of the module whose forward made that call
+    call: int = 0  # number of the call, over all modules
 
 
 @dataclass(frozen=True)
 class OverflowObservation:
-    """A tensor met during a run, in host numbers.
+    """A tensor seen during a run, in host numbers."""
 
-    Attributes:
-        place: where.
-        shape: its shape on this rank.
-        dtype: its dtype.
-        nan: whether it holds a nan.
-        posinf: whether it holds +inf.
-        neginf: whether it holds -inf.
-        largest: largest finite absolute value.
-    """
-
-    place: Place
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nan: bool
-    posinf: bool
-    neginf: bool
-    largest: float
+    place: Place  # where
+    shape: tuple[int, ...]  # its shape on this rank
+    dtype: torch.dtype  # its dtype
+    nan: bool  # whether it holds a nan
+    posinf: bool  # whether it holds +inf
+    neginf: bool  # whether it holds -inf
+    largest: float  # largest finite absolute value
 
     @property
     def finite(self) -> bool:
@@ -103,11 +82,7 @@ def take_reading(tensor: Tensor) -> Tensor | None:
 
 
 def read_observations(seen: list[tuple[Place, Tensor, tuple[int, ...], torch.dtype]]) -> list[OverflowObservation]:
-    """Brings all readings to the host, in one transfer per device.
-
-    Args:
-        seen: place, reading (:func:`take_reading`), shape and dtype of each tensor, in the order they were met.
-    """
+    """Brings all readings to the host, in one transfer per device."""
     rows: list[list[float]] = [[]] * len(seen)
     for device in {reading.device for _, reading, _, _ in seen}:
         indices = [i for i, (_, reading, _, _) in enumerate(seen) if reading.device == device]

@@ -22,41 +22,26 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.state import gradients_set_aside, logging_muted, module_kept
 
-__all__ = ["MicroBatch", "Replay", "Trial"]
-
 
 @dataclass
 class MicroBatch:
-    """What is kept of a micro-batch to run it again.
+    """What is kept of a micro-batch to run it again."""
 
-    Attributes:
-        batch: the batch as the training step got it; a reference.
-        batch_idx: its index.
-        random_state: the generators before its forward.
-        divisor: what its loss is divided by, ``trainer.accumulate_grad_batches``.
-        scaled_loss: the loss that backward started from, on its device; None if there was none.
-    """
-
-    batch: Any
-    batch_idx: int
-    random_state: RandomState
-    divisor: int
-    scaled_loss: Tensor | None = None
+    batch: Any  # the batch as the training step got it; a reference
+    batch_idx: int  # its index
+    random_state: RandomState  # the generators before its forward
+    divisor: int  # what its loss is divided by, `trainer.accumulate_grad_batches`
+    scaled_loss: Tensor | None = None  # the loss that backward started from, on its device; None if there was none
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one run came to on this rank.
+    """What one run came to on this rank."""
 
-    Attributes:
-        finite: whether all gradients, and their norms, were.
-        first_overflow: the first tensor that was not; None if there is none or it was not watched.
-        error: why the run could not be made; "" if it was.
-    """
-
-    finite: bool
+    finite: bool  # whether all gradients, and their norms, were
+    # the first tensor that was not; None if there is none or it was not watched
     first_overflow: FirstOverflow | None = None
-    error: str = ""
+    error: str = ""  # why the run could not be made; "" if it was
 
 
 class Replay:
@@ -65,11 +50,6 @@ class Replay:
     The precision plugin's own training context is entered, random numbers are the same, compiled modules run eagerly.
     The underlying module runs, so DDP reduces nothing and the gradients are this rank's own. FSDP gathers and reduces
     as always, so all ranks have to run the same.
-
-    Args:
-        trainer: a Trainer in the middle of a fit.
-        pl_module: its module.
-        loss_scale: the scale at the step that was skipped.
     """
 
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss_scale: float) -> None:
@@ -78,7 +58,7 @@ class Replay:
         self._loss_scale = loss_scale
 
     @contextmanager
-    def left_no_trace(self) -> Iterator[None]:
+    def state_restored(self) -> Iterator[None]:
         """Afterwards gradients, buffers, counters, random numbers and logged values are as they were before."""
         module = self._pl_module
         with ExitStack() as stack:
@@ -93,14 +73,7 @@ class Replay:
             yield
 
     def run(self, micro_batch: MicroBatch, scale: float, *, watched: bool = False, accumulated: bool = False) -> Trial:
-        """One forward and backward.
-
-        Args:
-            micro_batch: what to run.
-            scale: loss scale.
-            watched: find the first overflow, with hooks on all modules.
-            accumulated: leave the gradients of the last run in place and add to them.
-        """
+        """One forward and backward."""
         watch = TensorWatch(self._pl_module) if watched else None
         return self._attempt(lambda: self._run_in_policy(micro_batch, scale, watch), watch, accumulated)
 

@@ -9,8 +9,6 @@ from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
 from lightning_mp.diagnostics.overflow.search import OverflowFinding, Verdict
 from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth
 
-__all__ = ["OverflowReport"]
-
 _RANKS_IN_TEXT = 4
 _KINDS: dict[Verdict, str] = {
     "scale": "the loss scale was too high",
@@ -69,7 +67,7 @@ class OverflowReport:
         if self.parameters:
             parts.append(f"Non-finite gradients, last layer first: {listed(self.parameters)}.")
         for finding in self.findings[:_RANKS_IN_TEXT]:
-            parts += _tell(finding, self.loss_scale, self.growth)
+            parts += _sentences(finding, self.loss_scale, self.growth)
         if self.growth is not None and not self.findings:
             parts.append(_diverged(self.growth))
         if len(self.findings) > _RANKS_IN_TEXT:
@@ -85,7 +83,7 @@ class OverflowReport:
         return " ".join(parts)
 
 
-def _tell(finding: OverflowFinding, loss_scale: float, growth: WeightGrowth | None) -> list[str]:
+def _sentences(finding: OverflowFinding, loss_scale: float, growth: WeightGrowth | None) -> list[str]:
     position = f"micro-batch {finding.micro_batch + 1} of {finding.num_micro_batches}"
     where = f"{position} (batch_idx {finding.batch_idx}) on rank {finding.rank}"
     advice = _diverged(growth) if finding.verdict == "diverged" and growth is not None else _advice(finding, loss_scale)

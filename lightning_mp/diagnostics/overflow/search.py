@@ -8,8 +8,6 @@ from typing import Literal
 from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay, Trial
 
-__all__ = ["OverflowFinding", "SearchResult", "Verdict", "largest_finite_scale", "search_overflow"]
-
 Verdict = Literal["scale", "range", "model", "data", "weights", "sum", "diverged"]
 
 AnyRank = Callable[[bool], bool]
@@ -55,10 +53,6 @@ class SearchResult:
 def largest_finite_scale(scale: float, is_finite: Callable[[float], bool]) -> float:
     """The largest ``scale / 2^k``, k >= 1, that is finite; by bisection.
 
-    Args:
-        scale: a scale that is not finite.
-        is_finite: asks about a smaller one. 1, or what is just above it, must be finite.
-
     Example:
         >>> from lightning_mp.diagnostics.overflow.search import largest_finite_scale
         >>> largest_finite_scale(65536.0, lambda scale: scale <= 5000)
@@ -80,13 +74,6 @@ def search_overflow(
     """Runs a window again until a micro-batch overflows, then that one at other scales.
 
     All ranks run the same, whatever each of them finds: every decision is made by ``any_rank``.
-
-    Args:
-        replay: runs micro-batches; its context is entered.
-        window: the micro-batches of the skipped step.
-        loss_scale: the scale then.
-        rank: this rank.
-        any_rank: whether a condition holds on any rank; all ranks call it together.
     """
     for index, micro_batch in enumerate(window):
         trial = replay.run(micro_batch, loss_scale, watched=True, accumulated=index > 0)

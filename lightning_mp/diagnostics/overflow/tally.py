@@ -4,8 +4,6 @@ from collections import Counter
 
 from lightning_mp.diagnostics.overflow.report import OverflowReport
 
-__all__ = ["ReportTally"]
-
 
 class ReportTally:
     """Which reports are new, and how many there were of each kind.
@@ -32,7 +30,7 @@ class ReportTally:
         return self._counts.total()
 
     @property
-    def has_more_than_was_told(self) -> bool:
+    def has_unreported(self) -> bool:
         """Whether reports were only counted since the last summary."""
         return self.num_reports > max(len(self._counts), self._in_summary)
 
@@ -46,7 +44,7 @@ class ReportTally:
     def is_summary_due(self) -> bool:
         """At 10, 100, 1000, ... reports, if there is more than was told one by one."""
         number = str(self.num_reports)
-        return number == "1" + "0" * (len(number) - 1) and number != "1" and self.has_more_than_was_told
+        return number == "1" + "0" * (len(number) - 1) and number != "1" and self.has_unreported
 
     def summary(self) -> str:
         """One line: how many of each kind."""

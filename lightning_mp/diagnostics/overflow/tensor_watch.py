@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.core.unreadable import why_unreadable
+from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.diagnostics.overflow.observations import (
     OverflowObservation,
     Place,
@@ -23,21 +23,16 @@ from lightning_mp.diagnostics.overflow.observations import (
 from lightning_mp.modules.class_forward import class_forward, takes_hooks
 from lightning_mp.modules.names import named_modules
 
-__all__ = ["TensorWatch"]
-
 _Visit = Callable[[str, Tensor, bool], Tensor]
 
 
 class TensorWatch:
     """Hooks on all submodules for the time of a ``with`` block; what they saw, in order.
 
-    In forward each module's inputs and outputs are read. Each of them that needs a gradient goes on as a view of
+    In forward each module's inputs and outputs are read. Each of them that needs a gradient continues as a view of
     itself, so that in backward the gradient that this one call sends to this one input is seen by itself, also where
     several modules share the input. Parameters are watched too. Nothing is read by the host before
     :meth:`observations`.
-
-    Args:
-        root: its submodules are watched; its own ``forward`` is not.
 
     Example:
         >>> import torch
@@ -60,7 +55,7 @@ class TensorWatch:
         self._num_calls = 0
         self._callers: dict[str, str] = {}
         self._in_backward = False
-        self._left_out = LeftOut("OverflowPostMortem")
+        self._warn_once = WarnOnce("OverflowPostMortem")
 
     def __enter__(self) -> Self:
         # A module that is used in several places goes by its first name.
@@ -163,9 +158,9 @@ class TensorWatch:
         return 0
 
     def _pass_on(self, place: Place, tensor: Tensor, replaceable: bool, aliases: dict[int, Tensor]) -> Tensor:
-        """Reads a tensor and returns what goes on in its place; one tensor stays one, for modules that compare."""
+        """Reads a tensor and returns what takes its place; one tensor stays one, for modules that compare."""
         if reason := why_unreadable(tensor):
-            self._left_out.tell(f"the {place.tensor} of module {place.module!r}", reason)
+            self._warn_once.warn(f"the {place.tensor} of module {place.module!r}", reason)
             return tensor
         if not self._in_backward:
             self._note(place, tensor)

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.unreadable import why_unreadable
+from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.gradients import gradient_ops
 
-__all__ = ["WeightGrowth", "largest_growth", "weight_rms"]
-
-#: A weight that is so many times as large as at the start, and of at least ``DIVERGED_RMS``, is no longer training.
+#: A weight that is this many times as large as at the start, and of at least ``DIVERGED_RMS``, is no longer training.
 DIVERGED_GROWTH = 100.0
 DIVERGED_RMS = 1.0
 #: Smaller ones are meant to grow by any factor: zeros, LayerScale from 1e-6.
@@ -21,17 +19,11 @@ SMALLEST_RMS_AT_START = 1e-3
 
 @dataclass(frozen=True)
 class WeightGrowth:
-    """A parameter that has grown.
+    """A parameter that has grown."""
 
-    Attributes:
-        parameter: its name.
-        rms_at_start: root mean square of its values when the run began.
-        rms: the same now.
-    """
-
-    parameter: str
-    rms_at_start: float
-    rms: float
+    parameter: str  # its name
+    rms_at_start: float  # root mean square of its values when the run began
+    rms: float  # the same now
 
 
 @torch.no_grad()
@@ -45,10 +37,10 @@ def weight_rms(model: nn.Module) -> Tensor:
         [1.0, 0.0, 1.0, 0.0]
     """
     shards = []
-    left_out = LeftOut("OverflowPostMortem")
+    warn_once = WarnOnce("OverflowPostMortem")
     for name, parameter in model.named_parameters():
         if reason := why_unreadable(parameter):
-            left_out.tell(f"the growth of {name}", reason)
+            warn_once.warn(f"the growth of {name}", reason)
         shards.append(torch.empty(0) if reason else gradient_ops.local_shard(parameter))
     filled = [index for index, shard in enumerate(shards) if shard.numel() and shard.is_floating_point()]
     if not filled:
@@ -64,11 +56,6 @@ def largest_growth(names: Sequence[str], at_start: Sequence[float], now: Sequenc
     """The parameter that has grown most, if that much says that training has diverged; else None.
 
     Parameters that were next to zero at the start (biases, the second factor of LoRA, LayerScale) are left out.
-
-    Args:
-        names: of the parameters.
-        at_start: their :func:`weight_rms` when the run began.
-        now: the same now.
 
     Example:
         >>> largest_growth(["bias", "weight"], [0.0, 0.02], [0.5, 40.0])

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.core.unreadable import why_unreadable
+from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 from lightning_mp.modules.class_forward import takes_hooks
-
-__all__ = ["ActivationWatch", "leaf_modules"]
 
 
 def leaf_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -38,13 +36,6 @@ class ActivationWatch:
 
     A forward that an activation checkpoint runs again inside of a backward is not counted twice: say so by
     ``in_backward``. Hooks do not change values, and the graph only by the tensor hooks.
-
-    Args:
-        module: its leaf modules are watched.
-        activations: counts the outputs of forwards; None to leave them out.
-        gradients: counts the gradients of the outputs, as backward holds them; None to leave them out.
-        factor: what gradients are multiplied by, asked for when one arrives.
-        left_out: warns of what cannot be watched.
     """
 
     def __init__(
@@ -53,13 +44,13 @@ class ActivationWatch:
         activations: ExponentTable | None,
         gradients: ExponentTable | None,
         factor: Callable[[], Tensor | float | None] = lambda: None,
-        left_out: LeftOut | None = None,
+        warn_once: WarnOnce | None = None,
     ) -> None:
         self._module = module
         self._activations = activations
         self._gradients = gradients
         self._factor = factor
-        self._left_out = left_out or LeftOut(type(self).__name__)
+        self._warn_once = warn_once or WarnOnce(type(self).__name__)
         self._handles: list[RemovableHandle] = []
         self.in_backward = False
 
@@ -67,7 +58,7 @@ class ActivationWatch:
         """Starts watching."""
         for name, inner in self._module.named_modules():
             if not takes_hooks(inner):
-                self._left_out.tell(f"module {name!r}", "hooks cannot be set on TorchScript modules")
+                self._warn_once.warn(f"module {name!r}", "hooks cannot be set on TorchScript modules")
         for name, inner in leaf_modules(self._module).items():
             self._handles.append(inner.register_forward_hook(RunHook(self._after_forward, name)))
         return self
@@ -82,7 +73,7 @@ class ActivationWatch:
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _floating_tensors(output):
             if reason := why_unreadable(tensor):
-                self._left_out.tell(f"the output of module {name!r}", reason)
+                self._warn_once.warn(f"the output of module {name!r}", reason)
                 continue
             if self._activations is not None and not self.in_backward:
                 self._activations.add(name, tensor)
@@ -92,7 +83,7 @@ class ActivationWatch:
     @torch.no_grad()
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if reason := why_unreadable(gradient):
-            self._left_out.tell(f"the gradient of the output of module {name!r}", reason)
+            self._warn_once.warn(f"the gradient of the output of module {name!r}", reason)
         elif self._gradients is not None:
             self._gradients.add(name, gradient, self._factor())
 

@@ -10,11 +10,9 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core.devices import sent_to
-from lightning_mp.core.left_out import LeftOut
 from lightning_mp.core.unreadable import why_unreadable
+from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.gradients import gradient_ops
-
-__all__ = ["BackwardWatch"]
 
 _LOW = (torch.float16, torch.bfloat16)
 #: Nodes that only change the shape of a parameter: what uses the parameter comes after them.
@@ -37,10 +35,6 @@ class BackwardWatch:
     What runs in a reentrant activation checkpoint or in compiled code makes its nodes later and is not seen; the
     parameters in there are not called fp32. Several backwards (micro-batches, losses) may be watched one by one.
 
-    Args:
-        device: where the largest magnitude is kept.
-        left_out: warns of what cannot be read.
-
     Example:
         >>> linear, offset = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.zeros(4))
         >>> watch = BackwardWatch(torch.device("cpu"))
@@ -53,9 +47,9 @@ class BackwardWatch:
         (True, False)
     """
 
-    def __init__(self, device: torch.device, left_out: LeftOut | None = None) -> None:
+    def __init__(self, device: torch.device, warn_once: WarnOnce | None = None) -> None:
         self._device = device
-        self._left_out = left_out or LeftOut(type(self).__name__)
+        self._warn_once = warn_once or WarnOnce(type(self).__name__)
         self._largest: Tensor | None = None
         self._kept: set[int] = set()
         self._passed: set[int] = set()
@@ -118,7 +112,7 @@ class BackwardWatch:
 
     def _note(self, gradient: Tensor) -> None:
         if reason := why_unreadable(gradient):
-            self._left_out.tell(f"a gradient of shape {tuple(gradient.shape)}", reason)
+            self._warn_once.warn(f"a gradient of shape {tuple(gradient.shape)}", reason)
             return
         values = gradient_ops.local_shard(gradient)
         if not values.numel():

@@ -20,16 +20,6 @@ from lightning_mp.core.devices import sent_to
 from lightning_mp.core.number_formats import FORMATS, FP32, FormatLike, FractionLost, NumberFormat, number_format
 from lightning_mp.gradients import gradient_ops
 
-__all__ = [
-    "HIGHEST_EXPONENT",
-    "LOWEST_EXPONENT",
-    "NUM_SLOTS",
-    "ExponentHistogram",
-    "count_exponents",
-    "narrow_format",
-    "suggested_scale",
-]
-
 #: Exponent of fp32's smallest subnormal number.
 LOWEST_EXPONENT = -149
 #: Exponent of fp32's largest number.
@@ -49,14 +39,6 @@ _MAX_COPIES = 256
 @torch.no_grad()
 def count_exponents(values: Tensor, factor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
     """Counts the exponents of ``values * factor`` on the device, without waiting for it.
-
-    Args:
-        values: floating-point tensor of any shape and dtype; of a DTensor the local shard.
-        factor: scalar that is multiplied in first, in fp32 (fp64 for fp64 values).
-
-    Returns:
-        Counts of shape ``[NUM_SLOTS]``, int64, to be read by :meth:`ExponentHistogram.from_slots`; and the largest
-        finite magnitude, a scalar.
 
     Example:
         >>> import torch
@@ -193,13 +175,6 @@ class ExponentHistogram:
 
         ``zero`` is exact. ``subnormal`` counts what is below the smallest normal number before rounding. ``overflow``
         leaves out the values above the largest finite number that share its exponent (65520 to 65536 in fp16).
-
-        Args:
-            target: a format narrower than fp32.
-            scale: a power of two.
-
-        Raises:
-            ValueError: if the format is unknown or too wide, or the scale is not a power of two.
         """
         row = narrow_format(target)
         shift = _exponent_of_power(scale)
@@ -218,9 +193,6 @@ class ExponentHistogram:
         """How often all values can be doubled before the largest overflows; negative if it overflows already.
 
         -inf if a value is not finite, inf if all are zero.
-
-        Raises:
-            ValueError: if the format is unknown or too wide.
         """
         row = narrow_format(target)
         if self.num_nonfinite:
@@ -248,17 +220,6 @@ def suggested_scale(
     As high as possible, because only small values are lost at a low scale (Micikevicius et al. 2017, section 3.2:
     "choose a value so that its product with the maximum absolute gradient value is below 65,504").
 
-    Args:
-        histogram: of gradients times ``scale``.
-        target: the format the scaled gradients are held in.
-        scale: what the gradients were multiplied by.
-        margin_doublings: how often gradients may double before they overflow.
-        min_scale: lower bound; as in :class:`~lightning_mp.LossScaler`.
-        max_scale: upper bound; as there.
-
-    Returns:
-        A power of two; half the present scale if a gradient is not finite; None if all are zero.
-
     References:
         Micikevicius et al., "Mixed Precision Training", 2017, section 3.2, https://arxiv.org/abs/1710.03740
 
@@ -276,9 +237,6 @@ def suggested_scale(
 
 def narrow_format(target: FormatLike) -> NumberFormat:
     """A format whose limits lie within fp32's bins.
-
-    Raises:
-        ValueError: if the format is unknown, or is fp32 or fp64.
 
     Example:
         >>> narrow_format(torch.float16).name

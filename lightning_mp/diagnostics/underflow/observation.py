@@ -15,33 +15,21 @@ from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, list
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, suggested_scale
 from lightning_mp.diagnostics.underflow.table import ExponentTable
 
-__all__ = ["STATE_KINDS", "logged_numbers", "UnderflowObservation", "UnderflowSummary", "pack_observation"]
-
 _LAYERS_IN_TEXT = 10
 
 
 @dataclass(frozen=True)
 class UnderflowSummary:
-    """One kind of values at one step, as shares between 0 and 1.
+    """One kind of values at one step, as shares between 0 and 1."""
 
-    Attributes:
-        step_index: optimizer steps before it, skipped ones included (``trainer.global_step``).
-        scale: what the values were multiplied by before they were judged.
-        underflow_fraction: share of the non-zero values that the format rounds to zero.
-        subnormal_fraction: share of the non-zero values that it keeps with fewer digits.
-        zero_fraction: share of exact zeros among all values.
-        headroom_doublings: how often the scale may double before the largest value overflows; -inf if one is not
-            finite, inf if all are zero.
-        suggested_scale: see :func:`lightning_mp.diagnostics.underflow.exponents.suggested_scale`; None for activations,
-            which are not scaled.
-    """
-
-    step_index: int
-    scale: float
-    underflow_fraction: float
-    subnormal_fraction: float
-    zero_fraction: float
+    step_index: int  # optimizer steps before it, skipped ones included (`trainer.global_step`)
+    scale: float  # what the values were multiplied by before they were judged
+    underflow_fraction: float  # share of the non-zero values that the format rounds to zero
+    subnormal_fraction: float  # share of the non-zero values that it keeps with fewer digits
+    zero_fraction: float  # share of exact zeros among all values
+    # how often the scale may double before the largest value overflows; -inf if one is not finite, inf if all are zero
     headroom_doublings: float
+    # see `lightning_mp.diagnostics.underflow.exponents.suggested_scale`; None for activations, which are not scaled
     suggested_scale: float | None
 
 
@@ -173,13 +161,7 @@ class UnderflowObservation:
 
 
 def pack_observation(scale: Tensor, largest: Tensor | None, tables: Iterable[ExponentTable]) -> Tensor:
-    """Everything in one vector on the device of the tables, for one transfer.
-
-    Args:
-        scale: shape [1].
-        largest: :attr:`UnderflowObservation.largest_in_backward`, shape [1]; negative or None where nothing was seen.
-        tables: one for each kind.
-    """
+    """Everything in one vector on the device of the tables, for one transfer."""
     vectors = [table.vector() for table in tables]
     numbers = scale, torch.full_like(scale, -1.0) if largest is None else largest
     return torch.cat([*(sent_to(number, vectors[0].device, vectors[0].dtype) for number in numbers), *vectors])

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["add_to_tensorboard", "plot_exponents", "plot_exponents_by_layer", "plot_observation"]
-
 _LOST, _SUBNORMAL, _NORMAL, _ZEROS = ORANGE, YELLOW, BLUE, GREY
 _STYLE: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 _ZERO_GAP = 3
@@ -30,17 +28,6 @@ def plot_exponents(histogram: ExponentHistogram, target: FormatLike = "fp16", ti
 
     Bars are coloured by what the format does to them: lost (rounded to zero), subnormal, normal, overflow. The shares
     on top are of the non-zero values. The bar of zeros is split where it would flatten the rest.
-
-    Args:
-        histogram: values as the format would hold them, so of loss-scaled gradients.
-        target: a format narrower than fp32.
-        title: above the picture.
-
-    Returns:
-        A figure of its own; ``figure.savefig(path)`` writes it.
-
-    Raises:
-        ValueError: if the format is unknown or too wide.
     """
     row = narrow_format(target)
     figure, axes = _new_figure((10, 4.5))
@@ -74,19 +61,7 @@ def plot_exponents(histogram: ExponentHistogram, target: FormatLike = "fp16", ti
 def plot_exponents_by_layer(
     histograms: Mapping[str, ExponentHistogram], target: FormatLike = "fp16", title: str = ""
 ) -> "Figure":
-    """One line per layer: how dark a field is says which share of the layer's non-zero values has that exponent.
-
-    Args:
-        histograms: values as the format would hold them, by name. Beyond 60 names those with the largest share lost.
-        target: a format narrower than fp32.
-        title: above the picture.
-
-    Returns:
-        A figure of its own; ``figure.savefig(path)`` writes it.
-
-    Raises:
-        ValueError: if the format is unknown or too wide.
-    """
+    """One line per layer: how dark a field is says which share of the layer's non-zero values has that exponent."""
     row = narrow_format(target)
     shown = _worst(histograms, row)
     figure, axes = _new_figure((10, 1.8 + 0.22 * max(len(shown), 3)))
@@ -133,14 +108,7 @@ def plot_observation(
 
 
 def add_to_tensorboard(writer: Any, tag: str, histogram: ExponentHistogram, step_index: int) -> None:
-    """Adds the non-zero finite values to TensorBoard; the axis is the binary logarithm of their magnitude.
-
-    Args:
-        writer: a ``SummaryWriter``, as ``TensorBoardLogger.experiment``.
-        tag: its name there.
-        histogram: nothing is written of an empty one.
-        step_index: where on the axis of steps.
-    """
+    """Adds the non-zero finite values to TensorBoard; the axis is the binary logarithm of their magnitude."""
     if not histogram.counts:
         return
     exponents = range(min(histogram.counts), max(histogram.counts) + 1)

@@ -11,15 +11,9 @@ from lightning_mp.core.ranks import world_size
 from lightning_mp.diagnostics.underflow.exponents import NUM_SLOTS, ExponentHistogram, count_exponents
 from lightning_mp.gradients import gradient_ops
 
-__all__ = ["ExponentTable"]
-
 
 class ExponentTable:
     """One histogram per name.
-
-    Args:
-        names: the rows. In a distributed run that calls :meth:`sum_over_ranks_` the same on all ranks.
-        device: where the counts are.
 
     Example:
         >>> import torch
@@ -47,13 +41,7 @@ class ExponentTable:
         self.seen.add(name)
 
     def sum_over_ranks_(self, copies: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
-        """Adds the counts of the ranks of a group, each value once; every one of them has to call it.
-
-        Args:
-            copies: for each row the number of ranks that hold the same values
-                (:func:`lightning_mp.gradients.gradient_ops.replicas`).
-            group: None for all ranks.
-        """
+        """Adds the counts of the ranks of a group, each value once; every one of them has to call it."""
         gradient_ops.sum_over_ranks_(self._counts, group)
         if world_size(group) > 1:
             dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=group)

@@ -10,8 +10,6 @@ from lightning_mp.flops.hardware import find_chip, similar_chips
 from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.scaling_laws.device_budget import chip_of
 
-__all__ = ["DeviceTraits", "find_device", "generation_of", "named_device"]
-
 _FP16 = frozenset({"fp16"})
 _AMPERE = frozenset({"tf32", "bf16", "fp16"})
 _ADA = _AMPERE | {"fp8"}
@@ -60,12 +58,6 @@ class DeviceTraits:
 
 def named_device(name: str) -> DeviceTraits:
     """A device by name.
-
-    Args:
-        name: "cpu", "mps", a chip of :func:`~lightning_mp.planning.known_chips`, or the first of a family: "h100".
-
-    Raises:
-        ValueError: it is not known.
 
     Example:
         >>> device = named_device("T4")

@@ -17,8 +17,6 @@ from lightning_mp.planning.memory.decoder_memory import (
 from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
-__all__ = ["LayoutAdvice", "Question", "advise_layout"]
-
 _FSDP = "Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277"
 _DDP = "Li et al. 2020, arXiv:2006.15704"
 _CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198"
@@ -31,50 +29,29 @@ _NF4_BYTES = (4 + 0.127) / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to fit where.
+    """What is to fit where."""
 
-    Attributes:
-        goal: of the run.
-        gpus: how many devices.
-        gpus_per_node: of them in one node.
-        device: its name.
-        memory_bytes: of one; None where it is not limited by a device's own memory.
-        parameters: of the model, if known.
-        config: its shape, if it is a decoder.
-        context_tokens: length of a sequence.
-        storage: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
-        blocks: glob for ``ActivationCheckpointing``.
-    """
-
-    goal: Goal
-    gpus: int
-    gpus_per_node: int
-    device: str
-    memory_bytes: float | None
-    parameters: float | None
-    config: DecoderConfig | None
-    context_tokens: int
-    storage: str
-    blocks: str
+    goal: Goal  # of the run
+    gpus: int  # how many devices
+    gpus_per_node: int  # of them in one node
+    device: str  # its name
+    memory_bytes: float | None  # of one; None where it is not limited by a device's own memory
+    parameters: float | None  # of the model, if known
+    config: DecoderConfig | None  # its shape, if it is a decoder
+    context_tokens: int  # length of a sequence
+    storage: str  # a name of :data:`~lightning_mp.core.precisions.PRECISIONS`
+    blocks: str  # glob for `ActivationCheckpointing`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutAdvice:
-    """What was decided.
+    """What was decided."""
 
-    Attributes:
-        choices: with their reasons.
-        strategy: for the Trainer; None leaves it out.
-        callbacks: checkpointing, if it is needed.
-        fits: False if nothing does; None where it was not calculated or only the allocator decides.
-        micro_batch_sequences: the most that fit on one device; None where not calculated.
-    """
-
-    choices: tuple[Choice, ...]
-    strategy: str | Component | None = None
-    callbacks: tuple[Component, ...] = ()
-    fits: bool | None = None
-    micro_batch_sequences: int | None = None
+    choices: tuple[Choice, ...]  # with their reasons
+    strategy: str | Component | None = None  # for the Trainer; None leaves it out
+    callbacks: tuple[Component, ...] = ()  # checkpointing, if it is needed
+    fits: bool | None = None  # False if nothing does; None where it was not calculated or only the allocator decides
+    micro_batch_sequences: int | None = None  # the most that fit on one device; None where not calculated
 
 
 def advise_layout(question: Question) -> LayoutAdvice:

@@ -8,8 +8,6 @@ from lightning_mp.planning.advice.device_traits import DeviceTraits
 from lightning_mp.planning.advice.recommendation import Choice, Component
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
-__all__ = ["Goal", "PrecisionAdvice", "advise_precision"]
-
 Goal = Literal["pretrain", "finetune", "adapters", "gan", "inference"]
 """What the model is to do; "finetune" trains all weights, "adapters" a few beside a frozen base."""
 
@@ -27,34 +25,19 @@ _VOLTA = "pytorch#172352, pytorch#175253, pytorch#190385"
 
 @dataclass(frozen=True, slots=True)
 class PrecisionAdvice:
-    """What was decided about precision.
+    """What was decided about precision."""
 
-    Attributes:
-        choices: with their reasons.
-        storage: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
-        plugin: of this package; None leaves it to ``trainer_precision``.
-        trainer_precision: for ``Trainer(precision=...)``; None where there is a plugin.
-        callbacks: that belong to it.
-    """
-
-    choices: tuple[Choice, ...]
-    storage: str
-    plugin: Component | None = None
-    trainer_precision: str | None = None
-    callbacks: tuple[Component, ...] = ()
+    choices: tuple[Choice, ...]  # with their reasons
+    storage: str  # a name of :data:`~lightning_mp.core.precisions.PRECISIONS`
+    plugin: Component | None = None  # of this package; None leaves it to `trainer_precision`
+    trainer_precision: str | None = None  # for `Trainer(precision=...)`; None where there is a plugin
+    callbacks: tuple[Component, ...] = ()  # that belong to it
 
 
 def advise_precision(
     device: DeviceTraits, goal: Goal, parameters: float | None, config: DecoderConfig | None
 ) -> PrecisionAdvice:
-    """The first rule that applies, and what goes with it.
-
-    Args:
-        device: to compute on.
-        goal: of the run.
-        parameters: of the model; None if not known.
-        config: its shape, if it is a decoder.
-    """
+    """The first rule that applies, and what goes with it."""
     if goal == "inference":
         advice = _inference(device)
     elif parameters is not None and parameters < TINY_PARAMETERS:

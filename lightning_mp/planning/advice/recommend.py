@@ -12,8 +12,6 @@ from lightning_mp.planning.layout_choice import machine_with
 from lightning_mp.planning.memory.chip_memory import check_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
-__all__ = ["recommend"]
-
 _GPUS_PER_NODE = 8
 
 

@@ -7,8 +7,6 @@ from typing import Literal
 
 from lightning_mp.planning.advice.device_traits import DeviceTraits
 
-__all__ = ["Choice", "Component", "Recommendation", "Sure"]
-
 Sure = Literal["certain", "likely", "measure it"]
 """How sure a choice is: it follows from a documented fact; it is good practice with published figures; or it depends on
 the model, and only a run on the machine itself can tell."""
@@ -103,7 +101,7 @@ class Recommendation:
         raise KeyError(f"nothing was chosen about {what!r}, only about {', '.join(row.what for row in self.choices)}")
 
     def python(self) -> str:
-        """A script's part that makes the Trainer; each choice stands above it as a comment."""
+        """A script's part that makes the Trainer; each choice is above it as a comment."""
         components = [*self.plugins, *self.callbacks, *(v for _, v in self.trainer if isinstance(v, Component))]
         ours = sorted({name for component in components for name in component.names()})
         lines = ["import lightning.pytorch as pl"]
@@ -117,7 +115,7 @@ class Recommendation:
         return "\n".join([*lines, ")"]) + "\n"
 
     def yaml(self) -> str:
-        """The same Trainer for LightningCLI; each choice stands above it as a comment."""
+        """The same Trainer for LightningCLI; each choice is above it as a comment."""
         lines = [*(f"# {row.what}: {row.value} ({row.sure})" for row in self.choices), "trainer:"]
         for name, value in self.trainer:
             lines += _indent(_yaml(name, value))

@@ -11,8 +11,6 @@ from importlib import resources
 
 from lightning_mp.core.arguments import positive_number
 
-__all__ = ["check_memory_bytes", "chip_memory_bytes", "chips_by_memory"]
-
 _LEAST_BYTES = 1e6
 
 
@@ -47,9 +45,6 @@ def chip_memory_bytes(chip: str) -> int | None:
 
 def check_memory_bytes(memory_bytes: float) -> None:
     """Refuses gigabytes that were given as bytes.
-
-    Raises:
-        ValueError: if it is not a positive finite number, or less than a megabyte.
 
     Example:
         >>> check_memory_bytes(80)

@@ -10,8 +10,6 @@ from lightning_mp.planning.memory.hugging_face_config import decoder_fields, rea
 from lightning_mp.planning.memory.latent_attention import LatentAttention
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 
-__all__ = ["DecoderConfig"]
-
 _HEAD_WIDTH = 128
 _MAY_BE_0 = (
     *("heads", "kv_heads", "head_width", "ffn_width", "experts", "active_experts", "shared_ffn_width"),
@@ -34,8 +32,8 @@ class DecoderConfig:
             with gates.
         gated: the MLP has three matrices.
         experts: MLPs of a mixture; 0 is one dense MLP.
-        active_experts: that one token meets.
-        shared_ffn_width: of the MLP that every token meets beside its experts.
+        active_experts: that one token is routed to.
+        shared_ffn_width: of the MLP that every token uses beside its experts.
         dense_layers: blocks that have a dense MLP in place of a mixture.
         dense_ffn_width: of the MLP in these.
         latent_attention: sizes of multi-head latent attention; None is attention with a key and a value per head.
@@ -225,7 +223,7 @@ class DecoderConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets: N of 6 N D."""
+        """Those that one token is routed to: N of 6 N D."""
         unused = max(0, self.experts - self.active_experts)
         return self.parameters - (self.layers - self.dense_layers) * unused * self.expert_weights
 

@@ -16,8 +16,6 @@ from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.memory.live_storages import PARTS, Part
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
-__all__ = ["DecoderMemory", "MemoryLayout", "decoder_memory", "largest_micro_batch"]
-
 _ADAM_STATES = 2
 _LOSS_BYTES = 8  # fp32 logits, and their gradient
 _REDUCED_BYTES = 4
@@ -97,7 +95,7 @@ def decoder_memory(
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`, or a plugin.
         optimizer_states: numbers per parameter: 2 of Adam, 1 of momentum.
         micro_batches: of one data rank per step. A pipeline holds as many at once as it has stages (1F1B), or fewer if
-            there are not so many.
+            there are fewer.
         sequence_parallel: with tensor parallelism, norms on parts of the sequence.
 
     Raises:

@@ -18,8 +18,6 @@ from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory
 from lightning_mp.policy.module_selection import ModulePattern
 from lightning_mp.policy.policy import PrecisionPolicy
 
-__all__ = ["MemoryEstimate", "MemoryStrategy", "estimate_memory", "reserved_range"]
-
 MemoryStrategy = Literal["single", "ddp", "fsdp2"]
 
 # Rajbhandari et al. 2020, arXiv:1910.02054, section 3.2: in extreme cases out of memory with over 30% of it free.
@@ -28,7 +26,7 @@ _CONTEXT_BYTES = 1024**3  # CUDA context, cuBLAS and NCCL workspaces: an allowan
 
 
 def reserved_range(live_bytes: float) -> tuple[int, int]:
-    """What a GPU has to have for so many live bytes: a range, because the caching allocator was not measured.
+    """What a GPU has to have for n live bytes: a range, because the caching allocator was not measured.
 
     From nothing lost at all, to 30% of what is reserved lost to fragmentation (the extreme that ZeRO's authors report)
     and 1 GiB for the context and the workspaces of libraries.

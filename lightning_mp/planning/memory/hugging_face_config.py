@@ -8,8 +8,6 @@ from typing import Any
 
 from lightning_mp.planning.memory.latent_attention import LatentAttention
 
-__all__ = ["decoder_fields", "read_config"]
-
 # What configurations of Hugging Face call each field; the first that is there counts.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -55,12 +53,7 @@ _OTHER_BLOCKS = ("mamba", "ssm_", "linear_num_", "hybrid_", "conv_kernel", "stat
 
 
 def read_config(path: str | Path) -> Mapping[str, Any]:
-    """The content of a file.
-
-    Raises:
-        ValueError: it is no JSON object.
-        OSError: it cannot be read.
-    """
+    """The content of a file."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -70,9 +63,6 @@ def read_config(path: str | Path) -> Mapping[str, Any]:
 
 def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a :class:`~lightning_mp.planning.DecoderConfig` that a configuration tells.
-
-    Raises:
-        ValueError: it is no configuration of a decoder of attention and MLPs, or a number in it cannot be read.
 
     Warns:
         UserWarning: the kind of model is not known, so that some is taken to be as in Llama.
@@ -142,7 +132,7 @@ def _count(told: Mapping[str, Any], *names: str) -> int:
 
 
 def _mixture(told: Mapping[str, Any], fields: Mapping[str, int]) -> dict[str, int]:
-    """Blocks of a mixture that have a dense MLP, and MLPs that every token meets beside its experts."""
+    """Blocks of a mixture that have a dense MLP, and MLPs that every token uses beside its experts."""
     if not fields["experts"]:
         return {"ffn_width": _count(told, *_NAMES["ffn_width"][1:])}
     shared = _count(told, "shared_expert_intermediate_size")

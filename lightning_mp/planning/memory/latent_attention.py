@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from lightning_mp.core.arguments import whole_number
 
-__all__ = ["LatentAttention"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:

@@ -12,8 +12,6 @@ from torch import Tensor, strided
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.planning.memory.stand_in_kernels import workspace_bytes
 
-__all__ = ["PARTS", "LiveStorages", "MemorySample", "Part"]
-
 Part = Literal[
     "weights",
     "buffers",
@@ -37,15 +35,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """What is alive at one moment of a step.
+    """What is alive at one moment of a step."""
 
-    Attributes:
-        phase: "forward", "backward" or "optimizer step".
-        bytes_by_part: bytes of each part that has some.
-    """
-
-    phase: str
-    bytes_by_part: Mapping[Part, int]
+    phase: str  # "forward", "backward" or "optimizer step"
+    bytes_by_part: Mapping[Part, int]  # bytes of each part that has some
 
     @property
     def total_bytes(self) -> int:
@@ -86,14 +79,7 @@ class LiveStorages:
     def add(
         self, part: Part | None, tensors: Iterable[Tensor], *, unless: tuple[Part, ...] = (), extra_bytes: int = 0
     ) -> None:
-        """Says what the storages of tensors are for.
-
-        Args:
-            part: None for a storage that stands for another one and does not count.
-            tensors: known ones or new ones.
-            unless: leave storages alone that are one of these already.
-            extra_bytes: that a new storage does not show.
-        """
+        """Says what the storages of tensors are for."""
         for tensor in _with_storage(tensors):
             storage = tensor.untyped_storage()
             key = id(storage)

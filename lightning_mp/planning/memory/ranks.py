@@ -13,8 +13,6 @@ from lightning_mp.planning.memory.live_storages import PARTS, MemorySample, Part
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 from lightning_mp.policy.operations import FAMILIES, operation_of_module
 
-__all__ = ["under_ddp", "under_fsdp2"]
-
 _REDUCED_BYTES = 4  # FSDP2 reduces gradients in fp32 with every plugin of this package
 _SHARDED: frozenset[Part] = frozenset({"weights", "masters", "optimizer states", "gradients"})
 _UNITS_AT_ONCE = 2  # the unit that runs and the next one, which is gathered meanwhile
@@ -22,10 +20,6 @@ _UNITS_AT_ONCE = 2  # the unit that runs and the next one, which is gathered mea
 
 def under_ddp(samples: Sequence[MemorySample], *, gradients_are_views: bool = False) -> list[MemorySample]:
     """Every rank holds everything; gradients are there a second time, in the buckets that are reduced.
-
-    Args:
-        samples: of one device.
-        gradients_are_views: ``DDPStrategy(gradient_as_bucket_view=True)``: gradients live in the buckets.
 
     Source:
         Li et al. 2020, arXiv:2006.15704, section 3.2; torch's DistributedDataParallel makes the buckets when it wraps
@@ -48,16 +42,6 @@ def under_fsdp2(
     forward and backward; of the units two are, because the next one is gathered while one runs. Weights of matrix
     products are gathered in the format of computing, so they are cast nowhere else. In backward come the gradients of
     one whole unit, and their fp32 copies that are reduced.
-
-    Args:
-        samples: of one device.
-        module: the whole model.
-        ranks: over how many ranks.
-        precision: what is stored.
-        units: patterns of modules, as for ``FSDP2Strategy(shard=...)``; None finds repeated blocks.
-
-    Raises:
-        ValueError: a pattern matches nothing.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054 (stage 3); Zhao et al. 2023, arXiv:2304.11277.

@@ -21,8 +21,6 @@ from lightning_mp.planning.memory.stand_in_model import StandInModel
 from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 from lightning_mp.policy.policy import PrecisionPolicy
 
-__all__ = ["StepFunction", "simulate_step"]
-
 StepFunction = Callable[[nn.Module, Any], Any]
 _KNOWN: tuple[Part, ...] = ("weights", "buffers", "batch", "weight casts", "gradients", "masters", "optimizer states")
 
@@ -41,19 +39,6 @@ def simulate_step(
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
     Lightning clears gradients between forward and backward, so those of the step before live through the forward.
-
-    Args:
-        module: does not change.
-        batch: of one micro-batch; numbers do not matter.
-        step: from module and batch to a loss; None takes ``training_step``, or the forward.
-        optimizer: see :func:`~lightning_mp.planning.memory.stand_in_optimizer.make_optimizers`.
-        precision: what is stored, and the format of computing.
-        policy: rules of the plugin.
-        device_type: the device that it is an estimate for.
-        prepare: is given the copy of the module that takes the step, before its optimizers are made.
-
-    Raises:
-        ValueError: the step reads numbers, nothing has a gradient, or the optimizer cannot step.
     """
     has_padding = _has_padding(batch)
     fake = private_api.FakeTensorMode(allow_non_fake_inputs=True)

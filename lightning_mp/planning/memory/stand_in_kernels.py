@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["StandInKernels", "workspace_bytes"]
-
 _LINE_BYTES = 64
 
 
@@ -20,10 +18,6 @@ def workspace_bytes(operation: Any, args: Sequence[Any]) -> int:
     Per step and row of the batch in fp32: gates (4 H), states and their gradients (5 H), and what comes in and its
     gradients (6 max(I, H)), in whole cache lines. In bf16 a part of it has 2 bytes. Fitted to torch 2.13; a test
     compares.
-
-    Args:
-        operation: of ATen.
-        args: of it: the input [steps, rows, I] comes first, H is the 11th.
     """
     if operation.overloadpacket.__name__ != "mkldnn_rnn_layer":
         return 0

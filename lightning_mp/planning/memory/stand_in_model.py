@@ -16,8 +16,6 @@ from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
 
-__all__ = ["StandInModel", "stand_in_for"]
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_MULTIPLE = 16
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -34,15 +32,6 @@ class StandInModel:
     """A copy of a module with stand-ins for its tensors, cast and wrapped as the plugin of a precision would.
 
     Make it inside of a fake tensor mode.
-
-    Args:
-        module: does not change.
-        precision: what is stored, and the format of computing.
-        policy: rules of the plugin.
-        device_type: whose autocast lists hold.
-
-    Attributes:
-        module: the copy.
     """
 
     def __init__(

@@ -14,22 +14,11 @@ from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.gradients.step_blocks import padded, step_blocks
 from lightning_mp.planning.memory.live_storages import LiveStorages
 
-__all__ = ["OptimizerFactory", "StandInOptimizer", "make_optimizers", "optimizers_in"]
-
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None) -> list[Optimizer]:
     """The optimizers of a module.
-
-    Args:
-        module: of stand-ins.
-        optimizer: a class of ``torch.optim`` by its name in any case, or a function from parameters to an optimizer;
-            None asks the module's ``configure_optimizers``, and takes AdamW where there is none.
-
-    Raises:
-        ValueError: the name is unknown, the optimizer does not take these parameters, what was made is no optimizer, or
-            ``configure_optimizers`` wants a Trainer.
 
     Example:
         >>> make_optimizers(nn.Linear(2, 2), "sgd")[0].__class__.__name__
@@ -106,16 +95,7 @@ def optimizers_in(configured: Any) -> Iterable[Any]:
 
 
 class StandInOptimizer:
-    """One optimizer over tensors on the meta device that stand for the parameters, or for their masters.
-
-    Args:
-        optimizer: its groups hold the stand-ins from now on.
-        precision: whether there are masters.
-        device_type: "cuda" takes the implementation over all tensors at once where the optimizer leaves the choice.
-
-    Raises:
-        ValueError: the optimizer cannot step fake tensors.
-    """
+    """One optimizer over tensors on the meta device that stand for the parameters, or for their masters."""
 
     def __init__(self, optimizer: Optimizer, precision: PrecisionSpec, device_type: str) -> None:
         self.optimizer = optimizer

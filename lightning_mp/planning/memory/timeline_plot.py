@@ -9,20 +9,9 @@ from lightning_mp.planning.memory.live_storages import PARTS
 if TYPE_CHECKING:
     from lightning_mp.planning.memory.estimate import MemoryEstimate
 
-__all__ = ["draw_timeline"]
-
 
 def draw_timeline(estimate: "MemoryEstimate", path: Path) -> None:
-    """Draws the parts on top of each other, over the operations of the step.
-
-    Args:
-        estimate: what to draw.
-        path: of a png, pdf or svg.
-
-    Raises:
-        ValueError: the name of the file has another ending.
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draws the parts on top of each other, over the operations of the step."""
     check_picture_ending(path)
     from matplotlib.figure import Figure
 

@@ -24,17 +24,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
 
-__all__ = ["Collective", "Transfer"]
-
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Operations of one kind in one optimizer step.
-
-    Raises:
-        ValueError: a number is negative, or the operation is unknown.
 
     Example:
         A gradient of 1 GB over 16 ranks, 8 in a node: 1.875 GB sent by each, of them 0.125 GB to another node.
@@ -75,11 +70,7 @@ class Transfer:
         return float(self._factor(self.ranks) * self.payload_bytes * self.count)
 
     def bytes_by_link(self, gpus_per_node: int) -> tuple[float, float]:
-        """The same inside a node and between nodes, for ranks numbered node by node.
-
-        Raises:
-            ValueError: the group does not fill its nodes evenly.
-        """
+        """The same inside a node and between nodes, for ranks numbered node by node."""
         if self.collective == "send":
             inside = self.bytes_sent if self.stride < gpus_per_node else 0.0
             return inside, self.bytes_sent - inside

@@ -28,8 +28,6 @@ from lightning_mp.planning.parallelism.collectives import Transfer
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
-__all__ = ["Precision", "TensorReduceDtype", "communication_per_step"]
-
 TensorReduceDtype = Literal["fp32", "16bit"]
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 _BYTES_OF_LOSS = (4, 8)  # per token: the largest logit, then the sum of exponentials and the logit of the target

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from lightning_mp.core.arguments import whole_number
 
-__all__ = ["DecoderSize"]
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderSize:

@@ -1,7 +1,7 @@
 """How fast the links of machines are, inside a node and between nodes, each with its source.
 
 The figures live in ``interconnects.csv`` beside this file as vendors print them: NVLink in GB/s of one GPU, both
-directions together; network adapters in Gb/s of one direction, of those that are for the cluster. What is asked for
+directions together; network adapters in Gb/s of one direction, of those that are for the cluster. What is requested
 here is bytes per second of one GPU in one direction: half the former, and an eighth of the latter shared out to the
 GPUs of the node. Both are signalling rates; what NCCL reaches is less.
 """
@@ -12,8 +12,6 @@ from functools import lru_cache
 from importlib import resources
 
 from lightning_mp.core.arguments import positive_number
-
-__all__ = ["Machine", "find_machine", "known_machines"]
 
 
 @dataclass(frozen=True, slots=True)

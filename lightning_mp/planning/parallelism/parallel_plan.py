@@ -33,8 +33,6 @@ from lightning_mp.planning.parallelism.interconnects import Machine, find_machin
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
 
-__all__ = ["ParallelPlan", "plan_parallelism", "usual_layouts"]
-
 _PIPELINE_STAGES = 8
 
 

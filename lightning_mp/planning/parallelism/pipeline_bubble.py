@@ -1,4 +1,4 @@
-"""The pipeline bubble: how long stages stand idle, and how many micro-batches each keeps meanwhile.
+"""The pipeline bubble: how long stages are idle, and how many micro-batches each keeps meanwhile.
 
 For s stages that take the same time and m micro-batches, with f and b the time of one forward and one backward of one
 micro-batch in one stage, GPipe and 1F1B both take (m + s - 1)(f + b), of which a stage works m (f + b). The ratio of
@@ -16,8 +16,6 @@ arXiv:2104.04473, section 2.2.1. Neither has the time of sending in it, and the 
 from typing import Literal
 
 from lightning_mp.core.arguments import whole_number
-
-__all__ = ["bubble_fraction", "bubble_to_ideal_ratio", "kept_micro_batches"]
 
 
 def bubble_fraction(stages: int, micro_batches: int) -> float:

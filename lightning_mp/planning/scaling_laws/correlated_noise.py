@@ -17,29 +17,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["CorrelatedNoise"]
-
 _MEMORIES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98)
 _WHITE_SHARES = (0.0, 0.3, 0.6)
 
 
 @dataclass(frozen=True)
 class CorrelatedNoise:
-    """What residuals reveal about their noise: one row per pair of rho and w.
+    """What residuals reveal about their noise: one row per pair of rho and w."""
 
-    Attributes:
-        memory: rho, shape ``[rows]``.
-        white_share: w, shape ``[rows]``.
-        probability: of each pair, shape ``[rows]``.
-        squares: sum of squares of the residuals without their memory, shape ``[rows]``.
-        freedom: how many of them are independent: points less fitted constants.
-    """
-
-    memory: Tensor
-    white_share: Tensor
-    probability: Tensor
-    squares: Tensor
-    freedom: int
+    memory: Tensor  # rho, shape `[rows]`
+    white_share: Tensor  # w, shape `[rows]`
+    probability: Tensor  # of each pair, shape `[rows]`
+    squares: Tensor  # sum of squares of the residuals without their memory, shape `[rows]`
+    freedom: int  # how many of them are independent: points less fitted constants
 
     @classmethod
     def of(cls, residuals: Tensor, design: Tensor) -> "CorrelatedNoise":

@@ -37,17 +37,6 @@ def device_budget(
 ) -> DeviceBudget:
     """Turns device hours into FLOPs.
 
-    Args:
-        device_hours: Hours times devices: 8 devices for 10 hours are 80.
-        device: A name of :func:`~lightning_mp.flops.hardware.known_chips`, or the first word of one: "h100" is
-            "H100 SXM", the first of its family in the table. The result says which chip was taken.
-        mfu: Model FLOPs utilisation, over 0 and at most 1, or as "40%". Measure it; well-tuned runs reach 0.3 to 0.55.
-        dtype: Format of the matmul inputs: "fp32", "tf32", "bf16", "fp16" or "fp8"; None is "bf16", or "fp16" on chips
-            without bf16 units.
-
-    Raises:
-        ValueError: The chip is unknown or has no figure for the format, or a number is out of range.
-
     Example:
         >>> budget = device_budget(1000, device="h100", mfu=0.4)
         >>> budget.device, f"{budget.flops:.3g}"
@@ -67,9 +56,6 @@ def device_budget(
 def dtype_on(chip: Chip, dtype: str | torch.dtype | None) -> str:
     """The format as given, or "bf16" when None, "fp16" on chips without bf16 units.
 
-    Raises:
-        ValueError: the chip has no figure for it.
-
     Example:
         >>> dtype_on(chip_of("h100"), None), dtype_on(chip_of("t4"), None)
         ('bf16', 'fp16')
@@ -84,9 +70,6 @@ def dtype_on(chip: Chip, dtype: str | torch.dtype | None) -> str:
 
 def chip_of(device: str) -> Chip:
     """A chip by its name, with or without spaces and "RTX", or the first of a family: "h100" is "H100 SXM".
-
-    Raises:
-        ValueError: it is not known.
 
     Example:
         >>> chip_of("h100-sxm").name, chip_of("4090").name, chip_of("v100").name

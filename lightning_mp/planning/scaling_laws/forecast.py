@@ -22,14 +22,12 @@ from torch import Tensor
 from lightning_mp.core.quantities import format_quantity
 from lightning_mp.planning.scaling_laws.correlated_noise import CorrelatedNoise
 
-__all__ = ["LossForecast", "SecondsForecast", "forecast_loss", "forecast_seconds"]
-
 MIN_POINTS = 20
 """Fewer points than this say nothing about three constants."""
 MIN_SPAN = 3.0
-"""The last point must have so many times the tokens of the first one that is used."""
+"""The last point must have this many times the tokens of the first one that is used."""
 FAR_REACH = 5.0
-"""Beyond so many times the tokens of the last point, a forecast is warned about."""
+"""Beyond this many times the tokens of the last point, a forecast is warned about."""
 
 _WARMUP_SHARE = 0.05
 _RUNNING_MEDIAN = 11
@@ -43,35 +41,20 @@ _BETA_LOW, _BETA_HIGH, _BETAS = 0.05, 1.5, 200
 
 @dataclass(frozen=True, slots=True)
 class LossForecast:
-    """The expected loss after a number of tokens.
+    """The expected loss after a number of tokens."""
 
-    Attributes:
-        tokens: where.
-        loss: the expected loss, the mean that single batches scatter around.
-        low: lower end of the band.
-        high: upper end of the band.
-        confidence: how often such a band contains the expected loss, if the run follows the law.
-        e: fitted loss that more tokens cannot reduce.
-        b: fitted B.
-        beta: fitted exponent.
-        noise: robust standard deviation of the points around the law (of means, where there were many points).
-        points: how many points were used.
-        reach: tokens forecast for, over tokens of the last point.
-        warnings: why to trust it less; empty if nothing is amiss.
-    """
-
-    tokens: float
-    loss: float
-    low: float
-    high: float
-    confidence: float
-    e: float
-    b: float
-    beta: float
-    noise: float
-    points: int
-    reach: float
-    warnings: tuple[str, ...]
+    tokens: float  # where
+    loss: float  # the expected loss, the mean that single batches scatter around
+    low: float  # lower end of the band
+    high: float  # upper end of the band
+    confidence: float  # how often such a band contains the expected loss, if the run follows the law
+    e: float  # fitted loss that more tokens cannot reduce
+    b: float  # fitted B
+    beta: float  # fitted exponent
+    noise: float  # robust standard deviation of the points around the law (of means, where there were many points)
+    points: int  # how many points were used
+    reach: float  # tokens forecast for, over tokens of the last point
+    warnings: tuple[str, ...]  # why to trust it less; empty if nothing is amiss
 
     def __str__(self) -> str:
         band = f"{self.low:.4g} to {self.high:.4g} at {self.confidence:.0%}"
@@ -82,19 +65,12 @@ class LossForecast:
 
 @dataclass(frozen=True, slots=True)
 class SecondsForecast:
-    """The seconds that a run still takes.
+    """The seconds that a run still takes."""
 
-    Attributes:
-        seconds: the expectation, from the mean speed over the last points.
-        low: at the speed of the fastest quarter of them.
-        high: at the speed of the slowest quarter.
-        tokens_per_second: the mean speed over them.
-    """
-
-    seconds: float
-    low: float
-    high: float
-    tokens_per_second: float
+    seconds: float  # the expectation, from the mean speed over the last points
+    low: float  # at the speed of the fastest quarter of them
+    high: float  # at the speed of the slowest quarter
+    tokens_per_second: float  # the mean speed over them
 
 
 def forecast_loss(
@@ -116,18 +92,6 @@ def forecast_loss(
     uncorrelated noise and for an autocorrelation of 0.8 and 0.95 between points. With few points, or noise that is a
     moving average, they contain it more often. Give losses as they were logged: a smoothed loss lags behind its tokens,
     most at the start of a run, which the law does not model.
-
-    Args:
-        tokens: tokens trained on at each point, growing.
-        losses: the loss there, of one batch or averaged; points with a loss that is not finite are left out.
-        at_tokens: where to forecast; not before the last point.
-        confidence: of the band, over 0 and below 1.
-        samples: refits for the band.
-        seed: of its random numbers; the random state of the caller is not touched.
-
-    Raises:
-        ValueError: the arguments do not fit each other, there are fewer than 20 points after the warm-up, or they do
-            not reach over a factor of 3 in tokens.
 
     Example:
         >>> tokens = [1e6 * k for k in range(1, 101)]
@@ -170,14 +134,6 @@ def forecast_loss(
 
 def forecast_seconds(seconds: Sequence[float], tokens: Sequence[float], at_tokens: float) -> SecondsForecast:
     """Forecasts the seconds from the last point until ``at_tokens``, from recent throughput.
-
-    Args:
-        seconds: clock at each recent point, growing; only differences matter.
-        tokens: tokens trained on there, growing.
-        at_tokens: where the run ends.
-
-    Raises:
-        ValueError: fewer than two points, or no progress between them.
 
     Example:
         >>> forecast_seconds([0.0, 1.0, 2.0], [0, 100, 200], 1000).seconds
@@ -293,14 +249,7 @@ def _fit_robustly(d: Tensor, loss: Tensor) -> _Fit:
 
 
 def _fit(d: Tensor, losses: Tensor, betas: Tensor | None = None, weights: Tensor | None = None) -> _Fit:
-    """For every row of ``losses`` the best beta of a grid, by least squares in E and B.
-
-    Args:
-        d: tokens, shape ``[points]``.
-        losses: shape ``[rows, points]``.
-        betas: the grid; all that are allowed without one.
-        weights: of the points.
-    """
+    """For every row of ``losses`` the best beta of a grid, by least squares in E and B."""
     if betas is None:
         betas = torch.logspace(math.log10(_BETA_LOW), math.log10(_BETA_HIGH), _BETAS, dtype=torch.float64)
     share = torch.ones_like(d) / len(d) if weights is None else weights / weights.sum()

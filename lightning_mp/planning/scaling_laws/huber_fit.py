@@ -54,14 +54,7 @@ class Solutions:
 
 
 def minimise(runs: LogRuns, start: Tensor, weights: Tensor, delta: float = DELTA) -> Solutions:
-    """Minimises a batch of problems, each from its own start with its own weights.
-
-    Args:
-        runs: The runs that all problems share.
-        start: Shape (problems, 5), see :attr:`Solutions.theta`.
-        weights: Shape (problems, runs), not negative.
-        delta: Width of the Huber loss.
-    """
+    """Minimises a batch of problems, each from its own start with its own weights."""
     batch = _Batch(runs, delta)
     theta = batch.into_bounds(batch.centred(start))
     damping = torch.ones(len(theta), dtype=theta.dtype)
@@ -94,9 +87,6 @@ def starts(runs: LogRuns, per_exponent: int = 8) -> Tensor:
 
     For fixed exponents the law is linear in E, A and B, so these come from least squares on the relative errors
     (variable projection), with what came out negative replaced by a small share.
-
-    Returns:
-        Shape (per_exponent squared, 5).
     """
     exponents = torch.logspace(-1.3, 0.2, per_exponent, dtype=torch.float64)
     alpha, beta = (grid.flatten() for grid in torch.meshgrid(exponents, exponents, indexing="ij"))

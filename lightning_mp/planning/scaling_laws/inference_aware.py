@@ -16,8 +16,6 @@ from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.planning.scaling_laws.optimum import minimum
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw
 
-__all__ = ["InferenceAware", "inference_aware_optimum"]
-
 _FLOPS_OF_INFERENCE = 2
 
 

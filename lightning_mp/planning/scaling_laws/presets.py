@@ -114,9 +114,6 @@ LAWS: Mapping[str, ScalingLaw] = MappingProxyType(
 def find_law(law: str | ScalingLaw) -> ScalingLaw:
     """A preset by its name; a law is returned as it is.
 
-    Raises:
-        ValueError: There is no preset of this name.
-
     Example:
         >>> find_law("hoffmann-3").source
         'Hoffmann et al. 2022, arXiv:2203.15556, section 3.3 and its TeX source (Approach 3, unrounded)'

@@ -57,12 +57,12 @@ class ExponentialDecay:
         """D', the unique tokens that would be worth as much."""
         return _saturating(tokens, unique_tokens, self.tokens_decay)
 
-    def worth_of_next_token(self, tokens: float, unique_tokens: float) -> float:
+    def value_of_next_token(self, tokens: float, unique_tokens: float) -> float:
         """What one more token adds, in new ones: 1 in the first epoch, 1/e after R_D* repetitions.
 
         Example:
             >>> decay = ExponentialDecay()
-            >>> [round(decay.worth_of_next_token(epochs * 1e9, 1e9), 2) for epochs in (1, 4, 16, 40)]
+            >>> [round(decay.value_of_next_token(epochs * 1e9, 1e9), 2) for epochs in (1, 4, 16, 40)]
             [1.0, 0.82, 0.38, 0.08]
         """
         return math.exp(-max(0.0, tokens / unique_tokens - 1) / self.tokens_decay)

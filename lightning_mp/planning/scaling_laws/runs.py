@@ -18,7 +18,7 @@ _COLUMNS = {
 }
 _DELIMITERS = ",;\t"
 _LARGEST_DISAGREEMENT = 2.0
-# Wide of every published run, and yet 15T tokens in billions (15,000) or 500B parameters in millions stand outside.
+# Wide of every published run, and yet 15T tokens in billions (15,000) or 500B parameters in millions are outside.
 _FEWEST_PARAMETERS, _FEWEST_TOKENS = 1e3, 1e5
 _TOKENS_PER_PARAMETER = (1e-3, 1e7)
 
@@ -53,7 +53,7 @@ class Run:
 
 
 RunsLike = str | Path | Iterable[Run | Mapping[str, Any]]
-"""Runs, or the CSV file that they stand in."""
+"""Runs, or the CSV file that they are in."""
 
 
 def read_runs(runs: RunsLike) -> tuple[Run, ...]:

@@ -15,8 +15,6 @@ from lightning_mp.precision.fp8.layer_filter import Float8Layer
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-__all__ = ["RECIPES", "Float8Conversion", "Float8Recipe", "convert_to_float8", "float8_config", "require_torchao"]
-
 #: torchao's recipes (torchao.float8.Float8LinearRecipeName). What is scaled by one factor, and the format of gradients:
 #: "tensorwise": whole tensors, e5m2 gradients; "rowwise": rows, by powers of two, e4m3 throughout;
 #: "rowwise_with_gw_hp": as rowwise, but the weight's gradient is multiplied in bf16.
@@ -25,27 +23,13 @@ RECIPES = get_args(Float8Recipe)
 
 
 def require_torchao() -> None:
-    """Asks for torchao, the optional package that holds the fp8 layers.
-
-    Raises:
-        ModuleNotFoundError: if it is not installed.
-    """
+    """Asks for torchao, the optional package that holds the fp8 layers."""
     if importlib.util.find_spec("torchao") is None:
         raise ModuleNotFoundError("fp8 needs torchao, which is not installed: pip install 'lightning-mp[fp8]'.")
 
 
 def float8_config(recipe: str, *, emulate: bool = False, fsdp_all_gather: bool = False) -> "Float8LinearConfig":
-    """torchao's configuration of a layer.
-
-    Args:
-        recipe: One of :data:`RECIPES`.
-        emulate: Round to fp8, but multiply in fp32.
-        fsdp_all_gather: Whether FSDP2 gathers the weights in fp8; torchao has that for "tensorwise" only.
-
-    Raises:
-        ValueError: If the recipe is unknown, or has no fp8 all-gather.
-        ModuleNotFoundError: If torchao is not installed.
-    """
+    """torchao's configuration of a layer."""
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is unknown; it must be one of {RECIPES}.")
     if fsdp_all_gather and recipe != "tensorwise":
@@ -77,17 +61,6 @@ def convert_to_float8(layers: Sequence[Float8Layer], config: "Float8LinearConfig
     A layer stays the same object: what others hold on to (parameters, hooks, FSDP2's groups, state-dict keys, two names
     for one layer) stays valid. Only its class changes, to torchao's, which computes the above. Parameters stay the same
     objects too, unless ``enable_fsdp_float8_all_gather`` is set: then weights are wrapped, shared ones once.
-
-    Args:
-        layers: From :func:`~lightning_mp.precision.fp8.layer_filter.choose_float8_layers`; those without a reason are
-            converted.
-        config: From :func:`float8_config`.
-
-    Returns:
-        What was done, with :meth:`Float8Conversion.undo`.
-
-    Raises:
-        ValueError: If fp8 all-gather is wanted for weights that are sharded already.
 
     Example:
         >>> from lightning_mp.precision.fp8.layer_filter import choose_float8_layers
@@ -127,19 +100,13 @@ class Float8Conversion:
 
     @property
     def is_final(self) -> bool:
-        """Whether FSDP2 has sharded weights that were wrapped for fp8 all-gather: that cannot be taken back."""
+        """Whether FSDP2 has sharded weights that were wrapped for fp8 all-gather: that cannot be undone."""
         return any(c.plain_weight is not None and isinstance(c.linear.weight, DTensor) for c in self._converted)
 
     def convert(
         self, linear: nn.Linear, config: "Float8LinearConfig", wrapped_weights: dict[int, nn.Parameter]
     ) -> None:
-        """Turns one layer into an fp8 layer.
-
-        Args:
-            linear: The layer.
-            config: torchao's configuration.
-            wrapped_weights: Weights that were wrapped for fp8 all-gather so far, by the id of the original.
-        """
+        """Turns one layer into an fp8 layer."""
         from torchao.float8 import convert_to_float8_training
 
         template = convert_to_float8_training(linear, config=config)

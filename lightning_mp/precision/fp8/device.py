@@ -12,8 +12,6 @@ from lightning_mp.precision.fp8.layer_filter import DIMENSION_MULTIPLE, Float8La
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-__all__ = ["try_float8", "why_no_float8", "why_no_float8_on"]
-
 _OTHERWISE = "Use AutocastPrecision('bf16-mixed'), or emulate=True to try out the numerics of fp8, slowly."
 
 # Until torch 2.13 the CPU says so of one scale per row.
@@ -33,12 +31,6 @@ def why_no_float8(
     emulate: bool = False,
 ) -> str | None:
     """Why a device cannot multiply in fp8, and what to do; None if it can.
-
-    Args:
-        device_type: As in ``torch.device(...).type``.
-        capability: Compute capability of an NVIDIA device.
-        rocm_architecture: ``gcnArchName`` of an AMD device, which is of type "cuda" as well.
-        emulate: Whether it is enough to round to fp8 and multiply in fp32.
 
     Example:
         >>> why_no_float8("cuda", (9, 0))

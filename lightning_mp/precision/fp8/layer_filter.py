@@ -14,15 +14,6 @@ from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.resolved import ResolvedPolicy
 from lightning_mp.policy.rules import LOW
 
-__all__ = [
-    "DIMENSION_MULTIPLE",
-    "Float8Layer",
-    "Float8Skip",
-    "check_skip",
-    "choose_float8_layers",
-    "summarise_float8_layers",
-]
-
 #: An entry of ``skip``: a class, or a name or glob. In this order, so that a YAML file can give a class by its path.
 Float8Skip = type[nn.Module] | str
 
@@ -47,9 +38,6 @@ class Float8Layer:
 
 def check_skip(skip: Iterable[Float8Skip]) -> Collection[Float8Skip]:
     """The argument of ``Float8Precision``; one entry may be given without a list.
-
-    Raises:
-        ValueError: if it is no names and classes.
 
     Example:
         >>> check_skip(["head", nn.MultiheadAttention])
@@ -78,7 +66,7 @@ def choose_float8_layers(
     .. code-block:: text
 
         skip names it, or a module around it
-        a policy asks for another dtype than "low" in it, or in the operation linear
+        a policy requests another dtype than "low" in it, or in the operation linear
         its class is a subclass of nn.Linear, which may compute something else, or its forward was replaced
         in_features or out_features is no multiple of 16, or under tensor parallelism a rank's part of one is none
         its weight also belongs to a module that is no Linear, such as an embedding
@@ -86,19 +74,6 @@ def choose_float8_layers(
 
     The last rule is a habit of practice, for quality: the layers beside the embedding and the logits suffer most and
     cost little (Megatron-LM has it as ``first_last_layers_bf16``, torchtitan filters its output layer).
-
-    Args:
-        model: The module that holds the layers.
-        skip: Names or globs, which match a layer or any module around it (``"head"``, ``"blocks.0"``,
-            ``"*.attention"``), and classes.
-        skip_first_and_last: Whether the last rule holds.
-        policy: Resolved for the model.
-
-    Returns:
-        Every Linear once, also if it is registered under several names.
-
-    Raises:
-        ValueError: if an entry of ``skip`` matches no Linear.
 
     Example:
         >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 10))
@@ -227,7 +202,7 @@ def _ranks_that_split(weight: Tensor, dim: int) -> int:
 def _is_plain_linear(linear: nn.Linear) -> bool:
     """Whether it is an ``nn.Linear`` and nothing else.
 
-    FSDP2's ``fully_shard`` puts a class of its own in front, which changes nothing here.
+    FSDP2's ``fully_shard`` puts its own class in front, which changes nothing here.
     """
     own = type(linear)
     return own is nn.Linear or (isinstance(linear, FSDPModule) and own.__bases__[1:] == (nn.Linear,))

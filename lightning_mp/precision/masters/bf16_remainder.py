@@ -22,8 +22,6 @@ References:
 import torch
 from torch import Tensor
 
-__all__ = ["join", "split"]
-
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
@@ -33,12 +31,6 @@ _HALF = 0x8000
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """The bf16 number nearest to each float32 number, and what it lacks.
-
-    Args:
-        master: float32, any shape.
-
-    Returns:
-        bfloat16 and int16 tensors of the same shape.
 
     Example:
         >>> import torch
@@ -62,13 +54,6 @@ def join(working: Tensor, remainder: Tensor) -> Tensor:
 
     If the bf16 number was changed since, the result is a number that still rounds to it: what is left of the old
     remainder is less than half its last bit.
-
-    Args:
-        working: bfloat16, any shape.
-        remainder: int16, the same shape.
-
-    Returns:
-        float32 tensor of the same shape.
     """
     high = working.view(torch.int16).to(torch.int32)
     magnitude = (high & (_MAGNITUDE >> 16)).bitwise_left_shift_(16).add_(remainder)

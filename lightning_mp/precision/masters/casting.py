@@ -22,15 +22,6 @@ from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision.masters.store import distribute_like
 
-__all__ = [
-    "cast_weights_",
-    "keeps_float32",
-    "kept_by_policy",
-    "restore_weights_",
-    "uncast_weights_",
-    "unit_of_two_dtypes",
-]
-
 _CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,14 +46,6 @@ def cast_weights_(
     Cast are fp32, fp16 and bf16 parameters, and buffers that weights are computed with (those of parametrizations such
     as ``spectral_norm``). All other buffers, the weights of norms with running statistics (:func:`keeps_float32`),
     parameters of other dtypes (fp64, complex) and the states of torchmetrics stay as they are.
-
-    Args:
-        module: also gets ``dtype`` as its ``module.dtype`` if it is a Lightning module.
-        dtype: fp16 or bf16.
-        in_float32: modules in it whose own weights are held in fp32. A weight that they share with others is, too.
-
-    Returns:
-        What each parameter that was cast held before. It shares the memory, so nothing was copied.
 
     Example:
         >>> import torch
@@ -91,7 +74,7 @@ def cast_weights_(
     for owner, name, buffer in buffers:
         if (owner, name) not in with_weights:
             setattr(owner, name, buffer)
-    _tell_units(module, kept)
+    _report_units(module, kept)
     return {p: data for p, data in held.items() if p not in kept and data.dtype in _CAST_DTYPES}
 
 
@@ -99,11 +82,6 @@ def restore_weights_(module: nn.Module, before: Mapping[nn.Parameter, Tensor], d
     """Takes :func:`cast_weights_` back, for weights that nobody trained.
 
     Elements that were changed since stay what they are, as after a checkpoint was loaded.
-
-    Args:
-        module: holds the parameters.
-        before: what they held, by parameter; nothing where it had no shape yet.
-        dtype: its ``module.dtype`` then; None if it has none.
     """
     values = {}
     for parameter, data in before.items():
@@ -127,38 +105,25 @@ def restore_weights_(module: nn.Module, before: Mapping[nn.Parameter, Tensor], d
             _put_back(parameter, data)
     for owner, name, buffer in buffers:
         setattr(owner, name, buffer)
-    _tell_units(module, parameters.keys())
+    _report_units(module, parameters.keys())
 
 
 def uncast_weights_(module: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> None:
-    """Gives parameters other values, in the dtype that these have; their gradients are dropped.
-
-    Args:
-        module: holds the parameters.
-        values: by parameter, distributed as it is; may be kept, not copied.
-    """
+    """Gives parameters other values, in the dtype that these have; their gradients are dropped."""
     for parameter, value in values.items():
         parameter.grad = None
         _put_back(parameter, value)
-    _tell_units(module, values.keys())
+    _report_units(module, values.keys())
 
 
-def _tell_units(module: nn.Module, changed: Collection[nn.Parameter]) -> None:
+def _report_units(module: nn.Module, changed: Collection[nn.Parameter]) -> None:
     for unit in module.modules():
         if isinstance(unit, FSDPModule) and any(parameter in changed for parameter in unit.parameters()):
             unit.to(next(unit.parameters()).device)  # changes nothing, but lets FSDP2 find what was put back
 
 
 def unit_of_two_dtypes(module: nn.Module, in_float32: Collection[nn.Module]) -> tuple[str, list[str], list[str]] | None:
-    """The first FSDP2 unit whose trainable weights would not all have one dtype, which FSDP2 does not take.
-
-    Args:
-        module: the model.
-        in_float32: as for :func:`cast_weights_`.
-
-    Returns:
-        The unit's name, its weights in fp32 and its weights in 16 bit; None if there is no such unit.
-    """
+    """The first FSDP2 unit whose trainable weights would not all have one dtype, which FSDP2 does not take."""
     kept = _own_parameters(in_float32)
     owners: dict[nn.Parameter, str] = {}
     for name, part in module.named_modules():

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from lightning_mp.core import private_api
 from lightning_mp.gradients.gradient_ops import local_shard
 
-__all__ = ["ChangedWeights"]
-
 _WATCHED_CLASSES = (nn.Parameter, DTensor)
 _TENSOR_DATA: Any = torch.Tensor.data
 _watching: "WeakSet[ChangedWeights]" = WeakSet()

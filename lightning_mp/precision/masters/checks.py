@@ -23,20 +23,6 @@ from lightning_mp.precision.autocast_context import why_no_autocast
 from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
 from lightning_mp.precision.masters.store import unwrapped
 
-__all__ = [
-    "DTYPES",
-    "check_arguments",
-    "check_autocast",
-    "check_fit",
-    "check_parametrizations",
-    "check_sharding_units",
-    "check_strategy",
-    "hint_at_dtypes",
-    "refuse_copies_of_weights",
-    "refuse_states_by_memory",
-    "warn_of_lost_inputs",
-]
-
 #: The 16-bit dtype of each precision.
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -44,12 +30,7 @@ _STORAGES = ("fp32", "remainder")
 
 
 def check_arguments(precision: str, storage: str, scaler: object) -> None:
-    """Refuses arguments that are unknown or contradict each other.
-
-    Raises:
-        ValueError: if ``precision`` or ``storage`` is unknown.
-        MisconfigurationException: if arguments contradict each other.
-    """
+    """Refuses arguments that are unknown or contradict each other."""
     if precision not in tuple(DTYPES):
         raise ValueError(
             f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(DTYPES)}."
@@ -70,11 +51,7 @@ def check_arguments(precision: str, storage: str, scaler: object) -> None:
 
 
 def check_strategy(strategy: Strategy, module: nn.Module, *, storage: str, fp32_gradients: bool) -> None:
-    """Refuses strategies that cannot do what was asked for.
-
-    Raises:
-        MisconfigurationException: with what to do instead.
-    """
+    """Refuses strategies that cannot do what was requested."""
     name = type(strategy).__name__
     if isinstance(strategy, FSDPStrategy):
         if storage == "remainder":
@@ -98,11 +75,7 @@ def check_strategy(strategy: Strategy, module: nn.Module, *, storage: str, fp32_
 
 
 def check_fit(trainer: "pl.Trainer", module: nn.Module) -> None:
-    """Refuses parameters without a shape, as a master needs one, and callbacks that put fp32 values in their place.
-
-    Raises:
-        MisconfigurationException: names them.
-    """
+    """Refuses parameters without a shape, as a master needs one, and callbacks that put fp32 values in their place."""
     if any(
         isinstance(c, ModelPruning) and private_loop_api.rewinds_weights(c) for c in private_api.callbacks_of(trainer)
     ):
@@ -122,11 +95,7 @@ def check_fit(trainer: "pl.Trainer", module: nn.Module) -> None:
 
 
 def check_autocast(precision: str, device_type: str) -> None:
-    """Refuses a policy on devices without autocast to the precision's dtype.
-
-    Raises:
-        MisconfigurationException: if there is none.
-    """
+    """Refuses a policy on devices without autocast to the precision's dtype."""
     refusal = why_no_autocast(device_type, DTYPES[precision])
     if refusal is not None:
         raise MisconfigurationException(
@@ -135,11 +104,7 @@ def check_autocast(precision: str, device_type: str) -> None:
 
 
 def check_parametrizations(module: nn.Module, precision: str, in_float32: Collection[nn.Module]) -> None:
-    """Refuses ``parametrizations.orthogonal`` of weights in 16 bit: it raises, or has NaN gradients (torch 2.13).
-
-    Raises:
-        MisconfigurationException: if there is one.
-    """
+    """Refuses ``parametrizations.orthogonal`` of weights in 16 bit: it raises, or has NaN gradients (torch 2.13)."""
     names = [
         name
         for name, part in module.named_modules()
@@ -158,9 +123,6 @@ def refuse_copies_of_weights(optimizer: Optimizer) -> None:
     """Refuses optimizers that have views or moments of 16-bit weights elsewhere than in their groups and state.
 
     Only what is there can be swapped for fp32: distributed-shampoo makes blocks of the weights in its constructor.
-
-    Raises:
-        MisconfigurationException: if there are any.
     """
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in DTYPES.values()]
     own = {id(weight) for weight in weights}
@@ -177,11 +139,7 @@ def refuse_copies_of_weights(optimizer: Optimizer) -> None:
 
 
 def refuse_states_by_memory(optimizer: Optimizer, storage: str) -> None:
-    """Refuses heavyball's optimizers with ``train()`` and ``eval()`` where masters are lent in new memory (3.2).
-
-    Raises:
-        MisconfigurationException: with the storage to take.
-    """
+    """Refuses heavyball's optimizers with ``train()`` and ``eval()`` where masters are lent in new memory (3.2)."""
     if (
         storage == "remainder"
         and type(optimizer).__module__.startswith("heavyball")
@@ -204,11 +162,7 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 
 
 def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -> None:
-    """Refuses FSDP2 units that would hold weights in 16 bit and weights that the policy keeps in fp32.
-
-    Raises:
-        MisconfigurationException: if there is one.
-    """
+    """Refuses FSDP2 units that would hold weights in 16 bit and weights that the policy keeps in fp32."""
     found = unit_of_two_dtypes(module, in_float32)
     if found is None:
         return
@@ -222,7 +176,7 @@ def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -
     )
 
 
-def hint_at_dtypes(precision: str, error: str, *, with_policy: bool) -> str:
+def dtype_hint(precision: str, error: str, *, with_policy: bool) -> str:
     """What to do about an error of torch about two dtypes, or a dtype that an operation does not have."""
     dtype = DTYPES[precision]
     if "not implemented for" in error or "not supported" in error:
@@ -244,15 +198,11 @@ def hint_at_dtypes(precision: str, error: str, *, with_policy: bool) -> str:
     )
 
 
-def warn_of_lost_inputs(batch: Any, precision: str) -> None:
+def warn_about_lost_inputs(batch: Any, precision: str) -> None:
     """Warns where the cast of a batch to 16 bit does more than round measurements.
 
     That is so for columns of whole numbers (ids, time stamps: bf16 has all up to 256, fp16 up to 2,048) of which some
     become others, and for finite numbers that become infinite.
-
-    Args:
-        batch: before it is cast.
-        precision: of the plugin.
     """
     dtype = DTYPES[precision]
     for name, tensor in named_tensors_in(batch):

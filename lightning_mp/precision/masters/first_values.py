@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.store import MasterStore, distribute_like, refine
 
-__all__ = ["fill", "former_masters", "full_value", "refine_from_weights", "remember_masters"]
-
-# A fit leaves 16-bit weights. The next one may have another Trainer and plugin, and goes on from the masters as well.
+# A fit leaves 16-bit weights. The next one may have another Trainer and plugin, and continues from the masters as well.
 _of_modules: WeakKeyDictionary[nn.Module, MasterStore] = WeakKeyDictionary()
 
 
@@ -45,15 +43,7 @@ def fill(
     *,
     from_rank_zero: bool,
 ) -> None:
-    """Sets the masters of what the optimizers have.
-
-    Args:
-        store: where they are kept.
-        optimizers: in the same order on all ranks.
-        values: by parameter, any floating-point dtype and device.
-        were_16_bit: those whose values are all that a 16-bit weight keeps.
-        from_rank_zero: all ranks take the values of rank 0.
-    """
+    """Sets the masters of what the optimizers have."""
     for parameter in (p for o in optimizers for group in o.param_groups for p in group["params"]):
         if parameter not in values or parameter in store:
             continue
@@ -61,7 +51,7 @@ def fill(
         if from_rank_zero:
             # DDP has given every rank the 16-bit weights of rank 0; below them ranks may still differ.
             dist.broadcast(value, src=0)
-        store.set(parameter, value, given=parameter not in were_16_bit)
+        store.set(parameter, value, is_exact_fp32=parameter not in were_16_bit)
 
 
 def refine_from_weights(
@@ -71,21 +61,13 @@ def refine_from_weights(
     were_16_bit: Collection[nn.Parameter],
     widened: Mapping[nn.Parameter, torch.dtype],
 ) -> None:
-    """Takes the fp32 weights of a checkpoint that were just loaded into a 16-bit module.
-
-    Args:
-        module: holds the parameters.
-        weights: the checkpoint's, by name.
-        store: of the masters.
-        were_16_bit: parameters that were 16 bit when the weights were loaded.
-        widened: parameters that were cast to fp32 since, and their dtype before.
-    """
+    """Takes the fp32 weights of a checkpoint that were just loaded into a 16-bit module."""
     for name, parameter in module.named_parameters():
         value = weights.get(name)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         if parameter in were_16_bit:
-            store.refine_from(parameter, value, given=True)
+            store.refine_from(parameter, value, is_exact_fp32=True)
         elif parameter in widened and not isinstance(parameter, DTensor):
             refined = refine(parameter.detach().to(widened[parameter]), value.to(parameter.device))
             parameter.data.copy_(refined)

@@ -11,39 +11,26 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.atomic import standing_checkpoint
+from lightning_mp.checkpoints.atomic import existing_checkpoint
 from lightning_mp.core.patches import Patches
 from lightning_mp.precision.masters.casting import cast_weights_, uncast_weights_
 from lightning_mp.precision.masters.half_range import check_half_range
-from lightning_mp.precision.masters.loaded_masters import MastersIntoWeights, expecting_masters
+from lightning_mp.precision.masters.loaded_masters import MastersIntoWeights, masters_announced
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.store import MasterStore
 
-__all__ = ["EvaluatedLoad", "Float32Load", "MastersLoad", "Recast"]
-
 
 @dataclass(frozen=True)
-class Recast:
-    """What was cast to 16 bit, to be cast again.
+class CastPlan:
+    """What was cast to 16 bit, to be cast again."""
 
-    Attributes:
-        module: the model.
-        dtype: fp16 or bf16.
-        in_float32: modules in it whose own weights are held in fp32.
-        parameters: those that are cast.
-    """
-
-    module: nn.Module
-    dtype: torch.dtype
-    in_float32: Collection[nn.Module]
-    parameters: Sequence[nn.Parameter]
+    module: nn.Module  # the model
+    dtype: torch.dtype  # fp16 or bf16
+    in_float32: Collection[nn.Module]  # modules in it whose own weights are held in fp32
+    parameters: Sequence[nn.Parameter]  # those that are cast
 
     def cast(self) -> dict[nn.Parameter, Tensor]:
-        """Returns what the parameters were.
-
-        Raises:
-            MisconfigurationException: if they do not fit.
-        """
+        """Returns what the parameters were."""
         check_half_range(self.module, self.dtype, self.in_float32)
         with warnings.catch_warnings():  # it was said at set-up
             warnings.filterwarnings("ignore", message="Only fp32 weights are stored")
@@ -51,13 +38,7 @@ class Recast:
 
 
 class MastersLoad:
-    """Lets ``ModelParallelStrategy`` and its kind read the masters of a folder with shards into fp32 weights.
-
-    Args:
-        strategy: restores checkpoints after its set-up.
-        module: the model.
-        hooks: of its optimizers.
-    """
+    """Lets ``ModelParallelStrategy`` and its kind read the masters of a folder with shards into fp32 weights."""
 
     def __init__(self, strategy: Strategy, module: nn.Module, hooks: Sequence[MastersIntoWeights]) -> None:
         self._strategy = strategy
@@ -76,23 +57,17 @@ class MastersLoad:
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._reads_all:
             return self._patch.original(source, *args, **kwargs)
-        path = standing_checkpoint(Path(self._strategy.broadcast(source)))
-        with expecting_masters(self._module, self._into_weights, path):
+        path = existing_checkpoint(Path(self._strategy.broadcast(source)))
+        with masters_announced(self._module, self._into_weights, path):
             return self._patch.original(source, *args, **kwargs)
 
 
 class EvaluatedLoad(MastersLoad):
-    """While a checkpoint is read that is only evaluated, the model holds fp32 weights, as it does after the run.
+    """While a checkpoint is read that is only evaluated, the model holds fp32 weights, as it does after the run."""
 
-    Args:
-        strategy: restores checkpoints after its set-up.
-        recast: how the weights become 16 bit again.
-        before: what they were before they were cast; the checkpoint's weights take the place of those in fp32.
-    """
-
-    def __init__(self, strategy: Strategy, recast: Recast, before: dict[nn.Parameter, Tensor]) -> None:
+    def __init__(self, strategy: Strategy, recast: CastPlan, before: dict[nn.Parameter, Tensor]) -> None:
         super().__init__(strategy, recast.module, [])
-        self._recast = recast
+        self._cast_plan = recast
         self._before = before
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +76,7 @@ class EvaluatedLoad(MastersLoad):
         try:
             return super()._load(source, *args, **kwargs)
         finally:
-            loaded = self._recast.cast()
+            loaded = self._cast_plan.cast()
             self._before.update({p: loaded[p] for p in wide})
 
 
@@ -110,19 +85,12 @@ class Float32Load(MastersLoad):
 
     What is read becomes the masters, to the last bit and whatever the weights were before. The optimizers' state is
     read as if their weights were fp32, which also keeps it in fp32.
-
-    Args:
-        strategy: restores checkpoints after its set-up.
-        recast: how the weights become 16 bit again.
-        store: their masters.
-        optimizers: with the hooks of the masters, in this order.
-        hooks: those hooks.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        recast: Recast,
+        recast: CastPlan,
         store: MasterStore,
         optimizers: Sequence[Optimizer],
         hooks: Sequence[MasterHooks],
@@ -131,22 +99,22 @@ class Float32Load(MastersLoad):
         self._store = store
         self._optimizers = optimizers
         self._hooks = hooks
-        self._recast = recast
+        self._cast_plan = recast
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> Any:
         for hooks in self._hooks:
             hooks.swap_out()
             hooks.paused = True
         self._into_weights = [MastersIntoWeights(optimizer) for optimizer in self._optimizers]
-        uncast_weights_(self._module, {p: self._full(p) for p in self._recast.parameters})
+        uncast_weights_(self._module, {p: self._full(p) for p in self._cast_plan.parameters})
         try:
             result = super()._load(source, *args, **kwargs)
         finally:
-            loaded = self._recast.cast()
+            loaded = self._cast_plan.cast()
             # What is frozen now had a master if it was trained before: on which epoch it is unfrozen, callbacks know.
             with_master = frozenset[Tensor]().union(*(into_weights.taken for into_weights in self._into_weights))
             for parameter in (p for p in loaded if p in self._store or p in with_master):
-                self._store.set(parameter, loaded[parameter], given=True)
+                self._store.set(parameter, loaded[parameter], is_exact_fp32=True)
             for into_weights in self._into_weights:
                 into_weights.remove()
             for hooks in self._hooks:

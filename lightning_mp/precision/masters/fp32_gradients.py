@@ -15,8 +15,6 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 
-__all__ = ["Fp32GradientEpilogue", "Fp32Gradients", "as_float32"]
-
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -71,7 +69,7 @@ class Fp32Gradients:
                 own, copy = self._shown.pop(parameter)
                 self._replace(parameter, own.dtype, own if parameter.grad is copy else parameter.grad)
 
-    def settle(self) -> None:
+    def flush_pending(self) -> None:
         """Casts what gradients are now to 16 bit: before another backward adds to them, and DDP looks for its own."""
         shown, self._shown = self._shown, {}
         for parameter, (own, _) in shown.items():
@@ -85,13 +83,7 @@ class Fp32Gradients:
 
 
 class Fp32GradientEpilogue(GradientEpilogue):
-    """The epilogue over 16-bit gradients: it reads them as they are, and changes fp32 copies.
-
-    Args:
-        fp32_copies: makes the copies.
-        args: see :class:`~lightning_mp.optimizer_step.gradient_epilogue.GradientEpilogue`.
-        kwargs: see there.
-    """
+    """The epilogue over 16-bit gradients: it reads them as they are, and changes fp32 copies."""
 
     def __init__(self, fp32_copies: Fp32Gradients, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -13,8 +13,6 @@ from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.precision.masters.store import MasterStore
 
-__all__ = ["FullAverages"]
-
 
 class FullAverages:
     """Keeps the averages of Lightning's callbacks in fp32, and lets ``WeightAveraging`` average masters.
@@ -23,10 +21,6 @@ class FullAverages:
     copied from 16-bit weights is widened, and what is averaged are the masters, where a weight has one. For a
     validation Lightning exchanges the average with the weights of the module, and back: what the module could not hold
     is put back after it, from a copy that lives as long as the validation.
-
-    Args:
-        trainer: its averaging callbacks are held, for the time of a fit.
-        masters: of the module's weights.
     """
 
     def __init__(self, trainer: "pl.Trainer", masters: MasterStore) -> None:
@@ -75,13 +69,7 @@ class FullAverages:
 
 
 class _FullPrecision(nn.Module):
-    """What an ``AveragedModel`` reads of a model: its parameters, masters in the place of 16-bit weights, and buffers.
-
-    Args:
-        model: the module that is trained.
-        average: gives the dtypes.
-        masters: of some of its parameters.
-    """
+    """What an ``AveragedModel`` reads of a model: its parameters, masters instead of 16-bit weights, and buffers."""
 
     def __init__(self, model: nn.Module, average: nn.Module, masters: MasterStore) -> None:
         super().__init__()

@@ -21,8 +21,6 @@ from lightning_mp.core.messages import listed
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.store import HALF_MAX
 
-__all__ = ["HalfRange", "check_half_range"]
-
 _REMEDIES = "Use 'bf16-true', AutocastPrecision('16-mixed') or a policy that keeps the module in fp32"
 
 
@@ -33,16 +31,7 @@ def _largest(weights: Sequence[Tensor]) -> Tensor:
 
 
 def check_half_range(module: nn.Module, dtype: torch.dtype, in_float32: Iterable[nn.Module]) -> None:
-    """Refuses finite weights that would be infinite in fp16.
-
-    Args:
-        module: its weights, before they are cast.
-        dtype: what they are cast to.
-        in_float32: modules in it whose own weights are not cast.
-
-    Raises:
-        MisconfigurationException: names them.
-    """
+    """Refuses finite weights that would be infinite in fp16."""
     if dtype != torch.float16:
         return
     kept = {p for part in in_float32 for p in part.parameters(recurse=False)}
@@ -66,12 +55,7 @@ def check_half_range(module: nn.Module, dtype: torch.dtype, in_float32: Iterable
 
 
 class HalfRange:
-    """Says, one step late and without waiting for the device, which weights are held at the end of fp16's range.
-
-    Args:
-        names: gives the names of parameters.
-        copied: all ranks hold the same weights, so that one of them may speak for all.
-    """
+    """Says, one step late and without waiting for the device, which weights are held at the end of fp16's range."""
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]], *, copied: bool) -> None:
         self._names = names
@@ -81,7 +65,7 @@ class HalfRange:
 
     def look(self, weights: Sequence[Tensor]) -> None:
         """Takes the weights after a step; reports those of the step before."""
-        self.tell()
+        self.warn()
         present = [w for w in weights if local_shard(w.detach()).numel()]
         if present:
             self._pending = HostCopy(_largest(present)), present
@@ -93,7 +77,7 @@ class HalfRange:
             private_api.foreach_clamp_([local_shard(w.detach()) for w in weights], HALF_MAX)
         self.look(weights)
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Warns of each weight once."""
         pending, self._pending = self._pending, None
         if pending is None:

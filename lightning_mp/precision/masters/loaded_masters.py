@@ -16,24 +16,6 @@ from lightning_mp.core.patches import Patch
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.store import refine_full
 
-__all__ = [
-    "MASTERS_KEY",
-    "MASTER_COUNT_KEY",
-    "MASTER_KEY",
-    "MastersIntoWeights",
-    "around_load",
-    "by_index",
-    "expecting_masters",
-    "into_weight_",
-    "leave_out_stale_masters",
-    "masters_in",
-    "refuse_damaged_masters",
-    "tell_of_rounding",
-    "warn_of_other_weights",
-    "warn_of_rounded_weights",
-    "without_masters",
-]
-
 #: Where a master lies in ``optimizer.state_dict()["state"][i]``, always as full fp32.
 MASTER_KEY = "master_param"
 
@@ -72,7 +54,7 @@ def by_index(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[
     return list(zip(numbers, parameters, strict=False))
 
 
-def warn_of_other_weights(differing: int, masters: int) -> None:
+def warn_about_other_weights(differing: int, masters: int) -> None:
     """Says that masters of a checkpoint were not taken everywhere."""
     rank_zero_warn(
         f"The checkpoint's fp32 master weights and the model's weights differ in {differing} of {masters} parameters."
@@ -81,7 +63,7 @@ def warn_of_other_weights(differing: int, masters: int) -> None:
     )
 
 
-def warn_of_rounded_weights(precision: str) -> None:
+def warn_about_rounded_weights(precision: str) -> None:
     """Warns that a checkpoint was read in 16 bit although fp32 values exist."""
     rank_zero_warn(
         f"This run continues from weights that were rounded as in {precision!r}: the run that wrote the checkpoint had"
@@ -105,9 +87,6 @@ def refuse_damaged_masters(checkpoint: Mapping[str, Any], owner: str) -> None:
     """Refuses a checkpoint that lacks masters which it was saved with, or has something else in their place.
 
     Lightning has loaded the weights by then: it calls a plugin only afterwards.
-
-    Raises:
-        ValueError: with how many there are.
     """
     if "optimizer_states" not in checkpoint:
         return
@@ -122,7 +101,7 @@ def refuse_damaged_masters(checkpoint: Mapping[str, Any], owner: str) -> None:
         )
 
 
-def leave_out_stale_masters(checkpoint: dict[str, Any]) -> None:
+def drop_stale_masters(checkpoint: dict[str, Any]) -> None:
     """Takes masters out of the optimizer states of a checkpoint whose run did not train them.
 
     Lightning's own plugins carry what they find in an optimizer's state along, unchanged, while the weights move on.
@@ -142,7 +121,7 @@ def leave_out_stale_masters(checkpoint: dict[str, Any]) -> None:
         )
 
 
-def tell_of_rounding(dtype: torch.dtype) -> None:
+def warn_about_rounding(dtype: torch.dtype) -> None:
     """Says, at a run's first checkpoint, who resumes from its masters."""
     rank_zero_info(
         f"Checkpoints hold {dtype} weights, and the fp32 masters in the optimizer states. The plugins of"
@@ -226,9 +205,6 @@ class MastersIntoWeights:
     """Lets an optimizer over fp32 weights load the state of one that had masters: its weights become the masters.
 
     The weights of such a checkpoint are 16 bit, and the masters are the numbers that were rounded to them.
-
-    Args:
-        optimizer: any ``torch.optim.Optimizer``.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -265,21 +241,15 @@ class MastersIntoWeights:
             self.taken |= frozenset(taken)
             differing = sum(not into_weight_(parameter, master) for parameter, master in taken.items())
             if differing:
-                warn_of_other_weights(differing, len(taken))
+                warn_about_other_weights(differing, len(taken))
 
         self.taken = frozenset()
         return {**state_dict, "state": state}, finish
 
 
 @contextmanager
-def expecting_masters(module: nn.Module, hooks: Iterable[MastersIntoWeights], path: Path) -> Iterator[None]:
-    """While this is open, optimizers ask for the masters that a checkpoint has, if it is a folder with shards.
-
-    Args:
-        module: by whose names the checkpoint calls parameters.
-        hooks: of its optimizers.
-        path: of the checkpoint.
-    """
+def masters_announced(module: nn.Module, hooks: Iterable[MastersIntoWeights], path: Path) -> Iterator[None]:
+    """While this is open, optimizers ask for the masters that a checkpoint has, if it is a folder with shards."""
     hooks = list(hooks)
     names = saved_names(path) if is_sharded_checkpoint(path) else ()
     endings = {name.partition(".state.")[2] for name in names if name.endswith(f".{MASTER_KEY}")}

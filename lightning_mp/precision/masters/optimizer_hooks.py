@@ -1,6 +1,6 @@
 """Master weights under any optimizer, through the hooks that every ``torch.optim.Optimizer`` has.
 
-For the time of a step, fp32 masters stand in the parameter groups where the 16-bit parameters were:
+For the time of a step, fp32 masters replace the 16-bit parameters in the parameter groups:
 
 .. code-block:: text
 
@@ -38,7 +38,7 @@ from lightning_mp.precision.masters.loaded_masters import (
     around_load,
     by_index,
     into_weight_,
-    warn_of_other_weights,
+    warn_about_other_weights,
     without_masters,
 )
 from lightning_mp.precision.masters.store import MasterStore
@@ -48,13 +48,7 @@ __all__ = ["MASTER_KEY", "MasterHooks"]
 
 
 class MasterHooks:
-    """Swaps masters in for the steps of one optimizer, and carries them through its checkpoints.
-
-    Args:
-        optimizer: any ``torch.optim.Optimizer``.
-        store: where the masters are. A 16-bit parameter that is not in it gets a master at its first step.
-        gradients: knows by what fp32 gradients are multiplied when they are made.
-    """
+    """Swaps masters in for the steps of one optimizer, and carries them through its checkpoints."""
 
     def __init__(self, optimizer: Optimizer, store: MasterStore, gradients: Fp32Gradients | None = None) -> None:
         self.optimizer = optimizer
@@ -92,7 +86,7 @@ class MasterHooks:
                 self._ends.append(Patch(optimizer, name, partial(self._on_masters, method)).undo)
 
     def remove(self) -> None:
-        """Takes the hooks away; the optimizer goes on with the 16-bit parameters."""
+        """Takes the hooks away; the optimizer continues with the 16-bit parameters."""
         self.swap_out()
         for end in self._ends:
             end()
@@ -287,7 +281,7 @@ class MasterHooks:
             if parameter in optimizer.state:
                 optimizer.state[parameter] = widened(optimizer.state[parameter], entry["state"])
         if differing:
-            warn_of_other_weights(differing, len(with_master))
+            warn_about_other_weights(differing, len(with_master))
 
     def _take(self, parameter: Tensor, master: Tensor) -> bool:
         """A weight that a policy holds in fp32 was 16 bit in a run without it, and had a master."""
@@ -308,10 +302,6 @@ def _widen(optimizers: list[Optimizer], group: dict[str, Any], parameter: Tensor
 
 def widened(value: Any, source: Any = None) -> Any:
     """A piece of optimizer state in fp32 where it is 16 bit; dictionaries, lists and tuples are walked.
-
-    Args:
-        value: the state as it is; what is not 16 bit stays the same object.
-        source: where it was rounded from, if that is known; taken where the shapes agree.
 
     Example:
         >>> import torch
@@ -337,12 +327,6 @@ def widen_early_state(optimizer: Optimizer, group: dict[str, Any], parameter: Te
     """Widens what the optimizer made for a 16-bit parameter before there was a master, as in its constructor.
 
     A copy of the weight becomes a copy of the master, and Adagrad's sum its initial value, unrounded.
-
-    Args:
-        optimizer: its state is changed.
-        group: the parameter group.
-        parameter: fp16 or bf16.
-        master: of the parameter, fp32.
     """
     if parameter not in optimizer.state:
         return

@@ -22,16 +22,9 @@ from torch import Tensor
 from lightning_mp.core import private_api
 from lightning_mp.gradients.step_blocks import padded
 
-__all__ = ["RemainderBlock"]
-
 
 class RemainderBlock:
-    """Room for the remainders of some weights, and for their fp32 masters while these are lent.
-
-    Args:
-        parameters: whose remainders they are.
-        weights: their local parts, bf16, on one device.
-    """
+    """Room for the remainders of some weights, and for their fp32 masters while these are lent."""
 
     def __init__(self, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -69,12 +62,7 @@ class RemainderBlock:
         return self._parts(self._masters)
 
     def split(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        """Keeps the remainders of masters, and writes the weights.
-
-        Args:
-            weights: bf16.
-            masters: what :meth:`join` returned, or other fp32 tensors that an optimizer has put in their place.
-        """
+        """Keeps the remainders of masters, and writes the weights."""
         assert self._masters is not None
         room = self._parts(self._masters)
         for own, master in zip(room, masters, strict=True):

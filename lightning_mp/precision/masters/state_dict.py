@@ -8,8 +8,6 @@ from lightning_mp.checkpoints.fused_qkv import fused_orders
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.store import MasterStore, distribute_like, refine
 
-__all__ = ["FullWeightsInState"]
-
 
 class FullWeightsInState:
     """A hook for ``module.register_state_dict_post_hook``.

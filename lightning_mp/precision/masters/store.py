@@ -14,20 +14,6 @@ from lightning_mp.precision.masters.bf16_remainder import join, split
 from lightning_mp.precision.masters.changed_weights import ChangedWeights
 from lightning_mp.precision.masters.remainder_block import RemainderBlock
 
-__all__ = [
-    "HALF_MAX",
-    "FullMasters",
-    "MasterStore",
-    "RemainderMasters",
-    "Storage",
-    "distribute_like",
-    "make_store",
-    "refine",
-    "refine_full",
-    "rounds_to",
-    "unwrapped",
-]
-
 #: The largest fp16 number.
 HALF_MAX = torch.finfo(torch.float16).max
 
@@ -92,10 +78,6 @@ def refine(working: Tensor, value: Tensor) -> Tensor:
     """The float32 number behind each 16-bit weight: ``value`` where it rounds to the weight, else the weight itself.
 
     The weight says what the model is; a master only adds the bits below it.
-
-    Args:
-        working: fp16 or bf16, plain tensor.
-        value: float32, the same shape and device.
     """
     return torch.where(rounds_to(value, working), value, working.float())
 
@@ -105,10 +87,6 @@ def refine_full(weight: Tensor, value: Tensor) -> Tensor:
 
     Where all of it are 16-bit numbers, it is refined as they are (:func:`refine`); else it is in full precision already
     and stays, whatever ``value`` is.
-
-    Args:
-        weight: float32, plain tensor.
-        value: float32, the same shape and device.
 
     Example:
         >>> import torch
@@ -138,7 +116,7 @@ class MasterStore(ABC):
 
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor] = {}
-        self._given: set[Tensor] = set()
+        self._exact_fp32: set[Tensor] = set()
         #: Knows which parameters to compare; all of them until it watches.
         self.changed = ChangedWeights()
 
@@ -155,40 +133,24 @@ class MasterStore(ABC):
         """Bytes of this rank's masters, the 16-bit parameters not counted."""
         return sum(_local(kept).nbytes for kept in self._kept.values())
 
-    def set(self, parameter: Tensor, value: Tensor, *, given: bool = False) -> None:
-        """Sets a master and, rounded, its parameter.
-
-        Args:
-            parameter: fp16 or bf16 parameter.
-            value: any floating-point dtype and device; may be kept, not copied.
-            given: it is the weight as it was given in fp32, not what a 16-bit weight keeps of it. Until the next step
-                it counts more than what a checkpoint has.
-        """
+    def set(self, parameter: Tensor, value: Tensor, *, is_exact_fp32: bool = False) -> None:
+        """Sets a master and, rounded, its parameter."""
         value = unwrapped(value.detach()).to(device=parameter.device, dtype=torch.float32)
         self._keep(parameter, value)
         self.write_back([parameter], [value])
-        if given:
-            self._given.add(parameter)
+        if is_exact_fp32:
+            self._exact_fp32.add(parameter)
 
-    def refine_from(self, parameter: Tensor, value: Tensor, *, given: bool = False) -> bool:
-        """Sets a master from a checkpoint, where it rounds to the weight that the model has now.
-
-        Args:
-            parameter: fp16 or bf16 parameter.
-            value: any dtype and device; if the parameter is distributed, distributed likewise.
-            given: see :meth:`set`.
-
-        Returns:
-            Whether it does everywhere.
-        """
+    def refine_from(self, parameter: Tensor, value: Tensor, *, is_exact_fp32: bool = False) -> bool:
+        """Sets a master from a checkpoint, where it rounds to the weight that the model has now."""
         working = _local(parameter)
         local = _local(value).to(device=working.device, dtype=torch.float32)
-        if parameter in self._given and not self.changed.version_moved(parameter):
+        if parameter in self._exact_fp32 and not self.changed.version_moved(parameter):
             refined = refine_full(_local(self.get(parameter)), local)
         else:
             refined = refine(working, local)
         agrees = torch.equal(refined, local)
-        self.set(parameter, distribute_like(refined, parameter), given=given)
+        self.set(parameter, distribute_like(refined, parameter), is_exact_fp32=is_exact_fp32)
         return agrees
 
     def get(self, parameter: Tensor) -> Tensor:
@@ -208,7 +170,7 @@ class MasterStore(ABC):
 
     def write_back(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Keeps the masters and writes the 16-bit parameters, each cast once."""
-        self._given.difference_update(parameters)
+        self._exact_fp32.difference_update(parameters)
         with torch.no_grad():
             self._write(parameters, masters)
         self.changed.written(parameters)

@@ -2,8 +2,6 @@
 
 from torch.optim import Optimizer
 
-__all__ = ["with_wrapped"]
-
 
 def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
     """An optimizer, and those among its attributes that step the same lists of parameters, however deep.

@@ -20,9 +20,9 @@ from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.memory.live_storages import MemorySample
 from lightning_mp.planning.memory.ranks import under_ddp, under_fsdp2
-from lightning_mp.preflight_checks.checkpoint_facts import look_at_checkpoint
+from lightning_mp.preflight_checks.checkpoint_facts import inspect_checkpoint
 from lightning_mp.preflight_checks.checks import check_everything
-from lightning_mp.preflight_checks.data_facts import FoundData, look_at_data
+from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
 from lightning_mp.preflight_checks.found import Found, FoundBudget, FoundCheckpoint, FoundMemory, FoundRun, FoundStep
 from lightning_mp.preflight_checks.module_facts import layers_of, seen_in_a_step, untied_embeddings, weights_of
 from lightning_mp.preflight_checks.report import PreflightReport
@@ -38,20 +38,9 @@ from lightning_mp.preflight_checks.trainer_facts import (
 )
 from lightning_mp.preflight_checks.watched_step import WatchedStep
 
-__all__ = ["TrainerLook"]
 
-
-class TrainerLook:
-    """One preflight; what goes wrong in one part of it does not end the others.
-
-    Args:
-        trainer: before or in a fit.
-        module: that it is to train.
-        device: a chip by name; None for the Trainer's.
-
-    Raises:
-        ValueError: if ``device`` is not known.
-    """
+class TrainerInspection:
+    """One preflight; what goes wrong in one part of it does not end the others."""
 
     def __init__(self, trainer: "pl.Trainer", module: "pl.LightningModule", device: str | None = None) -> None:
         self._trainer, self._module = trainer, module
@@ -61,7 +50,7 @@ class TrainerLook:
 
     def at_data(self, data: Any) -> FoundData:
         """One micro-batch of what a user has given, and how many there are."""
-        return look_at_data(
+        return inspect_data(
             data,
             self._module,
             data_ranks=data_ranks_of(self._trainer),
@@ -70,12 +59,7 @@ class TrainerLook:
         )
 
     def report(self, at_data: Callable[[], FoundData], ckpt_path: str | Path | None) -> PreflightReport:
-        """Looks at everything, and checks it.
-
-        Args:
-            at_data: gives one micro-batch, and how many there are.
-            ckpt_path: see :func:`~lightning_mp.preflight`.
-        """
+        """Looks at everything, and checks it."""
         device = self._module.device
         with random_state_kept(device if device.type != "meta" else torch.device("cpu")):
             found = self._look(at_data, ckpt_path)
@@ -213,4 +197,4 @@ class TrainerLook:
         sizes = watched.group_sizes if watched is not None else None
         rates = watched.learning_rates if watched is not None else ()
         built = self._module if watched is None or list(self._module.parameters()) else watched.copy
-        return look_at_checkpoint(path, built, sizes, rates)
+        return inspect_checkpoint(path, built, sizes, rates)

@@ -9,21 +9,13 @@ from lightning_mp.diagnostics.audit.records import OperationRecord, dtype_label
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype
 
-__all__ = ["AskedPrecision"]
-
 
 @dataclass(frozen=True)
-class AskedPrecision:
-    """What was asked for.
-
-    Args:
-        precision: as Lightning writes it: "16-mixed", "bf16-mixed", "fp8-mixed", "16-true", "bf16-true", "32-true",
-            "64-true". Another name, or "", asks for nothing that could be checked.
-        policy: resolved for the model.
-        fp8_modules: names of the modules that were to multiply in fp8.
+class RequestedPrecision:
+    """What was requested.
 
     Example:
-        >>> asked = AskedPrecision("bf16-mixed")
+        >>> asked = RequestedPrecision("bf16-mixed")
         >>> asked.is_mixed, asked.base
         (True, 'bf16')
     """
@@ -44,7 +36,7 @@ class AskedPrecision:
         return "bf16" if found == "fp8" else found  # of all that fp8 does not take
 
     def by_policy(self, record: OperationRecord) -> str:
-        """The format that the policy asks for in a forward operation, which decides; "" if it says nothing."""
+        """The format that the policy requests in a forward operation, which decides; "" if it says nothing."""
         if self.policy is None:
             return ""
         module = next((row for row in self.policy.modules if row.name == record.module), None)

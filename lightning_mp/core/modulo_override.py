@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from typing import Self
 
-__all__ = ["AnsweringInt"]
 
-
-class AnsweringInt(int):
+class ModuloOverride(int):
     """A number of which only the answer to a modulo differs; copies and pickles are plain numbers.
 
     Lightning asks by modulo whether a batch ends an accumulation window or a learning-rate interval. Python lets the
     right operand answer if its class is a subclass of the left one's.
 
     Example:
-        >>> every_second = AnsweringInt.of(2, lambda value: value // 10)
+        >>> every_second = ModuloOverride.of(2, lambda value: value // 10)
         >>> [value % every_second for value in (10, 20)], every_second + 1
         ([1, 2], 3)
     """
