@@ -12,28 +12,25 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric
 
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress, batches_to_do_again, saves_on_exception
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.private_loop_api import set_metric_state
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.core.saved_state import POSITIVE_COUNT, Kind, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.data_ranks import data_rank, num_data_ranks
-from lightning_mp.resume.bit_hash import bit_hash, bit_hash_of_nested
 from lightning_mp.resume.differences import EXACT_RESUME_KEY
 from lightning_mp.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported
-from lightning_mp.resume.metric_states import metric_states, restore_metric_states
 from lightning_mp.resume.random_numbers import captured, restore
-from lightning_mp.resume.records import RECORDED_KINDS, write_record
-
-_LIST = Kind("a list", lambda value: isinstance(value, list))
-_MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
+from lightning_mp.resume.records import RECORDED_KINDS, bit_hash, bit_hash_of_nested, write_record
 
 
 class ExactResume(SettingsRepr, Callback):
@@ -375,3 +372,41 @@ def _start_workers_aside(loader: "DataLoader[Any]", patches: Patches) -> None:
             return making.original()
 
     making = patches.replace(loader, "_get_iterator", get_iterator)
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """Of those that were updated since they were reset, by name.
+
+    Example:
+        >>> from torchmetrics.aggregation import MeanMetric
+        >>> module, other = nn.ModuleDict({"mean": MeanMetric()}), nn.ModuleDict({"mean": MeanMetric()})
+        >>> module["mean"].update(3.0)
+        >>> restore_metric_states(other, metric_states(module))
+        >>> float(other["mean"].compute())
+        3.0
+    """
+    return {
+        name: {"states": _moved(metric.metric_state, torch.device("cpu"), copy=True), "updates": metric.update_count}
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric) and metric.update_count
+    }
+
+
+def restore_metric_states(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Has metrics of those names continue; metrics that the module does not have any more are left out."""
+    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    for name in saved.keys() & metrics.keys():
+        metric = metrics[name]
+        set_metric_state(metric, _moved(saved[name]["states"], metric.device), saved[name]["updates"])
+
+
+def _moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _moved(inner, device, copy=copy) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_moved(inner, device, copy=copy) for inner in value]
+    return value.detach().to(device, copy=copy) if isinstance(value, Tensor) else value
+
+
+_LIST = Kind("a list", lambda value: isinstance(value, list))
+_MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))

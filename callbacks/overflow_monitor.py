@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.callbacks._metrics import CallbackMetrics
+from lightning_mp.core import private_loop_api
 from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
@@ -20,13 +21,7 @@ from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
-from lightning_mp.optimizer_step.step_limit import RealStepLimit
 from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
-
-#: From LossScaler's largest to its smallest scale, by half on each skip.
-_SKIPS_OF_A_FALLING_SCALE = 48
-#: A run of a few steps, a trial, says nothing about the one that follows.
-_FEWEST_SKIPS = 10
 
 
 class OverflowMonitor(SettingsRepr, Callback):
@@ -285,3 +280,45 @@ def _unhealthy_streak(scaler: object) -> int:
     backoff = scaler.get_backoff_factor() if isinstance(scaler, torch.amp.GradScaler) else 0.5
     halvings = _SKIPS_OF_A_FALLING_SCALE / -math.log2(backoff) if 0.0 < backoff < 1.0 else 0.0
     return max(100, 2 * math.ceil(halvings))
+
+
+class RealStepLimit:
+    """Raises the Trainer's ``max_steps`` by one for every skipped step, and puts the user's number back at the end.
+
+    Lightning compares ``max_steps`` with ``trainer.global_step``, which counts attempts. A run with ``max_steps=1000``
+    and 30 skips makes 970 steps there, and 1000 with this.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(max_steps=10, accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> limit = RealStepLimit(trainer)
+        >>> limit.allow_for(skipped_steps=1)
+        >>> trainer.max_steps
+        11
+        >>> limit.detach()
+        >>> trainer.max_steps
+        10
+    """
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        self._trainer = trainer
+        self._asked_max_steps = trainer.max_steps
+
+    def allow_for(self, skipped_steps: int) -> None:
+        """So many steps of the run were skipped."""
+        if self._asked_max_steps != -1:
+            private_loop_api.set_max_steps(self._trainer, self._asked_max_steps + skipped_steps)
+
+    def is_reached(self) -> bool:
+        """Whether Lightning would stop now, if no skip is still on its way."""
+        return self._trainer.max_steps != -1 and self._trainer.global_step >= self._trainer.max_steps
+
+    def detach(self) -> None:
+        """Gives the Trainer the number that the user requested."""
+        private_loop_api.set_max_steps(self._trainer, self._asked_max_steps)
+
+
+#: From LossScaler's largest to its smallest scale, by half on each skip.
+_SKIPS_OF_A_FALLING_SCALE = 48
+#: A run of a few steps, a trial, says nothing about the one that follows.
+_FEWEST_SKIPS = 10

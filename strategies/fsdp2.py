@@ -1,7 +1,7 @@
 """FSDP2, tensor parallelism and both, for models that know nothing of it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import (
@@ -42,7 +44,6 @@ from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizers.low_bit_states import refuse_whole_checkpoints
-from lightning_mp.strategies.fsdp2_earlier import check_earlier_layout, clear_failed_step
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,
@@ -397,3 +398,42 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
 
 
 FSDP2Strategy.register_strategies(StrategyRegistry)
+
+
+def check_earlier_layout(module: nn.Module, wanted: Mapping[str, int], owner: str) -> None:
+    """A second run of the same module keeps its layout."""
+    sizes: dict[str, int] = {}
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            sizes.update(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if not sizes.keys() & {"data_parallel", *wanted}:
+        return
+    for name, size in wanted.items():
+        earlier = sizes.get(name, 1)
+        if earlier != size:
+            raise MisconfigurationException(
+                f"The model is sharded already (by configure_model, or an earlier run) with {name}_size={earlier}, and"
+                f" {owner} now has {name}_size={size}. Use the sizes that it was sharded with, or make a new model and"
+                " load its checkpoint."
+            )
+
+
+def clear_failed_step(module: nn.Module) -> None:
+    """Frees weights that an exception has left gathered in the middle of a forward or backward, and their gradients.
+
+    Until torch 2.13, which has ``FSDPModule.reset_iter_state``, weights that are gathered for a whole step stay so.
+    """
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.grad = None  # a backward that comes would add to it
+    for part in _outermost_units(module):
+        getattr(part, "reset_iter_state", part.reshard)()
+
+
+def _outermost_units(module: nn.Module) -> Iterator[FSDPModule]:
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_units(child)

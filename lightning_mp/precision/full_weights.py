@@ -1,12 +1,18 @@
 """Plugins that train fp32 weights: they refuse others, and go on from the masters of a run that had 16-bit weights."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.core.messages import listed
+from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.precision.masters.float32_load import MastersLoad
 from lightning_mp.precision.masters.loaded_masters import (
@@ -16,7 +22,72 @@ from lightning_mp.precision.masters.loaded_masters import (
     refuse_damaged_masters,
     warn_about_rounded_weights,
 )
-from lightning_mp.precision.trainable_weights import TrainedWeights
+
+
+def lost_updates(weight: Tensor, size: float) -> int:
+    """How many elements of a weight stay what they are when ``size`` is added, and when it is subtracted.
+
+    Example:
+        >>> import torch
+        >>> lost_updates(torch.tensor([0.01, 1.0, 2.0], dtype=torch.bfloat16), 1e-3)
+        2
+    """
+    return int(((weight + size == weight) & (weight - size == weight)).sum())
+
+
+class TrainedWeights:
+    """Checks what an optimizer trains, now and when parameters are added to it."""
+
+    def __init__(self, plugin: str, optimizer: Optimizer, names: Callable[[], Mapping[Tensor, str]]) -> None:
+        self._plugin = plugin
+        self._names = names
+        self._checked = 0
+        self._check(optimizer)
+        self._handle = optimizer.register_step_pre_hook(lambda stepping, *_: self._check(stepping))
+
+    def remove(self) -> None:
+        """Takes the hook away."""
+        self._handle.remove()
+
+    def _check(self, optimizer: Optimizer) -> None:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count == self._checked:
+            return
+        self._checked = count
+        trained = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._refuse_fp16([p for p, _ in trained if p.dtype == torch.float16], len(trained))
+        self._warn_about_bf16([(p, group) for p, group in trained if p.dtype == torch.bfloat16])
+
+    def _listed(self, parameters: list[Tensor]) -> str:
+        names = self._names()
+        return listed([names.get(parameter, "?") for parameter in parameters])
+
+    def _refuse_fp16(self, parameters: list[Tensor], trained: int) -> None:
+        if parameters:
+            raise MisconfigurationException(
+                f"{self._plugin} trains fp32 weights, and {len(parameters)} of {trained} trainable parameters are fp16:"
+                f" {self._listed(parameters)}. The optimizer would step them in fp16, where Adam's epsilon and small"
+                " second moments are 0 and weights become NaN. Load the model in fp32 (from_pretrained(...,"
+                " dtype=torch.float32), or module.float()), or use MasterWeightsPrecision('16-true'), which keeps fp32"
+                " masters of fp16 weights. Frozen weights may stay in fp16."
+            )
+
+    def _warn_about_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        if not trained:
+            return
+        lost = elements = 0
+        for parameter, group in trained:
+            weight = local_shard(parameter.detach())
+            elements += weight.numel()
+            # A warm-up starts from zero.
+            lost += lost_updates(weight, float(group.get("initial_lr", group.get("lr", 0.0))))
+        rank_zero_warn(
+            f"{self._plugin} trains fp32 weights, and {len(trained)} parameters that the optimizer trains are bf16:"
+            f" {self._listed([parameter for parameter, _ in trained])}. A step of the size of the learning rate is"
+            f" rounded away in {lost:,} of their {elements:,} elements. Load the model in fp32"
+            " (from_pretrained(..., dtype=torch.float32), or module.float()), or use"
+            " MasterWeightsPrecision('bf16-true')."
+        )
 
 
 class FullWeightsPrecision(GradientStepPrecision):

@@ -261,10 +261,13 @@ FORKS = re.compile(
     r"""\bfork(pty)?\(|\bmultiprocessing\b(?!\.reductions)|["'](ddp_)?(fork|notebook(?!s\b))\w*["']|\bmp\.spawn\b"""
     r"""|\bnum_workers=(?!0\b)(?!.*\bmultiprocessing_context=["'](spawn|forkserver)["'])"""
 )
-# the server; and scripts that are started as a user starts them, whose process has computed nothing before
+# the server; scripts that are started as a user starts them, whose process has computed nothing before; and loaders
+# whose workers draw random numbers and compute nothing else, as those of users do
 MAY_FORK = {
+    "exact_runs.py",
     "rank_server.py",
     "test_demo_launchers.py",
+    "test_exact_resume.py",
     "test_gloo_harness.py",
     "test_strategy_launchers.py",
 }

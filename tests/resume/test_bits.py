@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lightning_mp import AccumulationScheduler, LossScaler, MasterWeightsPrecision
 from lightning_mp.__main__ import main
-from lightning_mp.resume.bit_hash import bit_hash, bit_hash_of_nested
 from lightning_mp.resume.differences import KINDS, compare_checkpoints, kind_of, kinds_in
-from lightning_mp.resume.records import first_parting, read_records, write_record
+from lightning_mp.resume.records import bit_hash, bit_hash_of_nested, first_parting, read_records, write_record
 
 CPU = torch.device("cpu")
 BYTES = {torch.bool: torch.uint8}

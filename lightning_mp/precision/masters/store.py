@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_api
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.precision.masters.bf16_remainder import join, split
+from lightning_mp.precision.masters.bf16_remainder import RemainderBlock, join, split
 from lightning_mp.precision.masters.changed_weights import ChangedWeights
-from lightning_mp.precision.masters.remainder_block import RemainderBlock
 
 #: The largest fp16 number.
 HALF_MAX = torch.finfo(torch.float16).max
