@@ -1,5 +1,6 @@
 """Folders with the shards of a run, readable by a run with any number of ranks, also before its first step."""
 
+import copy
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_mp.checkpoints.folder_values import read_values
 from lightning_mp.checkpoints.saved_groups import take_options
 from lightning_mp.checkpoints.single_file import load_full_checkpoint, refuse_other_names, refuse_other_number
+from lightning_mp.core.messages import listed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -156,12 +158,29 @@ def _load_optimizer(
     saved = set(metadata.state_dict_metadata)
     # Here the step that torch makes up is wanted: by it the optimizer says how its tensors are sharded. torch leaves it
     # out where there are gradients, also of a run before. With the checkpoint's options, as momentum makes tensors.
-    with _trained(_frozen_with_state(optimizer, own, f"{key}.state", saved)):
+    with _settings_kept(optimizer), _trained(_frozen_with_state(optimizer, own, f"{key}.state", saved)):
         whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    _refuse_another_optimizer(path, optimizer, whole["state"], f"{key}.state", saved)
     state: dict[str, Any] = {"state": _those_saved(whole["state"], f"{key}.state", saved)}
     load_shards({key: state}, path, weights_only=weights_only)
     groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, own, strict=True)]
     optimizer.load_state_dict({**state, "param_groups": groups})
+
+
+@contextmanager
+def _settings_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Prepares for a made-up step, and undoes what it counts in the groups, as schedule-free optimizers do."""
+    settings = [{name: copy.copy(v) for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
+    if not any(optimizer.state.values()):
+        train = getattr(
+            type(optimizer), "train", None
+        )  # not what masters put in its place, which writes to the weights
+        if callable(train):
+            train(optimizer)  # else a schedule-free one refuses to step
+        optimizer.state.clear()  # it may hold an empty state of each parameter now, at which torch makes up no step
+    yield
+    for group, before in zip(optimizer.param_groups, settings, strict=True):
+        group.update(before)
 
 
 def _frozen_with_state(
@@ -183,6 +202,27 @@ def _trained(parameters: list[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
+
+
+def _refuse_another_optimizer(
+    path: Path, optimizer: Optimizer, state: Mapping[str, Any], prefix: str, saved: Collection[str]
+) -> None:
+    """One that keeps other things for a parameter than the folder has: both would be left out without a word."""
+    kept: dict[str, set[str]] = {}
+    stems = {stem for name in saved if name.startswith(f"{prefix}.") for stem in _stems(name)}
+    for stem in stems:
+        parameter, _, name = stem.removeprefix(f"{prefix}.").rpartition(".")
+        if parameter in state:
+            kept.setdefault(parameter, set()).add(name)
+    others = [name for name in kept if kept[name] - state[name].keys() and state[name].keys() - kept[name]]
+    if others:
+        first = min(others)
+        saved_keys, own_keys = (listed(sorted(keys)) for keys in (kept[first], state[first]))
+        raise ValueError(
+            f"The checkpoint {path} was saved by another optimizer: for {first} it has {saved_keys}, and"
+            f" {type(optimizer).__name__} keeps {own_keys}. Resume with the optimizers that saved it, or load its"
+            " weights only."
+        )
 
 
 def _those_saved(state: Mapping[str, Any], prefix: str, saved: Collection[str]) -> dict[str, Any]:

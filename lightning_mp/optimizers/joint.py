@@ -3,6 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -188,7 +189,7 @@ class JointOptimizer(Optimizer):
         """Loads what :meth:`state_dict` gave, or an optimizer with the same groups and as many parameters in each.
 
         Raises:
-            ValueError: if the groups differ in number, or in their numbers of parameters.
+            ValueError: if the groups differ in number, in their numbers of parameters, or are another optimizer's.
         """
         owners = [group[_OWNER] for group in self.param_groups]
         final: dict[str, Any] = {}
@@ -218,7 +219,9 @@ class JointOptimizer(Optimizer):
             numbers = {number for group in groups for number in group["params"]}
             state = {k: v for k, v in state_dict["state"].items() if k in numbers or not isinstance(k, int)}
             optimizer.state = defaultdict(dict)
+            before = [optimizer.defaults.keys() & group for group in optimizer.param_groups]
             optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+            _refuse_another_optimizer(optimizer, before)
             self.state.update(optimizer.state)
         # Their groups are new dictionaries now.
         loaded = [iter(optimizer.param_groups) for optimizer in self.optimizers]
@@ -313,6 +316,19 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
                 " which the other optimizers would have stepped or not. Use it alone, or an optimizer whose step needs"
                 " no closure."
             )
+
+
+def _refuse_another_optimizer(optimizer: Optimizer, settings: Sequence[AbstractSet[str]]) -> None:
+    """After a load, the optimizer's own code has added what an older version of it did not save."""
+    missing = {
+        name for names, group in zip(settings, optimizer.param_groups, strict=True) for name in names - group.keys()
+    }
+    if missing:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"JointOptimizer: the checkpoint's groups for {name} lack {listed(sorted(missing))}: another optimizer"
+            " saved them. Resume with the optimizers that saved it, in their order, or load its weights only."
+        )
 
 
 def _refuse_shared_parameters(optimizers: Sequence[Optimizer], module: nn.Module | None) -> None:

@@ -1,7 +1,9 @@
 """Several optimizers as one: equal to stepping them by hand, through checkpoints, schedules and every precision."""
 
 import copy
+import itertools
 import pickle
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -143,6 +145,78 @@ def test_any_groups_step_and_come_back_from_a_state_dict(sizes: list[list[int]],
     assert all(torch.equal(a, b) for a, b in zip([*reference, new[0]], [*trained, new[1]], strict=True))
 
 
+OPTIONS = {
+    SGD: {"momentum": [0.0, 0.9], "weight_decay": [0.0, 0.1], "fused": [True, False]},
+    AdamW: {"amsgrad": [True, False], "betas": [(0.9, 0.999), (0.5, 0.9)], "fused": [True, False]},
+    RMSprop: {"centered": [True, False], "momentum": [0.0, 0.5], "foreach": [True, False]},
+    Muon: {"nesterov": [True, False], "adjust_lr_fn": ["original", "match_rms_adamw"], "ns_steps": [2, 5]},
+}
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[tuple[type, dict[str, object], list[list[str]]]]:
+    """Two or three optimizers with options, and the groups of names that each takes: every parameter once."""
+    shapes = {name: p.ndim for name, p in make_net().named_parameters()}
+    names = draw(st.permutations(sorted(shapes)))
+    first, *cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1), min_size=1, max_size=2)))
+    parts = []
+    for start, end in itertools.pairwise([0, first, *cuts, len(names)]):
+        own = names[start:end]
+        takes_matrices = all(shapes[name] == 2 for name in own)
+        kind = draw(st.sampled_from([kind for kind in OPTIONS if takes_matrices or kind is not Muon]))
+        options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS[kind].items()}
+        cut = draw(st.integers(0, len(own) - 1))
+        parts.append((kind, options, [group for group in (own[:cut], own[cut:]) if group]))
+    return parts
+
+
+def made(net: nn.Module, parts: list[tuple[type, dict[str, object], list[list[str]]]]) -> list[torch.optim.Optimizer]:
+    parameters = dict(net.named_parameters())
+    return [
+        kind(
+            [{"params": [parameters[n] for n in names], "lr": 0.01 * (i + 1)} for i, names in enumerate(groups)],
+            **options,
+        )
+        for kind, options, groups in parts
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(partitions(), st.integers(0, 3))
+def test_any_partition_of_a_module_equals_the_optimizers_by_hand(parts: list[object], saved_after: int) -> None:
+    """Also in a run that goes on from a state dict, from before the first step or later."""
+    by_hand, joint, resumed = make_net(), make_net(), make_net()
+    train(by_hand, made(by_hand, parts), range(4))
+    optimizer = JointOptimizer(made(joint, parts), module=joint)
+    train(joint, [optimizer], range(saved_after))
+    resumed.load_state_dict(joint.state_dict())
+    second = JointOptimizer(made(resumed, parts), module=resumed)
+    second.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    train(joint, [optimizer], range(saved_after, 4))
+    train(resumed, [second], range(saved_after, 4))
+    assert_equal_weights(by_hand, joint, resumed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(partitions(), st.data())
+def test_any_parameter_in_none_or_in_two_is_refused_by_name(parts: list[object], data: st.DataObject) -> None:
+    net = make_net()
+    owner = data.draw(st.integers(0, len(parts) - 1))
+    name = data.draw(st.sampled_from([name for names in parts[owner][2] for name in names]))
+    optimizers = made(net, parts)
+    parameter = dict(net.named_parameters())[name]
+    for group in optimizers[owner].param_groups:
+        group["params"] = [p for p in group["params"] if p is not parameter]
+    with pytest.raises(ValueError, match=rf"^JointOptimizer: {re.escape(name)} would not be trained"):
+        JointOptimizer(optimizers, module=net)
+    optimizers = made(net, parts)
+    twice = (owner + 1) % len(parts)
+    optimizers[twice].param_groups[0]["params"].append(parameter)
+    where = f"{name} (in optimizers {min(owner, twice)} and {max(owner, twice)})"
+    with pytest.raises(ValueError, match=rf"^JointOptimizer: {re.escape(where)}: it would be stepped twice"):
+        JointOptimizer(optimizers, module=net)
+
+
 def test_a_copy_shares_groups_and_state_as_the_original_does() -> None:
     net = make_net()
     optimizer = JointOptimizer(parts_of(net, KINDS[0]))
@@ -202,6 +276,35 @@ def test_optimizers_that_evaluate_the_loss_and_other_things_are_refused() -> Non
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "optimizer_index": 7})
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
+
+
+@pytest.mark.parametrize("kind", ["muon", "momentum", "order"])
+def test_the_state_of_another_optimizer_is_refused(kind: str) -> None:
+    """AdamW's moments would be lost in silence, and its settings would be missing in the first step."""
+    net = make_net()
+    matrices, rest = matrices_and_rest(net)
+    adamw = AdamW([{"params": matrices}, {"params": rest}])
+    train(net, [adamw], range(1))
+    saved = adamw.state_dict()
+    other = {
+        "muon": [Muon(matrices), AdamW(rest)],
+        "momentum": [AdamW(matrices), SGD(rest, momentum=0.9)],
+        "order": [Muon(matrices), AdamW(rest)],
+    }[kind]
+    if kind == "order":
+        train(net, other, range(1))
+        saved = JointOptimizer(other[::-1]).state_dict()
+        saved["param_groups"] = [
+            group | {"params": ours["params"]}
+            for group, ours in zip(
+                saved["param_groups"], JointOptimizer(other).state_dict()["param_groups"], strict=True
+            )
+        ]
+    lacks = r"Muon lack .*nesterov" if kind != "momentum" else "SGD lack dampening, momentum"
+    with pytest.raises(
+        ValueError, match=rf"the checkpoint's groups for {lacks}.*Resume with the optimizers that saved"
+    ):
+        JointOptimizer(other).load_state_dict(saved)
 
 
 # -- which parameters --------------------------------------------------------------------------------------------------

@@ -1,15 +1,18 @@
 """Muon beside AdamW under each strategy: after 20 steps in fp32 the weights of one process, resumed ones too."""
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import fsdp2_runs as runs
+import lightning.pytorch as pl
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import RankError, run_ranks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from pipelined_models import PipelinedGPT, fit, token_batches
@@ -17,6 +20,7 @@ from small_models import ResumableLoader, loader, quiet_trainer
 from torch.optim import AdamW, Muon
 
 from lightning_mp import (
+    AtomicCheckpoints,
     AutocastPrecision,
     JointOptimizer,
     LossScaler,
@@ -24,6 +28,7 @@ from lightning_mp import (
     PipelineParallelStrategy,
     matrices_and_rest,
 )
+from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.optimizers import sharded_muon
 
 STEPS = 20
@@ -50,6 +55,7 @@ def train(
     plugin: Any = None,
     ckpt_path: Any = None,
     save_to: Any = None,
+    callbacks: Sequence[Any] = (),
 ) -> dict[str, torch.Tensor]:
     """``micro_batches`` on one process are what as many ranks see, so that gradients are equal to the last bit."""
     parts = getattr(strategy, "tensor_parallel_size", 1)
@@ -63,6 +69,7 @@ def train(
         devices=devices,
         strategy=strategy,
         plugins=[Precision() if plugin is None else plugin],
+        callbacks=list(callbacks),
         accumulate_grad_batches=micro_batches,
         max_epochs=-1,
         max_steps=steps,
@@ -189,3 +196,80 @@ def test_a_sharded_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> Non
     run_ranks(lambda rank: on_rank(rank, 2, steps=STEPS // 2, save_to=path), 2)
     for weights in run_ranks(lambda rank: on_rank(rank, 4, ckpt_path=path), 4):
         torch.testing.assert_close(weights, straight, rtol=0, atol=1e-6)
+
+
+def groups_of_one(module: Any) -> Any:
+    matrices, rest = matrices_and_rest(module)
+    return AdamW([{"params": matrices, "lr": 1e-3}, {"params": rest, "lr": 1e-2}])
+
+
+def two_of_its_kind(module: Any) -> Any:
+    matrices, rest = matrices_and_rest(module)
+    return JointOptimizer([AdamW(matrices, lr=1e-3), AdamW(rest, lr=1e-2)], module=module)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_one_optimizer_with_the_same_groups_resumes_as_a_joint_one_of_its_kind_only(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Muon in its place would start from nothing: it is refused."""
+    path = tmp_path / "half.ckpt"
+
+    def on_rank(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+        def run(configure: Any, **arguments: Any) -> dict[str, torch.Tensor]:
+            with patch.object(MuonAndAdamW, "configure_optimizers", configure):
+                return train(rank, 2, STRATEGIES[strategy][1](), **arguments)
+
+        straight = run(groups_of_one, steps=6)
+        run(groups_of_one, steps=3, save_to=path)
+        joint = run(two_of_its_kind, steps=6, ckpt_path=path)
+        with pytest.raises(ValueError, match="Resume with the optimizers that saved it") as refused:
+            run(configure_muon, steps=6, ckpt_path=path)
+        return straight, joint, str(refused.value)
+
+    configure_muon = MuonAndAdamW.configure_optimizers
+    said = {
+        "ddp": "JointOptimizer: the checkpoint's groups for Muon lack adjust_lr_fn, momentum, nesterov",
+        "fsdp2": "exp_avg, exp_avg_sq, step, and JointOptimizer keeps momentum_buffer",
+    }
+    for straight, joint, message in run_ranks(on_rank, 2):
+        assert all(torch.equal(straight[name], joint[name]) for name in straight)
+        assert said[strategy] in message
+
+
+class SavedEachStep(pl.Callback):
+    """As ModelCheckpoint saves, and one rank is killed in the batch that begins after ``kill_after`` steps."""
+
+    def __init__(self, folder: Path, kill_after: int | None) -> None:
+        self.folder, self.kill_after = folder, kill_after
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.kill_after and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp16", "remainder"])
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_a_killed_run_resumes_to_the_bit(strategy: str, precision: str, tmp_path: Path) -> None:
+    """Killed twice, each time resumed from the latest complete checkpoint in new processes."""
+
+    def run(kill_after: int | None, folder: Path) -> list[dict[str, torch.Tensor]]:
+        path = latest_checkpoint(folder)
+
+        def on_rank(rank: int) -> dict[str, torch.Tensor]:
+            callbacks = [AtomicCheckpoints(), SavedEachStep(folder, kill_after)]
+            arguments = {"plugin": PLUGINS[precision](), "callbacks": callbacks, "ckpt_path": path}
+            return train(rank, 2, STRATEGIES[strategy][1](), steps=9, **arguments)
+
+        return run_ranks(on_rank, 2)
+
+    for kill_after in (3, 6):
+        with pytest.raises(RankError, match="was ended by SIGKILL"):
+            run(kill_after, tmp_path / "killed")
+    for resumed, straight in zip(run(None, tmp_path / "killed"), run(None, tmp_path / "straight"), strict=True):
+        assert all(torch.equal(straight[name], resumed[name]) for name in straight)

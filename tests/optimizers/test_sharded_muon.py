@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Muon
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_mp import JointOptimizer
 from lightning_mp.core import private_api
@@ -98,6 +100,66 @@ def test_no_rank_holds_more_than_one_whole_matrix() -> None:
         return most[0]
 
     assert run_group(run, 2) == [1, 1]
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts collectives, and the bytes of storages that are made inside and are alive at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.earlier: set[int] = set()
+        self.alive: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its shards come here
+        if function.namespace == "c10d":
+            self.calls.append(function.name())
+        self.earlier |= {storage._cdata for storage in storages((args, kwargs))} - self.alive.keys()
+        result = function(*args, **(kwargs or {}))
+        for storage in storages(result):
+            if storage._cdata not in self.alive.keys() | self.earlier:
+                self.alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, storage._cdata)
+        self.peak_bytes = max(self.peak_bytes, sum(self.alive.values()))
+        return result
+
+
+def storages(values: object) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("matrices", [2, 16])
+def test_under_fsdp2_each_matrix_is_orthogonalised_on_one_rank_and_exchanged_by_two_collectives(matrices: int) -> None:
+    """Each has a shape of its own, which says whose turn it is; nothing is gathered on all ranks."""
+    shapes = [(64 + 2 * index, 64) for index in range(matrices)]
+
+    def run(rank: int) -> tuple[list[tuple[int, ...]], list[str], int]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in shapes))
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = JointOptimizer([Muon(net.parameters())], module=net)
+        seen, original = [], private_api.orthogonalized
+
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # makes the momentum buffers
+        with (
+            Exchanges() as exchanges,
+            patch.object(private_api, "orthogonalized", lambda w, g: [seen.append(tuple(w.shape)), original(w, g)][1]),
+        ):
+            optimizer.step()
+        return seen, exchanges.calls, exchanges.peak_bytes
+
+    ranks = run_group(run, 2)
+    assert sorted(shape for seen, _, _ in ranks for shape in seen) == shapes
+    largest_bytes = 2 * shapes[-1][0] * shapes[-1][1]
+    for seen, calls, peak_bytes in ranks:
+        assert len(seen) == matrices // 2
+        assert calls == ["c10d::alltoall_base_"] * matrices  # two for each pair
+        assert peak_bytes < 10 * largest_bytes  # momentum, messages and Newton-Schulz of one, not of all
 
 
 def test_under_fully_shard_equals_one_process() -> None:
