@@ -11,7 +11,7 @@ EQUAL = "equal"
 
 _TEXT = f"""# Precision plugins on strategies
 
-Which precision plugin works on which strategy, and how close its runs are to a run on one process. Written by
+Which precision plugins run on which strategies, and how close they are to one process. Written by
 `PYTHONPATH=tests/support python tests/strategies/test_strategy_matrix.py`; `make test-full` compares it with new runs.
 
 ## How to read the tables
@@ -34,10 +34,9 @@ gradient in step {GRADIENT_WINDOW + 1}: all ranks skip these two steps together,
 | bf16 | 2^-6 | twice the distance from 1 to the next number |
 | fp8 (e4m3) | 2^-4 | half that distance: each sum has many such roundings, which cancel in part |
 
-FSDP1 rounds more under autocast and has twice as much. 16-bit weights ("16-true", "bf16-true") may also differ by half
-the distance, times their size. Tests show that a run without its clipping, with the other clipping, or with
-micro-batches of different sizes weighted equally lies outside of these tolerances. The one process is compared with a
-plain fp32 PyTorch loop, within four times the tolerance.
+FSDP1 rounds more under autocast: twice as much. 16-bit weights ("16-true", "bf16-true") may also differ by half the
+distance, times their size. A run without clipping, with the other clipping, or with micro-batches weighted equally is
+outside of these tolerances, as tests show. The one process is within four times the tolerance of a plain fp32 loop.
 
 ## What runs
 
