@@ -48,8 +48,8 @@ outside of these tolerances, as tests show. The one process is within four times
 | fp8-mixed | `Float8Precision(emulate=True, skip_first_and_last=False)`: rounded to fp8, multiplied in fp32 |
 | TF32 | `TF32Precision`, which a CPU does not have |
 
-With 1 micro-batch the optimizer is SGD with momentum, unfused, and all ranks have equally many samples. With 3
-(`AccumulationScheduler`) it is a fused AdamW, micro-batches differ in size, and ranks in their number of samples.
+With 1 micro-batch the optimizer is unfused SGD with momentum, and ranks have equal numbers of samples. With 3
+(`AccumulationScheduler`) it is a fused AdamW, and micro-batches and ranks differ in their numbers of samples.
 """
 
 _ABOUT = {
@@ -66,8 +66,8 @@ The model shards and splits itself in `configure_model`.""",
 The model is unchanged: `FSDP2Strategy(shard=nn.Linear)`, with `replicate_size=2`, and with
 `tensor_parallel_size=2` and `tensor_parallel_plan={"up": "column", "down": "row"}`.""",
     "`PipelineParallelStrategy`": """\
-Experimental. Two stages, split in the middle of the residual block; up to 4 microbatches per batch, of different sizes
-where 4 does not divide it.""",
+Experimental. Two stages, split in the residual block; up to 4 microbatches per batch, of different sizes where 4 does
+not divide it.""",
 }
 
 _NOT_VERIFIED = """
