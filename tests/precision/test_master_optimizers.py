@@ -115,7 +115,7 @@ def test_state_is_fp32_after_loading(name: str) -> None:
     second.check()
 
 
-@pytest.mark.parametrize("name", ["Adagrad", "Adagrad-fused", "adan", "sophia"])
+@pytest.mark.parametrize("name", ["Adagrad", "Adagrad-fused", "state in constructor"])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_state_made_in_the_constructor_under_a_trainer(name: str, precision: Any) -> None:
     """Adagrad's sum stayed 16 bit: weights of -inf in fp16, and an error of torch's fused kernel."""
