@@ -136,7 +136,8 @@ def around_load(
     """Has ``begin`` change what an optimizer loads, and calls what it returns afterwards; the result ends that.
 
     It comes at torch's hooks, after those of others, or where a load calls none of them (bitsandbytes) after it. A
-    subclass whose load reads the state once more (pytorch_optimizer) finds it without masters.
+    subclass whose load reads the state once more (pytorch_optimizer) finds it without masters. Where ``begin`` returns
+    what it got, the masters stay in it: they are not its to take.
     """
     pending: list[Callable[[], None]] = []
     hooked = False
@@ -152,8 +153,9 @@ def around_load(
         try:
             result = patch.original(loading, *args, **kwargs)
             if not hooked:
-                _, finish = begin(optimizer, loading)
-                _drop_masters(optimizer.state)
+                changed, finish = begin(optimizer, loading)
+                if changed is not loading:
+                    _drop_masters(optimizer.state)
                 finish()
         finally:
             loading = {}
@@ -164,7 +166,8 @@ def around_load(
         hooked = True
         changed, finish = begin(optimizer, state_dict)
         pending[:] = [finish]  # in place of that of a load that failed
-        _drop_masters(loading.get("state", {}))
+        if changed is not state_dict:
+            _drop_masters(loading.get("state", {}))
         return changed
 
     def after(optimizer: Optimizer) -> None:
