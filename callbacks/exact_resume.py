@@ -66,8 +66,8 @@ class ExactResume(SettingsRepr, Callback):
     def __init__(self, *, on_unsupported: Literal["warn", "error"] = "warn", record: str | Path | None = None) -> None:
         if on_unsupported not in ("warn", "error"):
             raise ValueError(f"ExactResume(on_unsupported={on_unsupported!r}): it must be 'warn' or 'error'.")
-        if record is not None and Path(record).suffix != ".jsonl":
-            raise ValueError(f"ExactResume(record={str(record)!r}): give a file named *.jsonl.")
+        if record is not None and not (isinstance(record, str | Path) and Path(record).suffix == ".jsonl"):
+            raise ValueError(f"ExactResume(record={record!r}): give a file named *.jsonl, or None.")
         self.on_unsupported = on_unsupported
         self.record = None if record is None else Path(record)
         self._positions: list[LoaderPosition | StreamPosition] = []

@@ -1,5 +1,6 @@
 """Promise 6, with ordinary loaders: dropout, shuffled data and augmentation continue to the bit."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -308,8 +309,9 @@ def test_a_loader_that_cannot_be_resumed_is_named(loader: Any, reason: str) -> N
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(ValueError, match=r"ExactResume\(on_unsupported='ignore'\): it must be 'warn' or 'error'"):
         ExactResume(on_unsupported="ignore")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"ExactResume\(record='bits.txt'\): give a file named \*.jsonl"):
-        ExactResume(record="bits.txt")
+    for record in ("bits.txt", True, Path("bits")):
+        with pytest.raises(ValueError, match=rf"ExactResume\(record={re.escape(repr(record))}\): give a file named \*"):
+            ExactResume(record=record)
 
 
 @pytest.mark.full
