@@ -26,6 +26,7 @@ from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients import gradient_ops
+from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.closures import evaluates_its_closure_once
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.tokens import batch_tokens
@@ -109,7 +110,8 @@ class AccumulationController(Callback):
         if controller is None or controller.settings.weighting is None:
             controller = cls.attach(trainer)
             controller._is_plugins = True
-            controller.settings.weighting = Weighting(None)
+            # A pipeline's loss is on its last stage only: there the batch says what the loss averages over.
+            controller.settings.weighting = Weighting("auto" if is_pipelined(trainer) else None)
             controller.settings.schedule = LightningWindows(trainer)
             controller.settings.follows_trainer = True
         controller.settings.weighs_by_loss = True
@@ -255,7 +257,7 @@ class AccumulationController(Callback):
                 return
             if batch_idx % int(trainer.accumulate_grad_batches) == 0:
                 self.state = windows.close_early(self.state)
-        elif self._meter is None:
+        if self._meter is None and (settings.weighting.weight_by is not None or not settings.follows_trainer):
             self._meter = self._inspect_first_batch(trainer, pl_module, batch)
         meter, opens, ends_run = self._meter, not self.state.window.is_open, False
         if meter is None:
@@ -362,7 +364,7 @@ class AccumulationController(Callback):
                 items=count if targets is None else targets,
                 divisor=None if targets is None else count,
             )
-        elif self.settings.follows_trainer:
+        elif self.settings.follows_trainer and self._meter is None:
             measure = replace(measure, divisor=None)
         self.state = replace(self.state, micro_batch=replace(micro_batch, measure=measure))
 

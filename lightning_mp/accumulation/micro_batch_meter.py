@@ -99,7 +99,14 @@ def inspect_first_loss(
     asked = settings.weighting
     assert asked is not None
     assert weighting is not None
-    if is_pipelined(trainer) or (asked.weight_by is None and not settings.weighs_by_loss):
+    if is_pipelined(trainer):
+        if settings.follows_trainer:
+            rank_zero_info(
+                "Micro-batches that make a step together are weighted by their number of"
+                f" {weighting.weight_by}s: the stages of a pipeline do not see what the loss averages over."
+            )
+        return None, None
+    if asked.weight_by is None and not settings.weighs_by_loss:
         return None, None
     found = [average for average in LossAverage.of(loss) if average.count(loss) is not None]
     if asked.weight_by is not None and (asked.weight_by != "auto" or asked.count is not None):

@@ -31,7 +31,6 @@ from lightning_mp.distributed.data_ranks import num_data_ranks
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
-from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
@@ -161,11 +160,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def _weigh_micro_batches(self, trainer: "pl.Trainer") -> None:
         """Where several make a step: in a window of accumulation, or on ranks with different data."""
         several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1
-        if not several or is_pipelined(trainer):
-            return
-        if not trainer.lightning_module.automatic_optimization:
-            return
-        AccumulationController.weigh_by_loss(trainer)
+        if several and trainer.lightning_module.automatic_optimization:
+            AccumulationController.weigh_by_loss(trainer)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
