@@ -345,15 +345,6 @@ class CooldownRequest:
     """How long a cooldown is to be: a number of tokens from 1, or below 1 a fraction of the whole run.
 
     Ranks add up what they ask for when a window opens, and know their mean when the next one does.
-
-    Example:
-        >>> import torch
-        >>> request = CooldownRequest()
-        >>> request.amount = 0.2
-        >>> request.agree(torch.device("cpu")), request.agree(torch.device("cpu"))  # one process knows at once
-        (0.2, 0.0)
-        >>> CooldownRequest.tokens(0.2, trained_tokens=800), CooldownRequest.tokens(50, trained_tokens=800)
-        (200, 50)
     """
 
     def __init__(self) -> None:

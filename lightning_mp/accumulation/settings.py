@@ -18,13 +18,6 @@ class AccumulationSettings:
     """The settings of one ``fit``. Callbacks fill them in before it starts; from then on they cannot be changed.
 
     What does change during a fit is in :class:`lightning_mp.accumulation.windows.AccumulationState`.
-
-    Example:
-        >>> settings = AccumulationSettings(constant=4)
-        >>> settings.spend(TokenBudget(1_000))
-        >>> settings.freeze()
-        >>> settings.budget.tokens, settings.is_frozen
-        (1000, True)
     """
 
     constant: int = 1  # micro-batches per window without a schedule: `Trainer(accumulate_grad_batches=...)`

@@ -71,12 +71,6 @@ class StorageBytes:
     """Bytes of the storages of tensors, each storage once.
 
     A storage is known by a weak reference: the next tensor at the same address is another one.
-
-    Example:
-        >>> import torch
-        >>> seen, x = StorageBytes(), torch.zeros(8)
-        >>> seen.add(x), seen.add(x[:4]), seen.total_bytes
-        (None, None, 32)
     """
 
     def __init__(self, warn_once: WarnOnce | None = None) -> None:

@@ -42,14 +42,6 @@ class RunFile:
     """The runs of one comparison: a first line with its settings, then a line per run.
 
     A line is written at once and brought to the disk before the next run starts. What a kill left of a line is dropped.
-
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as folder:
-        ...     runs = RunFile(Path(folder, "runs.jsonl"), {"steps": 3})
-        ...     runs.append(FinishedRun("32-true", 0, 2.5, (2.7, 2.5), 64, 0.1, "a", "b"))
-        ...     RunFile(Path(folder, "runs.jsonl"), {"steps": 3}).read()[0].final_loss
-        2.5
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:

@@ -10,17 +10,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A transfer of a small tensor to the host, started now and read later.
-
-    Example:
-        >>> import torch
-        >>> from lightning_mp.core.host_copy import HostCopy
-        >>> flag = torch.tensor([1.0, 0.5])
-        >>> copy = HostCopy(flag)
-        >>> _ = flag.zero_()
-        >>> copy.read()
-        [1.0, 0.5]
-    """
+    """A transfer of a small tensor to the host, started now and read later."""
 
     def __init__(self, values: Tensor) -> None:
         values = values.detach()

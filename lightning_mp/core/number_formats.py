@@ -25,20 +25,7 @@ from lightning_mp.core.arguments import positive_number
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """A binary floating-point format with one sign bit and round-to-nearest-even.
-
-    Example:
-        >>> from lightning_mp.core.number_formats import FP16
-        >>> FP16.largest_finite, FP16.smallest_normal, FP16.epsilon
-        (65504.0, 6.103515625e-05, 0.0009765625)
-
-        A gradient of 1e-7 does not vanish in fp16, it loses digits. One of 2.9e-8 vanishes.
-
-        >>> torch.tensor([1e-7, 2.9e-8]).half().float().tolist()
-        [1.1920928955078125e-07, 0.0]
-        >>> FP16.largest_rounded_to_zero
-        2.9802322387695312e-08
-    """
+    """A binary floating-point format with one sign bit and round-to-nearest-even."""
 
     name: str
     """Short name, the key in :data:`FORMATS`."""
@@ -187,15 +174,6 @@ def fraction_lost(values: Tensor, target: FormatLike, scale: float = 1.0) -> Fra
         otherwise                                       overflow
 
     Compared in fp64, so that neither the scale nor the comparison rounds. The result is read on the host.
-
-    Example:
-        >>> gradients = torch.tensor([0.0, 1e-8, 1e-7, 1e-3, 1.0])
-        >>> fraction_lost(gradients, "fp16")
-        FractionLost(zero=0.25, subnormal=0.25, overflow=0.0, count=4)
-        >>> fraction_lost(gradients, "fp16", scale=2.0**13)
-        FractionLost(zero=0.0, subnormal=0.0, overflow=0.0, count=4)
-        >>> fraction_lost(gradients, "fp16", scale=2.0**16).overflow
-        0.25
     """
     row = number_format(target)
     positive_number(scale, "scale")

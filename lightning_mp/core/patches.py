@@ -18,22 +18,6 @@ class Patch:
     Patches of one attribute may be undone in any order: those above continue to work, and the last one leaves the
     attribute as it was, be that absent or None. What others have put on top is never removed, and reaches the original
     from then on.
-
-    Example:
-        >>> class Greeter:
-        ...     def greet(self) -> str:
-        ...         return "hello"
-        >>> greeter = Greeter()
-        >>> lower = Patch(greeter, "greet", lambda: "lower " + lower.original())
-        >>> upper = Patch(greeter, "greet", lambda: "upper " + upper.original())
-        >>> greeter.greet()
-        'upper lower hello'
-        >>> lower.undo()
-        >>> greeter.greet()
-        'upper hello'
-        >>> upper.undo()
-        >>> greeter.greet(), vars(greeter)
-        ('hello', {})
     """
 
     # The uppermost patch of each attribute. A patch holds its owner, so an id here is that of a living object.
@@ -95,24 +79,6 @@ class Patches:
     That call is the module's ``teardown`` at the end of a run, and the strategy's ``teardown`` after an exception, a
     keyboard interrupt or an error in set-up, also where either raises. Where Lightning comes to neither, as some
     callback's ``on_exception`` raised, the next run begins with it.
-
-    Example:
-        >>> import lightning.pytorch as pl
-        >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> class Hello(pl.Callback):
-        ...     def on_fit_start(self, trainer, pl_module):
-        ...         patch = Patches.of(trainer).replace(
-        ...             pl_module, "training_step", lambda *args: print("hello") or patch.original(*args)
-        ...         )
-        >>> model = BoringModel()
-        >>> trainer = pl.Trainer(
-        ...     accelerator="cpu", callbacks=[Hello()], fast_dev_run=True, enable_model_summary=False, logger=False,
-        ...     enable_progress_bar=False, limit_val_batches=0,
-        ... )
-        >>> trainer.fit(model)
-        hello
-        >>> "training_step" in vars(model)
-        False
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:

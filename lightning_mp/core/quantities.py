@@ -10,17 +10,7 @@ _NUMBER = re.compile(r"(?P<number>[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+
 
 
 def parse_quantity(value: str | SupportsFloat, name: str) -> float:
-    """Reads a positive count, whatever way it was written.
-
-    Example:
-        >>> parse_quantity("1.3B", "parameters"), parse_quantity("1e21", "flops"), parse_quantity("1_000", "tokens")
-        (1300000000.0, 1e+21, 1000.0)
-        >>> parse_quantity("20 billions", "tokens")
-        Traceback (most recent call last):
-        ...
-        ValueError: `tokens` cannot be read, got '20 billions'. Write digits, optionally with K, M, B or T (thousand,
-        million, 10^9, 10^12): 1.3B, 20e9 or 300_000_000.
-    """
+    """Reads a positive count, whatever way it was written."""
     number = _number(value, name)
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(f"`{name}` must be a positive finite number, got {value!r}.")

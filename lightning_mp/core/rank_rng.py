@@ -27,20 +27,6 @@ class RankRNG:
     By default a seed is drawn from the common sequence each time, and the rank's own sequence restarts from it: an
     activation checkpoint that restores the common sequence gets the same masks. With ``seed`` the rank's sequence goes
     on where it was for as long as the seed stays the same.
-
-    Example:
-        >>> _ = torch.manual_seed(1)
-        >>> ranks = RankRNG(0, seed=torch.initial_seed), RankRNG(1, seed=torch.initial_seed)
-        >>> drawn = []
-        >>> for rng in (*ranks, ranks[0]):
-        ...     with rng.drawn(torch.device("cpu")):
-        ...         drawn.append(float(torch.rand(())))
-        >>> len(set(drawn))
-        3
-        >>> before = float(torch.rand(()))
-        >>> _ = torch.manual_seed(1)
-        >>> before == float(torch.rand(()))
-        True
     """
 
     # Those with a sequence that continues, for checkpoints.

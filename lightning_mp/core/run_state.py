@@ -15,14 +15,7 @@ _Called = TypeVar("_Called", bound=Callback)
 
 
 class RunState:
-    """One per Trainer. Its parts, at most one of each class, leave it when the run ends, whatever ends it.
-
-    Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-        >>> RunState.of(trainer) is RunState.of(trainer), RunState.of(trainer).find(dict) is None
-        (True, True)
-    """
+    """One per Trainer. Its parts, at most one of each class, leave it when the run ends, whatever ends it."""
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer = trainer

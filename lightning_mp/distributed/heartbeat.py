@@ -46,12 +46,6 @@ def find_hung(before: Sequence[RankReport], after: Sequence[RankReport]) -> list
 
     Those that do not answer; else those that left with an exception; else those that are the furthest behind. If all
     are at the same place, that is all of them.
-
-    Example:
-        >>> reports = [RankReport(0, "a", 11, 1, beats=8), RankReport(1, "a", 12, 1, beats=7)]
-        >>> later = [replace(report, sequence=3) for report in reports]
-        >>> [report.rank for report in find_hung(reports, later)]
-        [1]
     """
     silent = [new for old, new in zip(before, after, strict=True) if new.sequence == old.sequence and not new.error]
     left = [report for report in after if report.error]

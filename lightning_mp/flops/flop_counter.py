@@ -87,15 +87,7 @@ class FlopCount:
 
 
 class FlopTally:
-    """Counts while it is entered; everything runs as it would without. Compiled code is not seen.
-
-    Example:
-        >>> layer, x = nn.Linear(4, 8), torch.zeros(3, 4)
-        >>> with FlopTally() as tally:
-        ...     layer(x).sum().backward()
-        >>> tally.count.forward, tally.count.backward  # the input needs no gradient: one product, not two
-        (192, 192)
-    """
+    """Counts while it is entered; everything runs as it would without. Compiled code is not seen."""
 
     def __init__(self) -> None:
         self._mode: AbstractContextManager[Any] | None = None
@@ -154,14 +146,6 @@ def count_flops(
     By default nothing is computed and no memory is used: the module is copied to the meta device, where tensors have
     shapes and no numbers. Grouped-query attention, gated MLPs, frozen weights (no product for their gradients) and
     activation checkpoints come out right because they run as they are. The module itself does not change.
-
-    Example:
-        Two layers of 8 x 8 weights on 5 tokens: 6 operations per weight and token, less the gradient of the input.
-
-        >>> layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        >>> count = count_flops(layers, torch.zeros(5, 8))
-        >>> count.model == 6 * 128 * 5 - 2 * 64 * 5, count.recompute
-        (True, 0)
     """
     if any(
         isinstance(parameter, DTensor) or private_sharding_api.is_flat_shard(parameter)

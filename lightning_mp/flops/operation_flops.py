@@ -20,12 +20,6 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     by ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector,
     fused recurrent layers, ``nn.Bilinear``), or multiplies by the number of groups (the gradient of a grouped
     convolution's weight). Products with a sparse matrix are not known: torch's formulas take it for dense.
-
-    Example:
-        >>> import torch
-        >>> x, w = torch.ones(3, 4), torch.ones(4, 5)
-        >>> operation_flops(torch.ops.aten.mm, (x, w), {}, x @ w), operation_flops(torch.ops.aten.relu, (x,), {}, x)
-        (120, None)
     """
     if _multiplies_integers(packet, args):
         return None

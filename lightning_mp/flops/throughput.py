@@ -104,17 +104,7 @@ class Rates:
 
 @dataclass
 class Throughput:
-    """Sums up readings.
-
-    Example:
-        100 tokens in 2 seconds, a quarter of them padding, at 6 operations each on a device that does 400 a second:
-
-        >>> throughput = Throughput(work=Work(6.0, 6.0, 400.0))
-        >>> throughput.start_clock(10.0)
-        >>> throughput.read(12.0, input_tokens=100, nonpad_tokens=75, useful_tokens=75)
-        >>> throughput.total.tokens_per_second, throughput.total.mfu, throughput.total.goodput
-        (50.0, 0.75, 0.75)
-    """
+    """Sums up readings."""
 
     readings: int = 20
     work: Work = field(default_factory=Work)

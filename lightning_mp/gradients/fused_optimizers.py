@@ -62,13 +62,6 @@ def one_mesh_per_group(optimizer: Optimizer) -> AbstractContextManager[None]:
     torch's kernels over whole lists (``fused=True``, ``foreach=True``) refuse such a mix, and take one group after the
     other. Groups that mix nothing stay as they are; those that do are put back in the end, whatever happens. Nothing
     else changes: state belongs to parameters, and the parts have all settings of their group.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
-        >>> with one_mesh_per_group(optimizer):
-        ...     len(optimizer.param_groups)
-        1
     """
     groups = optimizer.param_groups
     split = [part for group in groups for part in _split(group)]

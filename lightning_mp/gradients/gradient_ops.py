@@ -248,15 +248,7 @@ def _multiply_wide_(shards: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None:
-    """``factor * clamp(shard, -bound, bound)`` for all local shards, in place (two passes).
-
-    Example:
-        >>> import torch
-        >>> shard = torch.tensor([1.0, -8.0])
-        >>> scaled_clamp_([shard], factor=0.5, bound=4.0)
-        >>> shard
-        tensor([ 0.5000, -2.0000])
-    """
+    """``factor * clamp(shard, -bound, bound)`` for all local shards, in place (two passes)."""
     for shard in shards:
         if shard.dtype in (torch.float16, torch.bfloat16):
             # The factor itself may not fit into 16 bits.

@@ -25,15 +25,7 @@ _SMALLEST_BLOCK = 16 * 2**20  # 64 MiB in fp32
 
 
 def step_blocks(optimizer: Optimizer) -> list[list[list[Tensor]]]:
-    """The parameters with a gradient in blocks, each as one list per group; no blocks where it steps at once.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> weight.grad = torch.ones(2)
-        >>> step_blocks(torch.optim.AdamW([weight]))  # too small
-        []
-    """
+    """The parameters with a gradient in blocks, each as one list per group; no blocks where it steps at once."""
     if type(optimizer) not in SEPARABLE or any(group.get("differentiable") for group in optimizer.param_groups):
         return []
     groups = [[p for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]

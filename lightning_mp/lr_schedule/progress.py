@@ -38,17 +38,7 @@ _KINDS = {
 
 
 class ScheduleRun:
-    """Goes along a schedule, step by step.
-
-    Example:
-        >>> run = ScheduleRun(WarmupStableDecay(warmup=0.1, decay=0.2, shape="linear"))
-        >>> run.begin(1000)
-        >>> [run.advance(tokens) for tokens in (0, 50, 500)]
-        [0.0, 0.5, 1.0]
-        >>> run.cool_down(500, 100)
-        >>> [run.advance(tokens) for tokens in (500, 550, 600)]
-        [1.0, 0.5, 0.0]
-    """
+    """Goes along a schedule, step by step."""
 
     def __init__(self, schedule: TokenSchedule) -> None:
         self.schedule = schedule
@@ -104,15 +94,6 @@ def missed_end(schedule: TokenSchedule, horizon_tokens: int, run_tokens: int) ->
 
     A cosine may be up to 25% too long or too short; one that is longer costs loss (Hoffmann et al. 2022, appendix B,
     figure A1, https://arxiv.org/abs/2203.15556). The cooldown of a :class:`WarmupStableDecay` must have room.
-
-    Example:
-        >>> missed_end(WarmupCosine(), 1_300_000, 1_000_000)
-        'it is 30% longer than the run, which ends at 0.215 of the peak rate instead of 0.1; more than 25% costs loss
-        (Hoffmann et al. 2022, appendix B)'
-        >>> missed_end(WarmupCosine(), 1_200_000, 1_000_000) is None
-        True
-        >>> missed_end(WarmupStableDecay(decay=0.2), 1_300_000, 1_000_000)
-        'the run ends before its cooldown does, at 1 of the peak rate instead of 0'
     """
     at_end, final = schedule(min(1.0, run_tokens / horizon_tokens)), schedule(1.0)
     if isinstance(schedule, WarmupStableDecay) and horizon_tokens > run_tokens:
@@ -136,16 +117,7 @@ def initial_rates(optimizer: Optimizer) -> list[float]:
 
 
 def set_rates(optimizer: Optimizer, factor: float) -> None:
-    """Every group's rate becomes its ``initial_lr`` times ``factor``; a rate that is a tensor stays that tensor.
-
-    Example:
-        >>> import torch
-        >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
-        >>> for factor in (0.5, 0.25):
-        ...     set_rates(sgd, factor)
-        >>> sgd.param_groups[0]["lr"], sgd.param_groups[0]["initial_lr"]
-        (0.125, 0.5)
-    """
+    """Every group's rate becomes its ``initial_lr`` times ``factor``; a rate that is a tensor stays that tensor."""
     for group, initial in zip(optimizer.param_groups, initial_rates(optimizer), strict=True):
         rate = initial * factor
         if isinstance(group["lr"], Tensor):

@@ -162,15 +162,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class Course:
-    """Which part of a schedule a run has behind it after n tokens.
-
-    Example:
-        >>> course = Course(0, 1000)
-        >>> course.fraction(500), course.fraction(1200)
-        (0.5, 1.0)
-        >>> course.shortened(500, 100).fraction(500), course.shortened(500, 100).fraction(900)
-        (0.5, 1.0)
-    """
+    """Which part of a schedule a run has behind it after n tokens."""
 
     from_tokens: int
     end_tokens: int

@@ -40,12 +40,6 @@ def whole_parameters(module: nn.Module) -> list[WholeParameter]:
 
     Flat parameters of FSDP1 are taken apart, shards of FSDP2 and of tensor parallelism have their whole shape, and of
     a pipeline's stage the modules of the other stages count, too.
-
-    Example:
-        >>> tied = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
-        >>> tied[1].weight = tied[0].weight
-        >>> [(parameter.elements, len(parameter.owners)) for parameter in whole_parameters(tied)]
-        [(40, 2), (10, 1)]
     """
     with full_model(module):
         flat = [

@@ -32,14 +32,7 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
 
 
 def requires_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to evaluate the loss itself: LBFGS, and a ``step`` that must be given a closure.
-
-    Example:
-        >>> import torch
-        >>> weights = [torch.nn.Parameter(torch.ones(1))]
-        >>> requires_closure(torch.optim.SGD(weights)), requires_closure(LBFGS(weights))
-        (False, True)
-    """
+    """Whether an optimizer is known to evaluate the loss itself: LBFGS, and a ``step`` that must be given a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
 

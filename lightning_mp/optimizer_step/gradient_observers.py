@@ -11,13 +11,6 @@ def overrides(instance: object, base: type, method: str) -> bool:
     """Whether an object has its own version of a method of ``base``; also if it was set on the instance.
 
     Lightning's ``is_overridden`` cannot be asked about callables that are set on an instance (``LambdaCallback``).
-
-    Example:
-        >>> from lightning.pytorch.callbacks import Callback, LambdaCallback
-        >>> overrides(LambdaCallback(on_before_optimizer_step=print), Callback, "on_before_optimizer_step")
-        True
-        >>> overrides(Callback(), Callback, "on_before_optimizer_step")
-        False
     """
     bound: Any = getattr(instance, method)
     return getattr(bound, "__func__", bound) is not getattr(base, method)

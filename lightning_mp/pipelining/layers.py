@@ -63,17 +63,7 @@ class Layer:
 
 
 def read_layers(module: nn.Module) -> list[Layer]:
-    """The layers of a module, from its ``pipeline_layers``.
-
-    Example:
-        >>> class Model(nn.Module):
-        ...     pipeline_layers = ("up", "blocks.*")
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.up, self.blocks = nn.Linear(2, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        >>> [layer.name for layer in read_layers(Model())]
-        ['up', 'blocks.0', 'blocks.1']
-    """
+    """The layers of a module, from its ``pipeline_layers``."""
     declared = getattr(module, "pipeline_layers", None)
     declared = declared() if callable(declared) else declared
     is_sequence = isinstance(declared, nn.Sequential | nn.ModuleList)

@@ -45,12 +45,6 @@ def select_modules(
     Only what has its own forward in Python can be meant: not the model as a whole, a ``ModuleList``, a metric or a
     TorchScript module. Of modules inside of each other the outer one is taken. A module that is used in several places
     comes once. A string is a glob over names; where it matches none, it is the name of a class, short or in full.
-
-    Example:
-        >>> from torch import nn
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        >>> list(select_modules(model, [nn.Linear], "Example")), list(select_modules(model, ["*"], "Example", every=2))
-        (['0', '2'], ['0', '2'])
     """
     candidates = _candidates(model)
     matches = [_matches(pattern, candidates) for pattern in patterns]

@@ -56,14 +56,6 @@ def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable
 
     With them come the operations that autocast on CUDA gives inputs of one dtype, the widest: a rule brings dtypes
     together that do not meet without it.
-
-    Example:
-        >>> from lightning_mp import PrecisionPolicy
-        >>> policy = PrecisionPolicy([("softmax", "fp32"), ("matmuls", "low")]).resolve(torch.nn.Linear(1, 1))
-        >>> operation_rules(policy, "cuda")
-        {}
-        >>> operation_rules(policy, "cpu")[F.softmax].dtype
-        torch.float32
     """
     rules: dict[Callable[..., Any], OperationRule] = {}
     for operation, number in policy.operations.items():

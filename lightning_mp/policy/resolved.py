@@ -75,15 +75,7 @@ class ResolvedPolicy:
         return module.rule if number is None or self.rules[number].dtype == LOW else number
 
     def fp32_modules(self) -> tuple[str, ...]:
-        """Names of the modules whose own parameters stay in fp32 when a model's weights are cast to 16 bit.
-
-        Example:
-            >>> from torch import nn
-            >>> from lightning_mp import PrecisionPolicy
-            >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-            >>> PrecisionPolicy({"2": "fp32", "norms": "fp32"}).resolve(model).fp32_modules()
-            ('1', '2')
-        """
+        """Names of the modules whose own parameters stay in fp32 when a model's weights are cast to 16 bit."""
         return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) == torch.float32)
 
     def modules_not_used_in(self, dtype: torch.dtype) -> tuple[str, ...]:

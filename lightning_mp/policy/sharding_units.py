@@ -29,14 +29,6 @@ def sharding_units(policy: ResolvedPolicy, units: Sequence[str], low: torch.dtyp
     A unit gathers in the dtype in which most of its own modules use their weights; modules inside it that use another
     one become their own unit, all of one dtype together. Gradients are reduced in fp32. Neither inputs nor outputs
     are cast: autocast does that where an operation wants it.
-
-    Example:
-        >>> from torch import nn
-        >>> from lightning_mp import PrecisionPolicy
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-        >>> policy = PrecisionPolicy({"norms": "fp32"}).resolve(model)
-        >>> [(unit.modules, unit.mixed_precision.param_dtype) for unit in sharding_units(policy, [""], torch.bfloat16)]
-        [(('1',), None), (('',), torch.bfloat16)]
     """
     known = {module.name for module in policy.modules}
     if unknown := sorted(set(units) - known):

@@ -96,13 +96,6 @@ def tf32_matmuls_and_convolutions() -> Iterator[None]:
         off:  what the caller had, in both sets, also where the caller's two sets disagreed
 
     Settings of the CPU (``torch.backends.mkldnn``) are not touched.
-
-    Example:
-        >>> with tf32_matmuls_and_convolutions():
-        ...     torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision()
-        ('tf32', 'high')
-        >>> torch.get_float32_matmul_precision()
-        'highest'
     """
     with _old_switches_allowed():
         settings = _read()

@@ -30,14 +30,6 @@ CHECKS = (
 
 
 def check_everything(found: Found) -> tuple[PreflightFinding, ...]:
-    """All findings, the most severe first.
-
-    Example:
-        >>> from lightning_mp.planning.advice.device_traits import named_device
-        >>> from lightning_mp.preflight_checks.found import Found, FoundPrecision
-        >>> bf16 = FoundPrecision(name="bf16-mixed", plugin="AutocastPrecision('bf16-mixed')")
-        >>> [finding.name for finding in check_everything(Found(device=named_device("T4"), precision=bf16))]
-        ['device']
-    """
+    """All findings, the most severe first."""
     findings = [finding for check in CHECKS for finding in check(found)]
     return tuple(sorted(findings, key=lambda finding: get_args(Severity).index(finding.severity)))

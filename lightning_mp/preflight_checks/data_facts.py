@@ -32,12 +32,6 @@ def inspect_data(
 
     Of a map-style data set the first batch is fetched in this process, without the loader's workers, by a copy of its
     sampler. The loader's generators and samplers do not move; a data set that counts its calls does.
-
-    Example:
-        >>> data = DataLoader([torch.zeros(3)] * 10, batch_size=4)
-        >>> found = inspect_data(data, pl.LightningModule(), data_ranks=1, shards_samples=True)
-        >>> found.batch.shape, found.batches_per_epoch
-        (torch.Size([4, 3]), 3)
     """
     if data is None:
         with module_kept(module):

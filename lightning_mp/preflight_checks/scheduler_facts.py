@@ -50,16 +50,7 @@ def _entry(given: Any) -> tuple[Any, str, int]:
 
 
 def read_schedulers(configured: Any) -> tuple[FoundScheduler, ...]:
-    """Those that were planned for a number of calls.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-        >>> warmup, cosine = lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 90)
-        >>> both = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[10])
-        >>> [(found.setting, found.planned) for found in read_schedulers([{"lr_scheduler": both}])]
-        [('T_max', 100)]
-    """
+    """Those that were planned for a number of calls."""
     return tuple(
         FoundScheduler(
             name=type(part).__name__,

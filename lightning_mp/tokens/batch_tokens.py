@@ -37,13 +37,6 @@ def find_labels(batch: Any) -> Tensor | None:
 
     They are ``batch["labels"]`` of a mapping, or the second entry of a list or tuple, if that is an integer tensor with
     two dimensions or more, ``[batch, tokens, ...]``. One-dimensional labels are classes of whole samples, not tokens.
-
-    Example:
-        >>> import torch
-        >>> find_labels({"labels": torch.tensor([[1, 2, -100]])})
-        tensor([[   1,    2, -100]])
-        >>> find_labels([torch.randn(4, 8), torch.tensor([0, 1, 0, 1])]) is None
-        True
     """
     candidate: Any = None
     if isinstance(batch, Mapping):
@@ -165,14 +158,6 @@ def nonpad_tokens(batch: Any) -> Tensor | None:
 
     Padding is what ``batch["attention_mask"]`` hides. Without a mask it is the end of a row in which one input token is
     repeated, two times or more, and has no label.
-
-    Example:
-        >>> import torch
-        >>> nonpad_tokens({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
-        tensor(3)
-        >>> ids = torch.tensor([[4, 5, 3, 2], [7, 8, 0, 0]])
-        >>> nonpad_tokens({"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)})
-        tensor(6)
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None:
@@ -199,14 +184,6 @@ def trim_labels_(batch: Any, keep_tokens: int, *, shifted: bool) -> Tensor:
     """Hides all but the first ``keep_tokens`` target tokens of a batch from the loss.
 
     The label tensor is exchanged in its container, never written to: it may be a view of the data set.
-
-    Example:
-        >>> import torch
-        >>> batch = [torch.zeros(2, 2), torch.tensor([[1, 2], [3, 4]])]
-        >>> _ = trim_labels_(batch, 3, shifted=False)
-        >>> batch[1]
-        tensor([[   1,    2],
-                [   3, -100]])
     """
     labels = find_labels(batch)
     assert labels is not None

@@ -50,14 +50,6 @@ def split_last_batch(counts: Sequence[int], remaining: int, mode: LandingMode, l
     With "exact" every rank keeps one token or more, since a mean over no token is nan. Therefore the micro-batch before
     the last one is shortened when it would leave fewer tokens than there are ranks. Where micro-batches have less than
     two tokens per rank that cannot always be, and up to one token per rank too much is trained on.
-
-    Example:
-        >>> split_last_batch([512, 512], remaining=1500, mode="exact", largest_micro_batch=1024)
-        LastBatch(keep_tokens=(512, 512), is_last=False)
-        >>> split_last_batch([512, 512], remaining=476, mode="exact", largest_micro_batch=1024)
-        LastBatch(keep_tokens=(475, 1), is_last=True)
-        >>> split_last_batch([512, 512], remaining=1500, mode="floor", largest_micro_batch=1024)
-        LastBatch(keep_tokens=(512, 512), is_last=True)
     """
     total, num_ranks = sum(counts), len(counts)
     after = remaining - total

@@ -25,12 +25,6 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
     Every sample has a token at least, and no batch has more tokens than numbers; so fewer tokens than samples, or more
     than numbers, are none. ``len`` of a list ``[x, y]`` is 2 whatever the batch holds, which this finds. Where rows do
     not tell the samples (graphs, a list of images), a user who says that samples are counted is taken at their word.
-
-    Example:
-        >>> import torch
-        >>> images = [torch.zeros(8, 3, 4, 4), torch.zeros(8)]
-        >>> counted_unit("auto", 8, images, is_counted=True), counted_unit("auto", 8 * 16, images, is_counted=True)
-        ('sample', 'token')
     """
     if not is_counted:
         return "token"

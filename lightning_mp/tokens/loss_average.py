@@ -34,13 +34,6 @@ class LossAverage:
 
     A mean is a loss function of torch with ``reduction="mean"``, ``Tensor.mean()``, or a sum divided by a number, such
     as ``(losses * mask).sum() / mask.sum()``.
-
-    Example:
-        >>> import torch
-        >>> logits, target = torch.zeros(4, 3, requires_grad=True), torch.tensor([0, 2, 255, 255])
-        >>> loss = torch.nn.functional.cross_entropy(logits, target, ignore_index=255) / 2
-        >>> LossAverage.of(loss)[0].count(loss)
-        tensor(2)
     """
 
     path: _Path  # from the loss's `grad_fn`, which of `next_functions` leads there

@@ -15,13 +15,6 @@ def rows_differ(batch: Any) -> bool:
     """Whether the first dimensions of the tensors in a batch differ, so that any of them may be its samples.
 
     Numbers and tensors without a dimension do not matter, nor does any tensor where the batch lists its samples.
-
-    Example:
-        >>> import torch
-        >>> rows_differ([torch.zeros(4, 3), torch.zeros(4), torch.tensor(0.1)]), rows_differ(
-        ...     {"nodes": torch.zeros(9, 3), "graphs": torch.zeros(2)}
-        ... )
-        (False, True)
     """
     rows = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
     return len(rows) > 1 and listed_samples(batch) is None

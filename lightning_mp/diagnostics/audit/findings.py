@@ -61,16 +61,7 @@ class AuditFinding:
 
 
 def find_problems(report: AuditReport, asked: RequestedPrecision) -> tuple[AuditFinding, ...]:
-    """Compares what ran with what was requested.
-
-    Example:
-        >>> from torch import nn, ones
-        >>> from lightning_mp.diagnostics.audit.watch import audit_step
-        >>> model = nn.Linear(8, 8)
-        >>> report = audit_step(model, lambda: model(ones(8, 8)).sum().backward())  # the autocast is missing
-        >>> [finding.kind for finding in find_problems(report, RequestedPrecision("bf16-mixed"))]
-        ['not_active']
-    """
+    """Compares what ran with what was requested."""
     forward = [record for record in report.operations if record.phase != "backward"]
     found = [*_not_active(report, asked)]
     if not found:

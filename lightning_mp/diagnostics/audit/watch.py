@@ -58,15 +58,6 @@ class PrecisionWatch:
     module, and that is first called while it is watched, is compiled once more afterwards if it calls modules.
 
     In a reentrant activation checkpoint on a GPU, operations of the inner backward may be put down to another module.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-        >>> with PrecisionWatch(model) as watch, torch.autocast("cpu", torch.bfloat16):
-        ...     model(torch.ones(2, 8)).float().sum().backward()
-        >>> for row in watch.report.operations[1:3]:
-        ...     print(row.module, row.operation, row.compute, row.autocast)
-        0 addmm bf16 cpu bf16
-        1 layer_norm bf16 cpu bf16
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -262,14 +253,7 @@ class PrecisionWatch:
 
 
 def audit_step(model: nn.Module, step: Callable[[], Any]) -> AuditReport:
-    """Runs one forward and backward and reports the dtypes of every module and operation.
-
-    Example:
-        >>> model = nn.Linear(8, 8)
-        >>> report = audit_step(model, lambda: model(torch.ones(2, 8)).sum().backward())
-        >>> [(row.phase, row.operation, row.compute) for row in report.operations if row.kind == "matmul"]
-        [('forward', 'addmm', 'fp32'), ('backward', 'mm', 'fp32')]
-    """
+    """Runs one forward and backward and reports the dtypes of every module and operation."""
     with PrecisionWatch(model) as watch:
         step()
     assert watch.report is not None

@@ -87,13 +87,6 @@ class NoiseScaleAverage:
     ``average_steps``. The interval of the ratio is Fieller's (E. C. Fieller 1954, "Some Problems in Interval
     Estimation"), which is right also where the denominator is hardly known: windows draw fresh samples, so their
     scatter around the average gives its standard error.
-
-    Example:
-        >>> average = NoiseScaleAverage(average_steps=100)
-        >>> for small, big in [(3.0, 1.5), (3.4, 1.6), (2.6, 1.4), (3.0, 1.5)]:
-        ...     average.add(small, big, 1 / 4, 1 / 16, tokens_per_sample=10.0)
-        >>> round(average.estimate().samples, 1), average.estimate().windows
-        (8.0, 4)
     """
 
     def __init__(self, average_steps: int) -> None:

@@ -33,18 +33,6 @@ def find_first_overflow(observations: Sequence[OverflowObservation]) -> FirstOve
     Forward counts only if the loss is not finite: an inf that a mask or a ``torch.where`` takes away again does no
     harm. In the same way -inf by itself is taken for a mask as long as a module that got it returned finite values.
     Backward counts in the order in which gradients were made, last layer first.
-
-    Example:
-        >>> import torch
-        >>> from lightning_mp.diagnostics.overflow.first_overflow import find_first_overflow
-        >>> from lightning_mp.diagnostics.overflow.observations import Place, OverflowObservation
-        >>> def seen(role, tensor, posinf):
-        ...     place = Place(role, "net.0", "Linear", tensor, call=1)
-        ...     return OverflowObservation(place, (4, 8), torch.float16, False, posinf, False, 6e4)
-        >>> first = find_first_overflow([seen("input", "argument 'input'", False), seen("output", "output", True),
-        ...                         seen("loss", "loss", True)])
-        >>> first.phase, first.module, first.tensor, first.largest_input
-        ('forward', 'net.0', 'output', 60000.0)
     """
     backward = [s for s in observations if s.place.role.endswith("_gradient")]
     forward = [s for s in observations if not s.place.role.endswith("_gradient")]

@@ -57,12 +57,6 @@ def take_reading(tensor: Tensor) -> Tensor | None:
     """Four numbers about a tensor, left on its device: has nan, has +inf, has -inf, largest finite absolute value.
 
     None for tensors that cannot be non-finite: integers, and empty ones.
-
-    Example:
-        >>> import torch
-        >>> from lightning_mp.diagnostics.overflow.observations import take_reading
-        >>> take_reading(torch.tensor([-3.0, float("inf")])).tolist()
-        [0.0, 1.0, 0.0, 3.0]
     """
     local = tensor.detach()
     if isinstance(local, DTensor):

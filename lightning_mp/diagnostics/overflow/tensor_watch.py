@@ -33,18 +33,6 @@ class TensorWatch:
     itself, so that in backward the gradient that this one call sends to this one input is seen by itself, also where
     several modules share the input. Parameters are watched too. Nothing is read by the host before
     :meth:`observations`.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
-        >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> with TensorWatch(net) as watch:
-        ...     loss = net(torch.ones(1, 2)).sum()
-        ...     with watch.backward():
-        ...         loss.backward()
-        >>> [s.place.tensor for s in watch.observations() if s.place.module == "1"]
-        ["argument 'input'", 'output', 'gradient of output', "gradient of argument 'input'"]
     """
 
     def __init__(self, root: nn.Module) -> None:

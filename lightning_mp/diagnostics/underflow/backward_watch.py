@@ -34,17 +34,6 @@ class BackwardWatch:
 
     What runs in a reentrant activation checkpoint or in compiled code makes its nodes later and is not seen; the
     parameters in there are not called fp32. Several backwards (micro-batches, losses) may be watched one by one.
-
-    Example:
-        >>> linear, offset = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.zeros(4))
-        >>> watch = BackwardWatch(torch.device("cpu"))
-        >>> with torch.autocast("cpu", torch.bfloat16):
-        ...     loss = (linear(torch.ones(2, 4)).float() + offset).square().sum()
-        >>> _ = watch.attach(loss)
-        >>> loss.backward()
-        >>> watch.detach()
-        >>> watch.is_kept_in_fp32(offset), watch.is_kept_in_fp32(linear.weight)
-        (True, False)
     """
 
     def __init__(self, device: torch.device, warn_once: WarnOnce | None = None) -> None:

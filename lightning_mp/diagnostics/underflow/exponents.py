@@ -38,14 +38,7 @@ _MAX_COPIES = 256
 
 @torch.no_grad()
 def count_exponents(values: Tensor, factor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
-    """Counts the exponents of ``values * factor`` on the device, without waiting for it.
-
-    Example:
-        >>> import torch
-        >>> counts, largest = count_exponents(torch.tensor([0.0, 0.75, 3.0]))
-        >>> int(counts.sum()), float(largest)
-        (3, 3.0)
-    """
+    """Counts the exponents of ``values * factor`` on the device, without waiting for it."""
     flat = gradient_ops.local_shard(values.detach()).reshape(-1)
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     if isinstance(factor, Tensor):
@@ -91,20 +84,7 @@ def _histogram(slots: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExponentHistogram:
-    """How many values have which exponent, on the host.
-
-    Example:
-        >>> import torch
-        >>> histogram = ExponentHistogram.of(torch.tensor([0.0, 2.0**-26, 1.5, 1.0]))
-        >>> histogram.counts, histogram.num_zeros
-        ({-26: 1, 0: 2}, 1)
-        >>> histogram.fraction_lost("fp16").zero, histogram.fraction_lost("fp16", scale=2.0).zero
-        (0.3333333333333333, 0.3333333333333333)
-        >>> histogram.fraction_lost("fp16", scale=4.0).zero
-        0.0
-        >>> histogram.headroom_doublings("fp16")  # 1.5 times 2^15 still fits, times 2^16 does not
-        15.0
-    """
+    """How many values have which exponent, on the host."""
 
     counts: dict[int, int] = field(default_factory=dict)
     """Number of finite non-zero values by exponent; empty bins are left out. -150 and 128 stand for all beyond."""

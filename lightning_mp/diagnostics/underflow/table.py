@@ -13,16 +13,7 @@ from lightning_mp.gradients import gradient_ops
 
 
 class ExponentTable:
-    """One histogram per name.
-
-    Example:
-        >>> import torch
-        >>> table = ExponentTable(["weight", "bias"], torch.device("cpu"))
-        >>> table.add("weight", torch.tensor([1.0, 2.0]))
-        >>> table.add("weight", torch.tensor([3.0]))
-        >>> ExponentTable.decode(table.names, table.vector().tolist())["weight"].counts
-        {0: 1, 1: 2}
-    """
+    """One histogram per name."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = list(names)

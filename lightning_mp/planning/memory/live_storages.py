@@ -51,17 +51,6 @@ class LiveStorages:
 
     Each storage counts once, with all of its bytes, however many tensors view it. A sparse tensor has none: its indices
     and values are results of operations too, and count as such.
-
-    Example:
-        >>> import torch
-        >>> live = LiveStorages()
-        >>> weight = torch.zeros(10)
-        >>> live.add("weights", [weight, weight[:5]])
-        >>> live.bytes_by_part
-        {'weights': 40}
-        >>> del weight
-        >>> live.bytes_by_part
-        {}
     """
 
     def __init__(self) -> None:

@@ -29,17 +29,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Operations of one kind in one optimizer step.
-
-    Example:
-        A gradient of 1 GB over 16 ranks, 8 in a node: 1.875 GB sent by each, of them 0.125 GB to another node.
-
-        >>> gradients = Transfer("gradients", "all_reduce", 10**9, ranks=16)
-        >>> gradients.bytes_sent / 1e9
-        1.875
-        >>> [bytes / 1e9 for bytes in gradients.bytes_by_link(8)]
-        [1.75, 0.125]
-    """
+    """Operations of one kind in one optimizer step."""
 
     what: str
     """What is sent, for people."""

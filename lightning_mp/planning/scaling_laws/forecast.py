@@ -92,13 +92,6 @@ def forecast_loss(
     uncorrelated noise and for an autocorrelation of 0.8 and 0.95 between points. With few points, or noise that is a
     moving average, they contain it more often. Give losses as they were logged: a smoothed loss lags behind its tokens,
     most at the start of a run, which the law does not model.
-
-    Example:
-        >>> tokens = [1e6 * k for k in range(1, 101)]
-        >>> losses = [2.0 + 300.0 * d**-0.4 for d in tokens]
-        >>> forecast = forecast_loss(tokens, losses, 2e8)
-        >>> round(forecast.loss, 3), round(2.0 + 300.0 * 2e8**-0.4, 3)
-        (2.143, 2.143)
     """
     _check(tokens, losses, at_tokens, confidence, samples)
     d, loss = _usable(tokens, losses)

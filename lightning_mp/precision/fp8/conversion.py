@@ -61,16 +61,6 @@ def convert_to_float8(layers: Sequence[Float8Layer], config: "Float8LinearConfig
     A layer stays the same object: what others hold on to (parameters, hooks, FSDP2's groups, state-dict keys, two names
     for one layer) stays valid. Only its class changes, to torchao's, which computes the above. Parameters stay the same
     objects too, unless ``enable_fsdp_float8_all_gather`` is set: then weights are wrapped, shared ones once.
-
-    Example:
-        >>> from lightning_mp.precision.fp8.layer_filter import choose_float8_layers
-        >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
-        >>> conversion = convert_to_float8(choose_float8_layers(model), float8_config("rowwise"))
-        >>> [type(layer).__name__ for layer in model], list(model.state_dict())[:2]
-        (['Linear', 'Float8Linear', 'Linear'], ['0.weight', '0.bias'])
-        >>> conversion.undo()
-        >>> type(model[1]).__name__
-        'Linear'
     """
     chosen = [layer for layer in layers if layer.skipped_because is None]
     if config.enable_fsdp_float8_all_gather:

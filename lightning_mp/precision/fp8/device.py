@@ -30,14 +30,7 @@ def why_no_float8(
     rocm_architecture: str | None = None,
     emulate: bool = False,
 ) -> str | None:
-    """Why a device cannot multiply in fp8, and what to do; None if it can.
-
-    Example:
-        >>> why_no_float8("cuda", (9, 0))
-        >>> why_no_float8("cuda", (8, 0))[:67]
-        'it has compute capability 8.0, and fp8 matrix units come with 8.9 ('
-        >>> why_no_float8("cuda", (8, 0), emulate=True)
-    """
+    """Why a device cannot multiply in fp8, and what to do; None if it can."""
     if device_type == "mps":
         return "torch has no fp8 numbers on MPS, not even emulated. Use AutocastPrecision('bf16-mixed')."
     if emulate or device_type == "cpu":

@@ -74,16 +74,6 @@ def choose_float8_layers(
 
     The last rule is a habit of practice, for quality: the layers beside the embedding and the logits suffer most and
     cost little (Megatron-LM has it as ``first_last_layers_bf16``, torchtitan filters its output layer).
-
-    Example:
-        >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 10))
-        >>> for layer in choose_float8_layers(model, skip=["1"]):
-        ...     print(layer.name, layer.skipped_because)
-        0 it is the first Linear
-        1 skip='1'
-        2 None
-        3 None
-        4 out_features is 10, no multiple of 16
     """
     names = _names_of_linears(model)
     kept_by = _rules_by_name(policy) if policy is not None else {}
