@@ -26,7 +26,7 @@ from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.core.saved_state import POSITIVE_COUNT, Kind, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.data_ranks import data_rank, num_data_ranks
+from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
 from lightning_mp.resume.differences import EXACT_RESUME_KEY
 from lightning_mp.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported
 from lightning_mp.resume.random_numbers import captured, restore

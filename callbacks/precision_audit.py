@@ -15,8 +15,7 @@ from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
 from lightning_mp.diagnostics.audit.records import AuditReport
 from lightning_mp.diagnostics.audit.requested import RequestedPrecision
-from lightning_mp.diagnostics.audit.stages import join_stages
-from lightning_mp.diagnostics.audit.table import audit_table
+from lightning_mp.diagnostics.audit.table import audit_table, join_stages
 from lightning_mp.diagnostics.audit.watch import PrecisionWatch
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined

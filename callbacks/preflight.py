@@ -78,7 +78,7 @@ class Preflight(SettingsRepr, Callback):
 def _report(trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> PreflightReport:
     # Importing the package should not cost what nobody may ask for.
     from lightning_mp.preflight_checks.data_facts import FoundData
-    from lightning_mp.preflight_checks.trainer_inspection import TrainerInspection
+    from lightning_mp.preflight_checks.preflight import TrainerInspection
 
     batches = trainer.num_training_batches
     number = None if batches == float("inf") else int(batches)

@@ -34,8 +34,8 @@ from lightning_mp.checkpoints.sharded import load_checkpoint, without_synthetic_
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import true_or_false, whole_number
-from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.core.precisions import low_dtype
+from lightning_mp.core.settings_repr import NamespaceHint
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.distributed.sharding_rules import Shard, read_resharding, read_shard, unit_names
@@ -76,7 +76,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     matches becomes a unit: its weights are gathered before its forward and freed after it. The rest is gathered for the
     whole step. All parameters are DTensors from then on.
 
-    Precision comes from the plugin, see :func:`~lightning_mp.distributed.all_gather_dtypes.gathered_dtypes`: with
+    Precision comes from the plugin, see :func:`~lightning_mp.strategies.fsdp2_model.gathered_dtypes`: with
     ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
     operation has the dtypes that it has on one device. Gradients are reduced in fp32, and buffers are not cast. All
     ranks start from the weights of rank 0, and keep its running statistics, as under DDP.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import Window
-from lightning_mp.distributed.data_ranks import data_rank, num_data_ranks
+from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import BudgetLimiter, OpenWindow, TokenBudget

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.activation_checkpointing.buffers import FoundBuffers, WatchedBuffers
 from lightning_mp.activation_checkpointing.cost import StepCost
-from lightning_mp.core.default_dtype import default_dtype
+from lightning_mp.core.devices import default_dtype
 from lightning_mp.core.messages import listed
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.modules.forward_wrapper import unwrap_forward

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.cli.picture_file import check_picture
 from lightning_mp.cli.text import (
     print_facts,
     print_json,
@@ -13,6 +12,7 @@ from lightning_mp.cli.text import (
     print_warnings,
     run_with_one_line_errors,
 )
+from lightning_mp.core.pictures import check_picture
 from lightning_mp.core.quantities import format_quantity, parse_flops, parse_fraction
 from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
 from lightning_mp.planning.scaling_laws.fit_result import Interval, ScalingLawFit

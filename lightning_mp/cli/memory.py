@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from lightning_mp.cli.imported_function import import_function
 from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, context_of, count_of
-from lightning_mp.cli.picture_file import check_picture
 from lightning_mp.cli.text import print_json, print_paragraph, print_table, print_warnings, run_with_one_line_errors
+from lightning_mp.core.pictures import check_picture
 from lightning_mp.core.precisions import PRECISIONS
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig

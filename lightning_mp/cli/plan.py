@@ -1,7 +1,7 @@
 """``lightning-mp plan``: what a training run takes, from whatever numbers are known of it."""
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -14,15 +14,13 @@ from lightning_mp.cli.model_shape import (
     memory_of,
     refuse_other_units,
 )
-from lightning_mp.cli.plan_text import as_json, print_answer
+from lightning_mp.cli.plan_text import Answer, as_json, print_answer
 from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
 from lightning_mp.core.number_formats import number_format
 from lightning_mp.core.precisions import PRECISIONS, find_precision
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.flops.hardware import Chip
 from lightning_mp.planning.layout_choice import (
-    ChipChoice,
-    LayoutChoice,
     choose_chips,
     choose_layouts,
     enough_gpus,
@@ -30,13 +28,12 @@ from lightning_mp.planning.layout_choice import (
 )
 from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.decoder_memory import MemoryLayout
 from lightning_mp.planning.scaling_laws.device_budget import chip_of, device_budget, dtype_on
 from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware, inference_aware_optimum
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal
 from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, LAWS
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw
-from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
+from lightning_mp.planning.training_run import TrainingRun, run_time, training_run
 
 _DESCRIPTION = """\
 Plans a training run. Give one of --flops, --params, --tokens, --device-hours and --cost for the compute-optimal run, or
@@ -77,26 +74,6 @@ _OPTIONS = {
 _USUAL_BYTES = 80e9
 _TOKENS_PER_STEP = 2**22
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What one question comes to; parts that were not asked about are None."""
-
-    optimum: ComputeOptimal | None
-    run: TrainingRun | None
-    config: DecoderConfig | None
-    assumed_shape: bool
-    time: RunTime | None
-    inference: InferenceAware | None
-    precision: str
-    context_tokens: int
-    gpus: int
-    layouts: list[LayoutChoice] | None = None
-    tokens_per_step: int | None = None
-    memory_bytes: float | None = None
-    enough: tuple[int, MemoryLayout] | None = None
-    chips: list[ChipChoice] | None = None
 
 
 def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:

@@ -1,20 +1,18 @@
 """What ``lightning-mp plan`` prints: the run, its time and cost, layouts in memory and on the wire."""
 
 import textwrap
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_mp.cli.text import print_facts, print_paragraph, print_table
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_memory import MemoryLayout
 from lightning_mp.planning.memory.live_storages import PARTS
 from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal
 from lightning_mp.planning.training_run import RunTime, TrainingRun, repetition_note
-
-if TYPE_CHECKING:
-    from lightning_mp.cli.plan import Answer
 
 _TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")
 _NAMES_WIDTH = 40
@@ -28,7 +26,27 @@ Memory by part: live tensors of the fullest GPU at the end of a forward. Sent: b
 takes no longer than computing and nothing waits for it."""
 
 
-def print_answer(answer: "Answer", *, wide: bool = False) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one question comes to; parts that were not asked about are None."""
+
+    optimum: ComputeOptimal | None
+    run: TrainingRun | None
+    config: DecoderConfig | None
+    assumed_shape: bool
+    time: RunTime | None
+    inference: InferenceAware | None
+    precision: str
+    context_tokens: int
+    gpus: int
+    layouts: list[LayoutChoice] | None = None
+    tokens_per_step: int | None = None
+    memory_bytes: float | None = None
+    enough: tuple[int, MemoryLayout] | None = None
+    chips: list[ChipChoice] | None = None
+
+
+def print_answer(answer: Answer, *, wide: bool = False) -> None:
     """Every part that was asked about; `wide` is all columns of the layouts."""
     size = answer.optimum or answer.run
     assert size is not None
@@ -52,7 +70,7 @@ def print_answer(answer: "Answer", *, wide: bool = False) -> None:
         _print_chips(answer, answer.chips)
 
 
-def as_json(answer: "Answer") -> dict[str, Any]:
+def as_json(answer: Answer) -> dict[str, Any]:
     """The same for machines."""
     content: dict[str, Any] = {}
     if answer.optimum is not None:
@@ -173,7 +191,7 @@ def _print_inference(best: InferenceAware, *, repeats: bool) -> None:
     )
 
 
-def _print_layouts(answer: "Answer", *, wide: bool) -> None:
+def _print_layouts(answer: Answer, *, wide: bool) -> None:
     assert answer.layouts is not None
     has = f"of {answer.memory_bytes / 1e9:g} GB" if answer.memory_bytes else "whose memory is not known"
     config = answer.config
@@ -220,7 +238,7 @@ def _print_assumed(config: DecoderConfig | None) -> None:
     )
 
 
-def _alternatives(answer: "Answer", verdict: str | None, kind: str = "") -> str:
+def _alternatives(answer: Answer, verdict: str | None, kind: str = "") -> str:
     decides = " Only the allocator decides." if verdict == "may fit" else ""
     if answer.enough is None:
         return f"{decides} Take larger GPUs, a shorter --context, or --precision bf16-remainder."
@@ -228,7 +246,7 @@ def _alternatives(answer: "Answer", verdict: str | None, kind: str = "") -> str:
     return f"{decides} {gpus} GPUs{kind} would do: {layout.name}."
 
 
-def _print_chips(answer: "Answer", chips: list[ChipChoice]) -> None:
+def _print_chips(answer: Answer, chips: list[ChipChoice]) -> None:
     if answer.assumed_shape:
         _print_assumed(answer.config)
     gpus = f"{answer.gpus} GPU{'s' if answer.gpus > 1 else ''}"

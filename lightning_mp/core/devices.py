@@ -1,6 +1,8 @@
 """The device that a run is made on: whether it is there, its name, and the memory in use."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -49,3 +51,21 @@ def sent_to(values: Tensor, device: torch.device, dtype: torch.dtype | None = No
         tensor([1., 1.], dtype=torch.float64)
     """
     return values.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New floating-point tensors have this dtype where none is given.
+
+    Example:
+        >>> import torch
+        >>> with default_dtype(torch.bfloat16):
+        ...     torch.zeros(1).dtype
+        torch.bfloat16
+    """
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)

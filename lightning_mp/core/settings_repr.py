@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Iterator
 from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from traceback import walk_stack
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -52,3 +53,30 @@ def _shown(value: Any) -> str:
     if inspect.isroutine(value) or inspect.isclass(value):
         return value.__qualname__
     return repr(value)
+
+
+class NamespaceHint(SettingsRepr):
+    """Shows its settings, and the hint where ``pytorch_lightning`` asks: its errors print what they do not know.
+
+    Example:
+        >>> class Part(NamespaceHint):
+        ...     kind = "strategy"
+        >>> "import" in repr(Part())
+        False
+    """
+
+    #: What it is, for the hint.
+    kind: ClassVar[str]
+
+    def __repr__(self) -> str:
+        """Its class, and the hint."""
+        hint = namespace_hint(self.kind)
+        return f"{type(self).__name__}{hint}" if hint else super().__repr__()
+
+
+def namespace_hint(kind: str) -> str:
+    """Which import a part needs, where ``pytorch_lightning`` prints it; "" elsewhere."""
+    if "pytorch_lightning" not in {frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in walk_stack(None)}:
+        return ""
+    use = "`import lightning.pytorch as pl`, not `import pytorch_lightning as pl`"
+    return f", a {kind} for lightning.pytorch: with it use {use}"

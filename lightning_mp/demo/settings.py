@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from lightning_mp.accumulation.schedule import Thresholds
-from lightning_mp.accumulation.step_estimate import estimate_steps
+from lightning_mp.accumulation.schedule import Thresholds, estimate_steps
 from lightning_mp.cli.dataclass_options import check_combinations, flag, setting
 from lightning_mp.core.arguments import whole_quantity
 from lightning_mp.language_model import GPTConfig, config_for_parameters

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
-from lightning_mp.modules.class_forward import class_forward
+from lightning_mp.modules.forward_wrapper import class_forward
 from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 

@@ -20,7 +20,6 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patch
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.modules.state import gradients_set_aside
-from lightning_mp.pipelining.broadcast import LastStageBroadcast
 from lightning_mp.pipelining.layers import Layer, loss_of
 from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import microbatches_of, refuse_other_batches, signature
@@ -30,6 +29,50 @@ from lightning_mp.tokens.loss_weighting import Weighting
 
 #: Each keeps receive buffers for one shape of microbatches.
 _KEPT_SCHEDULES = 8
+
+
+class LastStageBroadcast:
+    """Tells every stage; all of them have to ask."""
+
+    def __init__(self, pipeline: Pipeline, owner: str) -> None:
+        self._pipeline = pipeline
+        self._owner = owner
+        self._names: dict[bool, list[str]] = {}
+
+    def scalars(self, values: dict[str, Tensor], *, training: bool) -> dict[str, Tensor]:
+        """One small broadcast; the names are sent with the first batch."""
+        pipeline = self._pipeline
+        if pipeline.stages == 1:
+            return values
+        if training not in self._names:
+            told = [list(values)]
+            dist.broadcast_object_list(told, src=pipeline.last_rank, group=pipeline.group)
+            self._names[training] = told[0]
+        names = self._names[training]
+        if pipeline.is_last and list(values) != names:
+            raise MisconfigurationException(
+                f"{self._owner}.pipeline_loss returned {list(values)}, and {names} the first time. All"
+                " stages wait for the same values: return the same names for every batch of a loop."
+            )
+        vector = torch.zeros(len(names), dtype=torch.float32, device=pipeline.device)
+        if pipeline.is_last:
+            vector = torch.stack([values[name] for name in names])
+        dist.broadcast(vector, src=pipeline.last_rank, group=pipeline.group)
+        return dict(zip(names, vector.unbind(), strict=True))
+
+    def outputs(self, parts: Sequence[Any]) -> Any:
+        """Outputs of the runs of a batch, joined along the samples: a tensor, or a tuple of tensors."""
+        pipeline = self._pipeline
+        tuples = [part if isinstance(part, tuple) else (part,) for part in parts]
+        joined = [torch.cat(part) for part in zip(*tuples, strict=True)] if pipeline.is_last else []
+        if pipeline.stages > 1:
+            told = [[(tensor.shape, tensor.dtype) for tensor in joined]]
+            dist.broadcast_object_list(told, src=pipeline.last_rank, group=pipeline.group)
+            if not pipeline.is_last:
+                joined = [torch.empty(shape, dtype=dtype, device=pipeline.device) for shape, dtype in told[0]]
+            for tensor in joined:
+                dist.broadcast(tensor.contiguous(), src=pipeline.last_rank, group=pipeline.group)
+        return joined[0] if len(joined) == 1 else tuple(joined)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_mp.core.messages import listed
-from lightning_mp.modules.class_forward import class_forward, takes_hooks
+from lightning_mp.modules.forward_wrapper import class_forward, takes_hooks
 from lightning_mp.modules.names import is_inside, named_modules, near_misses
 from lightning_mp.policy.rules import LOW, Rule
 

@@ -24,11 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
-from lightning_mp.core.namespace_hint import is_called_from
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.data_ranks import num_data_ranks
+from lightning_mp.core.settings_repr import SettingsRepr, namespace_hint
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
+from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
@@ -113,14 +112,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self.weight_by = weight_by
 
     def __str__(self) -> str:
-        name = f"{type(self).__name__}({self.precision!r})"
-        if not is_called_from("pytorch_lightning"):
-            return name
-        # Its error about an unknown plugin prints the plugin, and nothing else of ours is asked.
-        return (
-            f"{name}, a plugin for lightning.pytorch: with it use `import lightning.pytorch as pl`, not"
-            " `import pytorch_lightning as pl`"
-        )
+        return f"{type(self).__name__}({self.precision!r}){namespace_hint('plugin')}"
 
     @property
     def state_key(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.core.arguments import true_or_false
-from lightning_mp.core.default_dtype import default_dtype
+from lightning_mp.core.devices import default_dtype
 from lightning_mp.core.messages import ABOUT_DTYPES
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.replication import all_hold_the_same

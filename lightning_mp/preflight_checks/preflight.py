@@ -1,12 +1,203 @@
 """Is this Trainer set up right? Looks at everything, changes nothing, and reports."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from lightning_mp.core import private_loop_api, private_sharding_api
+from lightning_mp.core.messages import ABOUT_DTYPES
+from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.random_state import random_state_kept
+from lightning_mp.planning.memory.estimate import reserved_range
+from lightning_mp.planning.memory.live_storages import MemorySample
+from lightning_mp.planning.memory.ranks import under_ddp, under_fsdp2
+from lightning_mp.preflight_checks.checks import check_everything
+from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
+from lightning_mp.preflight_checks.found import Found, FoundBudget, FoundCheckpoint, FoundMemory, FoundRun, FoundStep
+from lightning_mp.preflight_checks.module_facts import layers_of, seen_in_a_step, untied_embeddings, weights_of
 from lightning_mp.preflight_checks.report import PreflightReport
-from lightning_mp.preflight_checks.trainer_inspection import TrainerInspection
+from lightning_mp.preflight_checks.stand_in_trainer import StandInTrainer
+from lightning_mp.preflight_checks.trainer_facts import (
+    available_bytes,
+    budget_of,
+    data_ranks_of,
+    device_of,
+    inspect_checkpoint,
+    precision_of,
+    run_of,
+    storage_of,
+)
+from lightning_mp.preflight_checks.watched_step import WatchedStep
+
+
+class TrainerInspection:
+    """One preflight; what goes wrong in one part of it does not end the others."""
+
+    def __init__(self, trainer: "pl.Trainer", module: "pl.LightningModule", device: str | None = None) -> None:
+        self._trainer, self._module = trainer, module
+        self._device, self._device_name = device_of(trainer, device), device
+        self._not_checked: list[tuple[str, str]] = []
+        self._dtype_error = ""
+
+    def at_data(self, data: Any) -> FoundData:
+        """One micro-batch of what a user has given, and how many there are."""
+        return inspect_data(
+            data,
+            self._module,
+            data_ranks=data_ranks_of(self._trainer),
+            shards_samples=private_loop_api.uses_distributed_sampler(self._trainer),
+            trainer=StandInTrainer(self._trainer, {}),
+        )
+
+    def report(self, at_data: Callable[[], FoundData], ckpt_path: str | Path | None) -> PreflightReport:
+        """Looks at everything, and checks it."""
+        device = self._module.device
+        with random_state_kept(device if device.type != "meta" else torch.device("cpu")):
+            found = self._look(at_data, ckpt_path)
+        return PreflightReport(check_everything(found), tuple(dict.fromkeys(self._not_checked)))
+
+    def _look(self, at_data: Callable[[], FoundData], ckpt_path: str | Path | None) -> Found:
+        trainer, module = self._trainer, self._module
+        given: FoundData | None = self._attempt("data", at_data)
+        run = run_of(trainer, module, given)
+        watched = self._attempt("training step", lambda: self._watch(given, run)) if given is not None else None
+        built = module if watched is None or watched.copy is None or list(module.parameters()) else watched.copy
+        weights = weights_of(built)
+        if watched is not None and watched.optimized is not None:
+            weights = seen_in_a_step(weights, watched.optimized, watched.with_gradient)
+        return Found(
+            device=self._device,
+            precision=precision_of(trainer, module),
+            run=run,
+            weights=weights,
+            layers=layers_of(built),
+            untied=untied_embeddings(built),
+            step=self._step(watched, given, run),
+            schedulers=watched.schedulers if watched is not None else (),
+            budget=self._attempt("budget", lambda: self._budget(given)),
+            memory=self._attempt("memory", lambda: self._memory(watched)),
+            checkpoint=self._attempt("checkpoint", lambda: self._checkpoint(watched, ckpt_path)),
+            dtype_error=self._dtype_error,
+            refusals=self._refusals(given) if given is not None else (),
+        )
+
+    def _attempt(self, what: str, look: Callable[[], Any]) -> Any:
+        """What was seen; None, and a line in the report, if looking failed."""
+        try:
+            return look()
+        except Exception as error:
+            reason = str(error).partition("\n")[0] or "no message"
+            self._cannot(what, reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}")
+            return None
+
+    def _cannot(self, what: str, reason: str) -> None:
+        self._not_checked.append((what, reason))
+
+    def _refuse_shards(self) -> None:
+        if any(isinstance(p, DTensor) or private_sharding_api.is_flat_shard(p) for p in self._module.parameters()):
+            raise ValueError("the parameters are sharded. Call preflight() before the fit.")
+
+    def _watch(self, data: FoundData, run: FoundRun, window: int | None = None) -> WatchedStep:
+        self._refuse_shards()
+        windows = sorted(run.window_lengths)
+        answers = {
+            "accumulate_grad_batches": window or (windows[-1] if windows else self._trainer.accumulate_grad_batches),
+            "estimated_stepping_batches": run.steps if run.steps is not None else float("inf"),
+            "num_training_batches": run.micro_batches_per_epoch or float("inf"),
+            "train_dataloader": data.loader,
+            "datamodule": data.datamodule,
+        }
+        watched = WatchedStep(self._module, StandInTrainer(self._trainer, answers), is_set_up=self._trainer.training)
+        plugin = self._trainer.precision_plugin
+        step = partial(
+            watched.run,
+            data.batch,
+            storage_of(self._trainer),
+            getattr(plugin, "policy", None),
+            self._device.accelerator,
+        )
+        self._attempt("training step", lambda: self._try_step(step))
+        self._dtype_error = self._dtype_error or watched.mixed_dtypes
+        for failed, reason in watched.failures:
+            self._cannot(failed, reason)
+        return watched
+
+    def _try_step(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except RuntimeError as error:
+            if not any(words in str(error) for words in ABOUT_DTYPES):
+                raise
+            self._dtype_error = str(error).partition("\n")[0]
+
+    def _refusals(self, data: FoundData) -> tuple[tuple[str, str], ...]:
+        """What callbacks would refuse in the fit with this batch."""
+        found = []
+        for callback in callbacks_of(self._trainer):
+            if isinstance(callback, type):
+                name = callback.__name__
+                found.append((name, f"The callback {name} is a class. Make an instance: callbacks=[{name}()]"))
+                continue
+            check = getattr(callback, "check_setup", None)
+            if check is not None:
+                try:
+                    check(self._trainer, self._module, data.batch)
+                except MisconfigurationException as error:
+                    found.append((type(callback).__name__, str(error)))
+        return tuple(dict.fromkeys(found))
+
+    def _step(self, watched: WatchedStep | None, data: FoundData | None, run: FoundRun) -> FoundStep | None:
+        """What the step did; where it divided its loss by the window's length, once more with another length."""
+        found = watched.found if watched is not None else None
+        if found is None or data is None or found.loss_divisor not in run.window_lengths - {1}:
+            return found
+        again = self._watch(data, run, window=int(found.loss_divisor) + 1).found
+        return replace(found, divisor_follows=again is not None and again.loss_divisor == found.loss_divisor + 1)
+
+    def _budget(self, data: FoundData | None) -> FoundBudget | None:
+        return None if data is None else budget_of(self._trainer, self._module, data.batch)
+
+    def _memory(self, watched: WatchedStep | None) -> FoundMemory | None:
+        available = available_bytes(self._trainer, self._device, self._device_name)
+        if watched is None or available is None:
+            return None
+        if not watched.samples:
+            if not self._module.automatic_optimization:
+                self._cannot("memory", "the module makes its backwards itself (manual optimization).")
+            return None
+        live = max(sample.total_bytes for sample in self._of_strategy(watched.samples, watched.copy))
+        return FoundMemory(live_bytes=live, reserved_bytes=reserved_range(live)[1], available_bytes=available)
+
+    def _of_strategy(self, samples: list[MemorySample], copy: nn.Module) -> list[MemorySample]:
+        strategy = self._trainer.strategy
+        if isinstance(strategy, SingleDeviceStrategy):
+            return samples
+        if isinstance(strategy, DDPStrategy):
+            return under_ddp(samples, gradients_are_views=False)
+        ranks = data_ranks_of(self._trainer)
+        if isinstance(strategy, FSDPStrategy):
+            return under_fsdp2(samples, copy, ranks, storage_of(self._trainer), None)
+        if isinstance(strategy, ModelParallelStrategy) and ranks == self._trainer.world_size:
+            return under_fsdp2(samples, copy, ranks, storage_of(self._trainer), None)
+        raise ValueError(f"memory under {type(strategy).__name__} is not known. Use estimate_memory().")
+
+    def _checkpoint(self, watched: WatchedStep | None, path: str | Path | None) -> FoundCheckpoint | None:
+        if path is None:
+            return None
+        self._refuse_shards()  # gathering them would wait for the other ranks
+        sizes = watched.group_sizes if watched is not None else None
+        rates = watched.learning_rates if watched is not None else ()
+        built = self._module if watched is None or list(self._module.parameters()) else watched.copy
+        return inspect_checkpoint(path, built, sizes, rates)
 
 
 def preflight(

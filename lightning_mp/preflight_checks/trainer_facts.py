@@ -1,21 +1,24 @@
 """What a preflight reads off a Trainer: precision, device, how long it trains, and a budget."""
 
 import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch import Tensor, nn
 
-from lightning_mp.accumulation.step_estimate import estimate_steps
+from lightning_mp.accumulation.schedule import estimate_steps
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
 from lightning_mp.core.private_api import callbacks_of
-from lightning_mp.distributed.data_ranks import num_data_ranks
+from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.planning.advice.device_traits import DeviceTraits, find_device, named_device
 from lightning_mp.preflight_checks.data_facts import FoundData
-from lightning_mp.preflight_checks.found import FoundBudget, FoundPrecision, FoundRun
+from lightning_mp.preflight_checks.found import FoundBudget, FoundCheckpoint, FoundPrecision, FoundRun
 from lightning_mp.preflight_checks.module_facts import own_scalers
 from lightning_mp.tokens.batch_tokens import shifts_labels_inside
 from lightning_mp.tokens.loss_weighting import Weighting
@@ -143,3 +146,59 @@ def budget_of(trainer: "pl.Trainer", module: "pl.LightningModule", batch: Any) -
         micro_batch_tokens=int(weighting.measure(batch).tokens) * data_ranks_of(trainer),
         frozen_fraction=frozen / everything if counts_all and everything else 0.0,
     )
+
+
+def inspect_checkpoint(
+    path: str | Path,
+    module: nn.Module,
+    own_optimizers: tuple[tuple[int, ...], ...] | None,
+    own_learning_rates: tuple[float, ...],
+) -> FoundCheckpoint:
+    """Compares a checkpoint of Lightning's in one file with a module and its optimizers."""
+    file = Path(path)
+    if not file.is_file():
+        what = "a folder of shards, which is read on the ranks" if file.is_dir() else "no file"
+        raise ValueError(f"{file} is {what}.")
+    try:
+        content = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{file} cannot be read without running code from it ({reason}).") from error
+    if not isinstance(content, Mapping) or "state_dict" not in content:
+        raise ValueError(f"{file} is not a Lightning checkpoint: it has no 'state_dict'.")
+    saved, own = content["state_dict"], module.state_dict()
+    groups = [list(one["param_groups"]) for one in content.get("optimizer_states", [])]
+    return FoundCheckpoint(
+        path=file.name,
+        missing=tuple(name for name in own if name not in saved),
+        unexpected=tuple(name for name in saved if name not in own),
+        reshaped=tuple(name for name in own if name in saved and _shape(own[name]) != _shape(saved[name])),
+        optimizers=tuple(tuple(len(group["params"]) for group in one) for one in groups) or None,
+        own_optimizers=own_optimizers,
+        learning_rates=tuple(float(group.get("initial_lr", group.get("lr", 0.0))) for one in groups for group in one),
+        own_learning_rates=own_learning_rates,
+        global_step=int(content.get("global_step", 0)),
+        epochs_done=_epochs_done(content),
+        has_scale=any(_is_scale(state) for state in content.values()),
+    )
+
+
+def _shape(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _epochs_done(content: Mapping[str, Any]) -> int:
+    progress = content.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
+    return int(progress.get("current", {}).get("processed", 0))
+
+
+def _is_scale(state: Any) -> bool:
+    """What torch's GradScaler saves, alone or inside of what a plugin saves."""
+    return isinstance(state, Mapping) and any("growth_factor" in one for one in _mappings(state))
+
+
+def _mappings(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield state
+    for value in state.values():
+        if isinstance(value, Mapping):
+            yield value

@@ -11,8 +11,7 @@ from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch.utils.data import DataLoader
 
 from lightning_mp import AccumulationScheduler
-from lightning_mp.accumulation.schedule import Progress, TargetBatch, Thresholds
-from lightning_mp.accumulation.step_estimate import estimate_steps
+from lightning_mp.accumulation.schedule import Progress, TargetBatch, Thresholds, estimate_steps
 from lightning_mp.callbacks.accumulation_scheduler import parse_schedule
 
 positions = st.integers(0, 10**13)

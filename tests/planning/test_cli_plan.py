@@ -258,7 +258,7 @@ def test_wrong_input_is_refused_in_one_line(capsys, words, message):
 
 
 def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, csv):
-    monkeypatch.setattr("lightning_mp.cli.picture_file.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_mp.core.pictures.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["fit", csv, "--plot", "fit.png"])
     assert "--plot needs matplotlib: pip install 'lightning-mp[plots]'" in capsys.readouterr().err

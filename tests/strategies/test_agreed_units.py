@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from wire_counter import CollectiveCounter
 
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision, OverflowMonitor
-from lightning_mp.gradients.agreed_units import AgreedUnits
+from lightning_mp.gradients.ranks_alike import AgreedUnits
 
 WIDTH = 8
 

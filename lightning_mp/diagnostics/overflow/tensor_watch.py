@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.core.nested_tensors import why_unreadable
 from lightning_mp.core.uncopied import RunHook
-from lightning_mp.core.unreadable import why_unreadable
 from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.diagnostics.overflow.observations import (
     OverflowObservation,
@@ -20,7 +20,7 @@ from lightning_mp.diagnostics.overflow.observations import (
     read_observations,
     take_reading,
 )
-from lightning_mp.modules.class_forward import class_forward, takes_hooks
+from lightning_mp.modules.forward_wrapper import class_forward, takes_hooks
 from lightning_mp.modules.names import named_modules
 
 _Visit = Callable[[str, Tensor, bool], Tensor]

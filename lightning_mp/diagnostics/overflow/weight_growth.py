@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.core.unreadable import why_unreadable
+from lightning_mp.core.nested_tensors import why_unreadable
 from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.gradients import gradient_ops
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_mp.core.nested_tensors import why_unreadable
 from lightning_mp.core.uncopied import RunHook
-from lightning_mp.core.unreadable import why_unreadable
 from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.diagnostics.underflow.table import ExponentTable
-from lightning_mp.modules.class_forward import takes_hooks
+from lightning_mp.modules.forward_wrapper import takes_hooks
 
 
 def leaf_modules(module: nn.Module) -> dict[str, nn.Module]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_sharding_api
+from lightning_mp.core.pictures import check_picture_ending
 from lightning_mp.core.precisions import find_precision
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.planning.memory.live_storages import PARTS, MemorySample
@@ -19,7 +20,6 @@ from lightning_mp.policy.module_selection import ModulePattern
 from lightning_mp.policy.policy import PrecisionPolicy
 
 MemoryStrategy = Literal["single", "ddp", "fsdp2"]
-
 # Rajbhandari et al. 2020, arXiv:1910.02054, section 3.2: in extreme cases out of memory with over 30% of it free.
 _WORST_FRAGMENTATION = 0.3
 _CONTEXT_BYTES = 1024**3  # CUDA context, cuBLAS and NCCL workspaces: an allowance, not measured
@@ -88,8 +88,6 @@ class MemoryEstimate:
         Args:
             path: of a png, pdf or svg.
         """
-        from lightning_mp.planning.memory.timeline_plot import draw_timeline
-
         draw_timeline(self, Path(path))
 
     def __str__(self) -> str:
@@ -216,3 +214,30 @@ def _check(module: nn.Module, strategy: str, ranks: int, units: object) -> None:
         raise ValueError(
             "estimate_memory() was given a module with sharded parameters. Pass the whole module, strategy= and ranks=."
         )
+
+
+def draw_timeline(estimate: MemoryEstimate, path: Path) -> None:
+    """Draws the parts on top of each other, over the operations of the step."""
+    check_picture_ending(path)
+    from matplotlib.figure import Figure
+
+    samples = estimate.samples
+    unit, name = (2**30, "GiB") if estimate.peak_bytes >= 2**30 else (2**20, "MiB")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    shown = [part for part in PARTS if any(sample.bytes_by_part.get(part) for sample in samples)]
+    heights = [[sample.bytes_by_part.get(part, 0) / unit for sample in samples] for part in shown]
+    axes.stackplot(range(len(samples)), heights, labels=shown, step="post")
+    for index, sample in enumerate(samples):
+        if index == 0 or samples[index - 1].phase != sample.phase:
+            axes.axvline(index, color="black", linewidth=0.6)
+            side = "right" if index > 0.8 * len(samples) else "left"
+            place = len(samples) - 1 if side == "right" else index
+            axes.text(place, 1.01, sample.phase, ha=side, va="bottom", transform=axes.get_xaxis_transform())
+    axes.set(xlabel="operations that change it", ylabel=f"live tensors, {name}", xlim=(0, max(len(samples) - 1, 1)))
+    axes.set_ylim(0, estimate.peak_bytes / unit * 1.05)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    ranks = "" if estimate.ranks == 1 else f" on {estimate.ranks} ranks, each of them"
+    axes.set_title(f"{estimate.precision}, {estimate.strategy}{ranks}", fontsize="medium", pad=20)
+    figure.savefig(path)
