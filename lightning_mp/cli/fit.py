@@ -1,6 +1,7 @@
 """``lightning-mp fit``: a scaling law from a CSV of finished runs."""
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,33 +98,13 @@ def _as_json(fit: ScalingLawFit, budget: float) -> dict[str, Any]:
         "exponent_a": law.frontier.exponent,
         "confidence": fit.confidence,
         "intervals": {name: [interval.low, interval.high] for name, interval in fit.intervals.items()},
-        "certificate": {
-            "converged": certificate.converged,
-            "starts": certificate.starts,
-            "agreeing": certificate.agreeing,
-            "gradient": certificate.gradient,
-            "on_bound": certificate.on_bound,
-            "unconverged_bootstrap_samples": fit.unconverged_samples,
-        },
+        "certificate": asdict(certificate) | {"unconverged_bootstrap_samples": fit.unconverged_samples},
         "noise": fit.noise,
         "outliers": [
-            {
-                "run": outlier.number,
-                "parameters": outlier.run.parameters,
-                "tokens": outlier.run.tokens,
-                "loss": outlier.run.loss,
-                "predicted_loss": outlier.predicted_loss,
-                "deviations": outlier.deviations,
-            }
-            for outlier in fit.outliers
+            {**asdict(one.run), "run": one.number, "predicted_loss": one.predicted_loss, "deviations": one.deviations}
+            for one in fit.outliers
         ],
-        "held_out": None
-        if fit.held_out is None
-        else {
-            "runs": fit.held_out.runs,
-            "largest_error": fit.held_out.largest_error,
-            "mean_error": fit.held_out.mean_error,
-        },
+        "held_out": None if fit.held_out is None else asdict(fit.held_out),
         "plan": None
         if not certificate.converged
         else {

@@ -17,6 +17,11 @@ examples:
   lightning-mp formats
   lightning-mp formats --json"""
 
+_FIGURES = (
+    *("name", "bits", "exponent_bits", "mantissa_bits", "storage_bits"),
+    *("largest_finite", "smallest_normal", "smallest_subnormal", "epsilon", "source"),
+)
+
 
 def add_formats_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``formats`` to the command line."""
@@ -61,17 +66,5 @@ def _digits(row: NumberFormat) -> float:
 
 
 def _as_json(row: NumberFormat) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "bits": row.bits,
-        "exponent_bits": row.exponent_bits,
-        "mantissa_bits": row.mantissa_bits,
-        "storage_bits": row.storage_bits,
-        "largest_finite": row.largest_finite,
-        "smallest_normal": row.smallest_normal,
-        "smallest_subnormal": row.smallest_subnormal,
-        "decimal_digits": _digits(row),
-        "epsilon": row.epsilon,
-        "torch_dtype": None if row.torch_dtype is None else str(row.torch_dtype),
-        "source": row.source,
-    }
+    dtype = None if row.torch_dtype is None else str(row.torch_dtype)
+    return {name: getattr(row, name) for name in _FIGURES} | {"decimal_digits": _digits(row), "torch_dtype": dtype}

@@ -17,17 +17,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         >>> [tensor.tolist() for tensor in tensors_in({"x": [torch.ones(1), "text"], "y": (torch.zeros(2), 3)})]
         [[1.0], [0.0, 0.0]]
     """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for inner in value:
-            yield from tensors_in(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+    return iter([tensor for _, tensor in named_tensors_in(value)])
 
 
 def named_tensors_in(value: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:

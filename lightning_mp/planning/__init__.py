@@ -18,7 +18,7 @@ from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
-from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction, bubble_to_ideal_ratio, kept_micro_batches
+from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
 from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
 from lightning_mp.planning.scaling_laws.fit_plot import draw_fit
 from lightning_mp.planning.scaling_laws.fit_result import ScalingLawFit
@@ -71,7 +71,6 @@ __all__ = [
     "TrainedRange",
     "TrainingRun",
     "bubble_fraction",
-    "bubble_to_ideal_ratio",
     "choose_chips",
     "choose_layouts",
     "communication_per_step",
@@ -83,7 +82,6 @@ __all__ = [
     "fit_scaling_law",
     "flops_per_token",
     "inference_aware_optimum",
-    "kept_micro_batches",
     "known_chips",
     "known_machines",
     "largest_micro_batch",

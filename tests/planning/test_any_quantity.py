@@ -33,7 +33,6 @@ LAW = LAWS["besiroglu"]
 #: Calls that work. Those of ``draw_fit``, ``fit_scaling_law`` and ``read_runs`` are about files and runs.
 CALLS: dict[str, dict[str, Any]] = {
     "bubble_fraction": {"stages": 2, "micro_batches": 4},
-    "bubble_to_ideal_ratio": {"stages": 2, "micro_batches": 4},
     "choose_chips": {"config": CONFIG, "gpus": 1},
     "choose_layouts": {"config": CONFIG, "gpus": 2},
     "communication_per_step": {"size": SIZE, "layout": ParallelLayout(copies=2), "tokens_per_micro_batch": 1024},
@@ -43,7 +42,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "find_machine": {"name": "DGX H100"},
     "flops_per_token": {"parameters": 100, "layers": 2, "width": 8, "context_tokens": 8},
     "inference_aware_optimum": {"law": LAW, "parameters": 1e9, "tokens": 2e10, "inference_tokens": 1e12},
-    "kept_micro_batches": {"stages": 2, "micro_batches": 4, "stage": 0, "schedule": "1f1b"},
     "largest_micro_batch": {
         "config": CONFIG,
         "layout": MemoryLayout(),

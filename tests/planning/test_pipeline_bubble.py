@@ -13,7 +13,7 @@ from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.parallel_plan import plan_parallelism
-from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction, bubble_to_ideal_ratio, kept_micro_batches
+from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
 
 _SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 _GRID = [(stages, micro_batches) for stages in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 4, 7, 16)]
@@ -40,8 +40,8 @@ def torch_order(schedule: str, stages: int, micro_batches: int) -> list[list[tup
 
 def simulate(
     order: list[list[tuple[str, int]]], backward: Fraction, send: Fraction = Fraction(0)
-) -> tuple[Fraction, list[int], Fraction]:
-    """Idle share of each stage's time, which must be one number, the most micro-batches each stage kept, and the time.
+) -> tuple[Fraction, Fraction]:
+    """Idle share of each stage's time, which must be one number, and the time.
 
     A forward takes 1, sends run beside the computing, and an act starts when its stage is free and its input is there.
     """
@@ -49,8 +49,6 @@ def simulate(
     done: dict[tuple[int, str, int], Fraction] = {}
     free = [Fraction(0)] * stages
     busy = [Fraction(0)] * stages
-    kept = [0] * stages
-    most = [0] * stages
     left = [list(acts) for acts in order]
     while any(left):
         moved = False
@@ -67,27 +65,23 @@ def simulate(
                 takes = Fraction(1) if kind == "F" else backward
                 free[stage] = done[stage, kind, index] = start + takes
                 busy[stage] += takes
-                kept[stage] += 1 if kind == "F" else -1
-                most[stage] = max(most[stage], kept[stage])
                 left[stage].pop(0)
                 moved = True
         assert moved, "the order waits for itself"
     assert len(set(busy)) == 1
-    return 1 - busy[0] / max(free), most, max(free)
+    return 1 - busy[0] / max(free), max(free)
 
 
 @pytest.mark.parametrize("schedule", _SCHEDULES)
 @pytest.mark.parametrize("backward", [Fraction(2), Fraction(1), Fraction(3), Fraction(2, 3)])
-def test_the_bubble_and_the_kept_micro_batches_are_those_of_torchs_schedules(schedule, backward):
+def test_the_bubble_is_that_of_torchs_schedules(schedule, backward):
     compared = 0
     for stages, micro_batches in _GRID:
         if schedule == "1f1b" and micro_batches < stages:
             continue
-        idle, kept, _ = simulate(torch_order(schedule, stages, micro_batches), backward)
+        idle, _ = simulate(torch_order(schedule, stages, micro_batches), backward)
         assert idle == Fraction(stages - 1, micro_batches + stages - 1)
         assert bubble_fraction(stages, micro_batches) == float(idle)
-        assert bubble_to_ideal_ratio(stages, micro_batches) == float(idle / (1 - idle))
-        assert kept == [kept_micro_batches(stages, micro_batches, s, schedule=schedule) for s in range(stages)]
         compared += 1
     assert compared > 15
 
@@ -107,38 +101,16 @@ def test_no_schedule_of_torch_is_shorter_than_a_plan_says_and_gpipe_is_as_short(
         speed = 1024 * 512 * 4 / (float(send) * forward) if send else 1e30
         machine = replace(one, inside_bytes_per_second=speed)
         plan = plan_parallelism(size, layout, machine, tokens_per_step=tokens, context_tokens=1024)
-        _, _, gpipe = simulate(torch_order("gpipe", stages, micro_batches), Fraction(2), send)
-        _, _, one_f_one_b = simulate(torch_order("1f1b", stages, micro_batches), Fraction(2), send)
+        _, gpipe = simulate(torch_order("gpipe", stages, micro_batches), Fraction(2), send)
+        _, one_f_one_b = simulate(torch_order("1f1b", stages, micro_batches), Fraction(2), send)
         assert plan.stage_seconds == pytest.approx(float(gpipe) * forward, rel=1e-12)
         shortest_1f1b.append(float(one_f_one_b) * forward / plan.stage_seconds)
     assert min(shortest_1f1b) >= 1 - 1e-12
 
 
-def test_1f1b_wants_a_micro_batch_per_stage_here_as_in_torch():
-    with pytest.raises(ValueError, match="must be greater than"):
-        torch_order("1f1b", 4, 3)
-    with pytest.raises(ValueError, match="1F1B needs at least as many `micro_batches` as stages, got 3 for 4 stages"):
-        kept_micro_batches(4, 3, 0, schedule="1f1b")
-    assert kept_micro_batches(4, 3, 0, schedule="gpipe") == 3
-
-
-@pytest.mark.parametrize("pair", [(1, 4), (2, 4), (8, 8), (64, 256)])
-def test_the_two_conventions_tell_the_same_time(pair):
-    share, ratio = bubble_fraction(*pair), bubble_to_ideal_ratio(*pair)
-    assert share == pytest.approx(ratio / (1 + ratio), rel=1e-15)
-
-
 @pytest.mark.parametrize("bad", [0, -1, 2.5, True, "4"])
-@pytest.mark.parametrize("function", [bubble_fraction, bubble_to_ideal_ratio])
-def test_what_is_no_count_is_refused(function, bad):
+def test_what_is_no_count_is_refused(bad):
     with pytest.raises(ValueError, match="`stages` must be a whole number, 1 or more, got "):
-        function(bad, 4)
+        bubble_fraction(bad, 4)
     with pytest.raises(ValueError, match="`micro_batches` must be a whole number, 1 or more, got "):
-        function(4, bad)
-
-
-def test_a_stage_or_schedule_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="`stage` must be an integer from 0 to 3 for 4 stages, got 4"):
-        kept_micro_batches(4, 8, 4, schedule="1f1b")
-    with pytest.raises(ValueError, match="Unknown pipeline schedule 'zb'. Use '1f1b' or 'gpipe'"):
-        kept_micro_batches(4, 8, 0, schedule="zb")  # type: ignore[arg-type]
+        bubble_fraction(4, bad)

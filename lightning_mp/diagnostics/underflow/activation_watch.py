@@ -1,6 +1,6 @@
 """Exponents of what modules put out, and of the gradients that come back to it, for as long as they are watched."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_mp.core.nested_tensors import why_unreadable
+from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.diagnostics.underflow.table import ExponentTable
@@ -71,7 +71,7 @@ class ActivationWatch:
         self._activations = self._gradients = None
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in _floating_tensors(output):
+        for tensor in filter(torch.is_floating_point, tensors_in(output)):
             if reason := why_unreadable(tensor):
                 self._warn_once.warn(f"the output of module {name!r}", reason)
                 continue
@@ -86,14 +86,3 @@ class ActivationWatch:
             self._warn_once.warn(f"the gradient of the output of module {name!r}", reason)
         elif self._gradients is not None:
             self._gradients.add(name, gradient, self._factor())
-
-
-def _floating_tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        yield from _floating_tensors(tuple(output.values()))
-    elif isinstance(output, tuple | list):
-        for part in output:
-            yield from _floating_tensors(part)
