@@ -28,9 +28,8 @@ BatchTarget = int | str | Table
 def parse_schedule(schedule: Table, name: str = "schedule") -> dict[int, int]:
     """A table with integer thresholds in rising order; strings are read as quantities (``"1_000"``, ``"1.5B"``).
 
-    Example:
-        >>> parse_schedule({"1_000": 4, "0": 1, "1.5B": "8"})
-        {0: 1, 1000: 4, 1500000000: 8}
+    >>> parse_schedule({"1_000": 4, "0": 1, "1.5B": "8"})
+    {0: 1, 1000: 4, 1500000000: 8}
     """
     if not isinstance(schedule, Mapping) or not schedule:
         raise ValueError(

@@ -113,12 +113,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
             )
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Finds the modules and wraps their forwards; all of them exist by now.
-
-        Raises:
-            ValueError: if a pattern matches nothing.
-            MisconfigurationException: if something else checkpoints already.
-        """
+        """Finds the modules and wraps their forwards; all of them exist by now."""
         with full_model(pl_module):  # a stage of a pipeline may have none of them
             found = select_modules(pl_module, self.modules, type(self).__name__, every=self.every)
         _refuse_other_checkpoints(pl_module)
@@ -170,11 +165,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         self._cost.begin()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """The forward is over.
-
-        Raises:
-            MisconfigurationException: if the model is compiled, and its forward changes buffers of these modules.
-        """
+        """The forward is over."""
         if self._checkpointed is not None:
             self._checkpointed.end_compiled_forward()
         if self._cost is not None:

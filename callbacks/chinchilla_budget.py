@@ -243,11 +243,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Continues from a checkpoint; from 0 if its run had no budget.
-
-        Raises:
-            ValueError: if the saved time is not valid.
-        """
+        """Continues from a checkpoint; from 0 if its run had no budget."""
         saved = {_DEVICE_SECONDS: checkpoint.get(_DEVICE_SECONDS, 0.0)}
         self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: AMOUNT}, "ChinchillaBudget")[_DEVICE_SECONDS]
 

@@ -160,11 +160,7 @@ class MFUMonitor(SettingsRepr, Callback):
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses what cannot be counted.
-
-        Raises:
-            MisconfigurationException: with compiled code.
-        """
+        """Refuses what cannot be counted."""
         self._is_settled = self._is_warm = self._is_count_checked = False
         self._refuse_compiled(pl_module)
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
@@ -232,11 +228,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Begins to count in the first micro-batch.
-
-        Raises:
-            MisconfigurationException: if the batch holds no tokens.
-        """
+        """Begins to count in the first micro-batch."""
         assert self._controller is not None
         if not self._is_count_checked:
             assert self._controller.weighting is not None

@@ -270,12 +270,11 @@ class OverflowMonitor(SettingsRepr, Callback):
 def _unhealthy_streak(scaler: object) -> int:
     """Skips in a row, so many that no healthy run meets them: about twice what a scale needs to fall all the way.
 
-    Example:
-        >>> import torch
-        >>> _unhealthy_streak(None)
-        100
-        >>> _unhealthy_streak(torch.amp.GradScaler("cpu", backoff_factor=0.9))
-        632
+    >>> import torch
+    >>> _unhealthy_streak(None)
+    100
+    >>> _unhealthy_streak(torch.amp.GradScaler("cpu", backoff_factor=0.9))
+    632
     """
     backoff = scaler.get_backoff_factor() if isinstance(scaler, torch.amp.GradScaler) else 0.5
     halvings = _SKIPS_OF_A_FALLING_SCALE / -math.log2(backoff) if 0.0 < backoff < 1.0 else 0.0
@@ -288,16 +287,15 @@ class RealStepLimit:
     Lightning compares ``max_steps`` with ``trainer.global_step``, which counts attempts. A run with ``max_steps=1000``
     and 30 skips makes 970 steps there, and 1000 with this.
 
-    Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(max_steps=10, accelerator="cpu", logger=False, enable_checkpointing=False)
-        >>> limit = RealStepLimit(trainer)
-        >>> limit.allow_for(skipped_steps=1)
-        >>> trainer.max_steps
-        11
-        >>> limit.detach()
-        >>> trainer.max_steps
-        10
+    >>> import lightning.pytorch as pl
+    >>> trainer = pl.Trainer(max_steps=10, accelerator="cpu", logger=False, enable_checkpointing=False)
+    >>> limit = RealStepLimit(trainer)
+    >>> limit.allow_for(skipped_steps=1)
+    >>> trainer.max_steps
+    11
+    >>> limit.detach()
+    >>> trainer.max_steps
+    10
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:

@@ -112,11 +112,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
             _refuse_what_cannot_be_replayed(trainer, pl_module)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts afresh.
-
-        Raises:
-            MisconfigurationException: if nothing reports outcomes, or LBFGS runs a step several times.
-        """
+        """Starts afresh."""
         if StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
                 f"OverflowPostMortem is told about skipped steps by the precision plugins of lightning_mp. With"

@@ -210,12 +210,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         return named_mesh(self.root_device.type, sizes, self._collective_timeout)
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Shards the model, then lets the precision plugin and the optimizers see it.
-
-        Raises:
-            ValueError: if a rule matches nothing.
-            MisconfigurationException: if the model or the precision plugin cannot do it.
-        """
+        """Shards the model, then lets the precision plugin and the optimizers see it."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)

@@ -42,10 +42,9 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
     such a rule, because their kernels refuse 16-bit weights with fp32 inputs. A weight that several modules share is
     gathered in fp32 unless all of them want it otherwise.
 
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
-        >>> [(m.name, m.dtype) for m in gathered_dtypes(model, None, torch.bfloat16).modules if m.has_parameters]
-        [('0', torch.float32), ('1', 'low')]
+    >>> model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    >>> [(m.name, m.dtype) for m in gathered_dtypes(model, None, torch.bfloat16).modules if m.has_parameters]
+    [('0', torch.float32), ('1', 'low')]
     """
     resolved = policy.resolve(model) if policy is not None else None
     decided = {module.name: module for module in resolved.modules} if resolved is not None else {}

@@ -221,12 +221,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Splits the model, then lets the precision plugin and the optimizers see it.
-
-        Raises:
-            ValueError: if the layers cannot be split like that.
-            MisconfigurationException: if the model or the precision plugin cannot do it.
-        """
+        """Splits the model, then lets the precision plugin and the optimizers see it."""
         # Brings torch.distributed.pipelining along, so not at the top.
         from lightning_mp.pipelining.runner import PipelineRunner
 

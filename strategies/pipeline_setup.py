@@ -47,9 +47,8 @@ def arguments_of_any_strategy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def read_split_points(split_points: Sequence[str] | None) -> tuple[str, ...] | None:
     """Checks the argument; a name alone is one split point.
 
-    Example:
-        >>> read_split_points("blocks.2"), read_split_points(["blocks.1", "blocks.2"])
-        (('blocks.2',), ('blocks.1', 'blocks.2'))
+    >>> read_split_points("blocks.2"), read_split_points(["blocks.1", "blocks.2"])
+    (('blocks.2',), ('blocks.1', 'blocks.2'))
     """
     splits = (split_points,) if isinstance(split_points, str) else split_points
     if splits is None:

@@ -36,10 +36,9 @@ class ScheduledWindows(ModuloOverride):
     Lightning computes ``ceil(batches / N) * epochs`` with the ``N`` that holds when it is asked. Python lets the right
     operand answer the division if its class is a subclass of the left one's.
 
-    Example:
-        >>> windows = ScheduledWindows(1, lambda: 18)
-        >>> math.ceil(20 / windows) * 2, 20 / windows, windows + 1
-        (18, 20.0, 2)
+    >>> windows = ScheduledWindows(1, lambda: 18)
+    >>> math.ceil(20 / windows) * 2, 20 / windows, windows + 1
+    (18, 20.0, 2)
     """
 
     _total: Callable[[], int | None] | None = None
@@ -67,10 +66,9 @@ class AccumulateGradBatches(ScheduledWindows):
     subclass of the left one's, so the answers come from the controller. For everything else it is the plain number
     ``N``, by which Lightning divides the loss.
 
-    Example:
-        >>> window = AccumulateGradBatches(4, batch_idx=6, opens=True, closes=False)
-        >>> 6 % window, 7 % window, 12 / window
-        (0, 1, 3.0)
+    >>> window = AccumulateGradBatches(4, batch_idx=6, opens=True, closes=False)
+    >>> 6 % window, 7 % window, 12 / window
+    (0, 1, 3.0)
     """
 
     _batch_idx: int

@@ -42,10 +42,9 @@ class Microbatch:
 def num_samples(batch: Any) -> int:
     """How many samples a batch holds, by the rules of :func:`split_batch`.
 
-    Example:
-        >>> import torch
-        >>> num_samples({"x": torch.zeros(3, 5), "names": ["a", "b", "c"], "epoch": 7})
-        3
+    >>> import torch
+    >>> num_samples({"x": torch.zeros(3, 5), "names": ["a", "b", "c"], "epoch": 7})
+    3
     """
     first_path, count = "", None
     for path, length in _lengths(batch, "batch"):
@@ -63,11 +62,10 @@ def num_samples(batch: Any) -> int:
 def microbatch_bounds(samples: int, size: int) -> list[tuple[int, int]]:
     """Start and stop of as few and as even microbatches as possible, none larger than ``size``.
 
-    Example:
-        >>> microbatch_bounds(9, 4)
-        [(0, 3), (3, 6), (6, 9)]
-        >>> microbatch_bounds(5, 4)
-        [(0, 3), (3, 5)]
+    >>> microbatch_bounds(9, 4)
+    [(0, 3), (3, 6), (6, 9)]
+    >>> microbatch_bounds(5, 4)
+    [(0, 3), (3, 5)]
     """
     num_microbatches = -(-samples // size)
     small, larger = divmod(samples, num_microbatches)
@@ -85,10 +83,9 @@ def split_batch(batch: Any, size: int) -> list[Microbatch]:
 
     A list of tensors is a container, not a list of samples: for samples of different shapes in a list give ``split=``.
 
-    Example:
-        >>> import torch
-        >>> [microbatch.batch for microbatch in split_batch([torch.arange(3), ("a", "b", "c")], 2)]
-        [[tensor([0, 1]), ('a', 'b')], [tensor([2]), ('c',)]]
+    >>> import torch
+    >>> [microbatch.batch for microbatch in split_batch([torch.arange(3), ("a", "b", "c")], 2)]
+    [[tensor([0, 1]), ('a', 'b')], [tensor([2]), ('c',)]]
     """
     samples = num_samples(batch)
     if samples <= size:
@@ -117,10 +114,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence
     tensors of one shape, are averaged by ``shares``. Mappings, and lists that hold tensors, are joined entry by entry.
     Of anything else the last microbatch's is taken.
 
-    Example:
-        >>> import torch
-        >>> merge_outputs([{"acc": 0.5, "y": torch.ones(3)}, {"acc": 1.0, "y": torch.zeros(1)}], [3, 1], [0.75, 0.25])
-        {'acc': 0.625, 'y': tensor([1., 1., 1., 0.])}
+    >>> import torch
+    >>> merge_outputs([{"acc": 0.5, "y": torch.ones(3)}, {"acc": 1.0, "y": torch.zeros(1)}], [3, 1], [0.75, 0.25])
+    {'acc': 0.625, 'y': tensor([1., 1., 1., 0.])}
     """
     last = outputs[-1]
     if len(outputs) == 1 or any(type(output) is not type(last) for output in outputs):

@@ -19,10 +19,9 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": t
 def merge_logged(values: Sequence[Any], shares: Sequence[float], reduce_fx: Any = "mean") -> Any:
     """One logged value from those of the microbatches: their mean by ``shares``, or what ``reduce_fx`` says.
 
-    Example:
-        >>> import torch
-        >>> merge_logged([torch.tensor(1.0), 3.0], [1, 3]), merge_logged([1.0, 3.0], [1, 3], "max")
-        (tensor(2.5000), tensor(3.))
+    >>> import torch
+    >>> merge_logged([torch.tensor(1.0), 3.0], [1, 3]), merge_logged([1.0, 3.0], [1, 3], "max")
+    (tensor(2.5000), tensor(3.))
     """
     if len(values) == 1 or isinstance(values[-1], Metric):
         return values[-1]

@@ -15,10 +15,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     large), and torch's CPU allocator, which speaks of "not enough memory" or "can't allocate memory". Python's own
     ``MemoryError`` is not: it comes from code outside of torch, a smaller microbatch need not help.
 
-    Example:
-        >>> import torch
-        >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(RuntimeError("shape"))
-        (True, False)
+    >>> import torch
+    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(RuntimeError("shape"))
+    (True, False)
     """
     if isinstance(error, torch.OutOfMemoryError) or is_oom_error(error):
         return True
@@ -49,9 +48,8 @@ def free_cached_memory(device: torch.device) -> None:
 def smaller_size(size: int, min_size: int) -> int | None:
     """Half of ``size``, rounded up, but not below ``min_size``; None if that is no smaller.
 
-    Example:
-        >>> [smaller_size(size, 2) for size in (8, 5, 3, 2)]
-        [4, 3, 2, None]
+    >>> [smaller_size(size, 2) for size in (8, 5, 3, 2)]
+    [4, 3, 2, None]
     """
     smaller = max(-(-size // 2), min_size)
     return smaller if smaller < size else None

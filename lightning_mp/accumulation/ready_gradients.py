@@ -29,14 +29,13 @@ def loss_with_gradients(
     multiplied in place (two passes) and moved, not copied, into ``p.grad`` where it is empty. If ``factor`` is what
     backward hands down, the multiplication is by exactly 1.
 
-    Example:
-        >>> import torch
-        >>> from lightning_mp.accumulation.ready_gradients import loss_with_gradients
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> loss = loss_with_gradients(torch.tensor(5.0), [weight], [torch.tensor([4.0, 8.0])], torch.tensor(4.0))
-        >>> (loss / 2).backward()
-        >>> weight.grad
-        tensor([0.5000, 1.0000])
+    >>> import torch
+    >>> from lightning_mp.accumulation.ready_gradients import loss_with_gradients
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> loss = loss_with_gradients(torch.tensor(5.0), [weight], [torch.tensor([4.0, 8.0])], torch.tensor(4.0))
+    >>> (loss / 2).backward()
+    >>> weight.grad
+    tensor([0.5000, 1.0000])
     """
     if not computed:
         return loss.detach().clone().requires_grad_()

@@ -51,10 +51,9 @@ class WindowSchedule(Protocol):
 class Thresholds:
     """Micro-batches by threshold: the entry with the largest threshold that is not above the position; else 1.
 
-    Example:
-        >>> schedule = Thresholds({2: 4, 5: 8}, "step")
-        >>> [schedule.micro_batches(Progress(step=step)) for step in (0, 2, 4, 5)]
-        [1, 4, 4, 8]
+    >>> schedule = Thresholds({2: 4, 5: 8}, "step")
+    >>> [schedule.micro_batches(Progress(step=step)) for step in (0, 2, 4, 5)]
+    [1, 4, 4, 8]
     """
 
     table: Mapping[int, int]
@@ -87,10 +86,9 @@ class TargetBatch:
     threshold, as large-model recipes write it ("0:768 250B:1536"); "linear" goes in a straight line from each target to
     the next and stays at the last.
 
-    Example:
-        >>> schedule = TargetBatch({0: 32, 1000: 64}, "sample", unit="step", ramp="linear")
-        >>> [schedule.micro_batches(Progress(step=step, micro_batch_samples=8)) for step in (0, 500, 1000, 2000)]
-        [4, 6, 8, 8]
+    >>> schedule = TargetBatch({0: 32, 1000: 64}, "sample", unit="step", ramp="linear")
+    >>> [schedule.micro_batches(Progress(step=step, micro_batch_samples=8)) for step in (0, 500, 1000, 2000)]
+    [4, 6, 8, 8]
     """
 
     targets: Mapping[int, int]
@@ -158,10 +156,9 @@ def estimate_steps(
             while left > 0:  left <- left - min(left, N(progress));  steps <- steps + 1
         up to max_steps
 
-    Example:
-        >>> from lightning_mp.accumulation.schedule import Thresholds
-        >>> estimate_steps(Thresholds({0: 1, 2: 4}), 10, max_epochs=4)  # 10 + 10 + 3 + 3
-        26
+    >>> from lightning_mp.accumulation.schedule import Thresholds
+    >>> estimate_steps(Thresholds({0: 1, 2: 4}), 10, max_epochs=4)  # 10 + 10 + 3 + 3
+    26
     """
     if "token" in schedule.units:
         raise ValueError(

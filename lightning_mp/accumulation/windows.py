@@ -50,9 +50,8 @@ class DataLayout:
     def ratio_to(self, other: "DataLayout") -> float:
         """How many times as large a micro-batch over all ranks is as in another layout.
 
-        Example:
-            >>> DataLayout(2, 4).ratio_to(DataLayout(1, 4)), DataLayout(2, 2).ratio_to(DataLayout(1, 4))
-            (2.0, 1.0)
+        >>> DataLayout(2, 4).ratio_to(DataLayout(1, 4)), DataLayout(2, 2).ratio_to(DataLayout(1, 4))
+        (2.0, 1.0)
         """
         ranks = self.data_ranks / other.data_ranks
         known = self.batch_size is not None and other.batch_size is not None
@@ -152,10 +151,9 @@ class AccumulationState:
 def open_window(settings: AccumulationSettings, state: AccumulationState, progress: Progress) -> AccumulationState:
     """The state in which a micro-batch finds an open window: the one that is open, or else a new one.
 
-    Example:
-        >>> state = open_window(AccumulationSettings(constant=4), AccumulationState(), Progress())
-        >>> state.window.planned, state.window.position
-        (4, 0)
+    >>> state = open_window(AccumulationSettings(constant=4), AccumulationState(), Progress())
+    >>> state.window.planned, state.window.position
+    (4, 0)
     """
     if state.window.is_open:
         return state

@@ -28,9 +28,8 @@ class _Buffer(NamedTuple):
 class WatchedBuffers:
     """The buffers of a module, and which of the modules in it change theirs in a forward.
 
-    Example:
-        >>> bool(WatchedBuffers(nn.Linear(2, 2))), bool(WatchedBuffers(nn.utils.spectral_norm(nn.Linear(2, 2))))
-        (False, True)
+    >>> bool(WatchedBuffers(nn.Linear(2, 2))), bool(WatchedBuffers(nn.utils.spectral_norm(nn.Linear(2, 2))))
+    (False, True)
     """
 
     def __init__(self, module: nn.Module, but: Collection[nn.Module] = ()) -> None:

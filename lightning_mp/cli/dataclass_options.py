@@ -23,9 +23,8 @@ def setting(
 def flag(name: str) -> str:
     """The option of a setting.
 
-    Example:
-        >>> flag("batch_size")
-        '--batch-size'
+    >>> flag("batch_size")
+    '--batch-size'
     """
     return "--" + name.replace("_", "-")
 
@@ -33,15 +32,14 @@ def flag(name: str) -> str:
 def add_options(cls: type[Any], groups: Mapping[str, Any]) -> None:
     """Adds an option for each field. One that was not given has no entry in the parsed namespace.
 
-    Example:
-        >>> from dataclasses import dataclass
-        >>> @dataclass
-        ... class Settings:
-        ...     batch_size: int = setting(8, "sequences per batch")
-        >>> parser = argparse.ArgumentParser()
-        >>> add_options(Settings, {"": parser})
-        >>> parser.parse_args(["--batch-size", "4"]), parser.parse_args([])
-        (Namespace(batch_size=4), Namespace())
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Settings:
+    ...     batch_size: int = setting(8, "sequences per batch")
+    >>> parser = argparse.ArgumentParser()
+    >>> add_options(Settings, {"": parser})
+    >>> parser.parse_args(["--batch-size", "4"]), parser.parse_args([])
+    (Namespace(batch_size=4), Namespace())
     """
     for each in fields(cls):
         help = each.metadata["help"]

@@ -10,9 +10,8 @@ from typing import Any
 def import_function(path: str, option: str) -> Callable[[], Any]:
     """The function behind ``package.module:function``; the current folder is searched as well.
 
-    Example:
-        >>> import_function("tempfile:gettempprefix", "--module")()
-        'tmp'
+    >>> import_function("tempfile:gettempprefix", "--module")()
+    'tmp'
     """
     name, colon, function = path.partition(":")
     if not colon or not function.isidentifier() or not all(name.split(".")):

@@ -26,13 +26,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def table_lines(rows: Sequence[Sequence[str]], room: int | None = None, left: Sequence[str] = ()) -> list[str]:
     r"""A table as lines.
 
-    Example:
-        >>> print("\n".join(table_lines([("law", "loss", "range"), ("kaplan", "2.31", "inside")], room=14)))
-          law     loss
-          kaplan  2.31
-        <BLANKLINE>
-          law      range
-          kaplan  inside
+    >>> print("\n".join(table_lines([("law", "loss", "range"), ("kaplan", "2.31", "inside")], room=14)))
+      law     loss
+      kaplan  2.31
+    <BLANKLINE>
+      law      range
+      kaplan  inside
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines: list[str] = []

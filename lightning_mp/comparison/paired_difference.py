@@ -22,10 +22,9 @@ class PairedDifference:
     Source:
         Student's t interval of paired differences; verdicts as in ICH E9 (1998), section 3.3.2.
 
-    Example:
-        >>> found = PairedDifference((0.001, 0.002, 0.0015, 0.0005), margin=0.004)
-        >>> found.verdict, [round(end, 4) for end in found.interval]
-        ('not worse', [0.0002, 0.0023])
+    >>> found = PairedDifference((0.001, 0.002, 0.0015, 0.0005), margin=0.004)
+    >>> found.verdict, [round(end, 4) for end in found.interval]
+    ('not worse', [0.0002, 0.0023])
     """
 
     differences: tuple[float, ...]
@@ -139,9 +138,8 @@ def student_t_quantile(probability: float, degrees_of_freedom: int) -> float:
     Source:
         Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: exact sums for whole degrees of freedom; solved by bisection.
 
-    Example:
-        >>> round(student_t_quantile(0.975, 9), 3), round(student_t_quantile(0.975, 1), 2)
-        (2.262, 12.71)
+    >>> round(student_t_quantile(0.975, 9), 3), round(student_t_quantile(0.975, 1), 2)
+    (2.262, 12.71)
     """
     assert 0.5 <= probability < 1
     assert degrees_of_freedom >= 1

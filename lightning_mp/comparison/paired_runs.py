@@ -35,9 +35,8 @@ def missing_runs(
 ) -> list[tuple[int, str]]:
     """Seeds and precisions that have not run yet; all precisions of a seed follow each other.
 
-    Example:
-        >>> missing_runs(["32-true", "bf16-mixed"], [0], [])
-        [(0, '32-true'), (0, 'bf16-mixed')]
+    >>> missing_runs(["32-true", "bf16-mixed"], [0], [])
+    [(0, '32-true'), (0, 'bf16-mixed')]
     """
     done = {(run.seed, run.precision) for run in finished}
     return [pair for seed in seeds for pair in ((seed, name) for name in precisions) if pair not in done]
@@ -127,10 +126,9 @@ def steps_to_equal_loss(difference: float, baseline_curves: Sequence[Sequence[fl
     Over its last half the baseline's loss is taken to fall as ``a - b ln(step)``; a candidate whose loss is higher by
     ``difference`` needs ``exp(difference / b)`` times the steps.
 
-    Example:
-        >>> curve = [3.0 - 0.5 * math.log(step) for step in range(1, 101)]
-        >>> round(steps_to_equal_loss(0.05, [curve]), 3)
-        1.105
+    >>> curve = [3.0 - 0.5 * math.log(step) for step in range(1, 101)]
+    >>> round(steps_to_equal_loss(0.05, [curve]), 3)
+    1.105
     """
     length = min(map(len, baseline_curves))
     batches = range(length // 2, length)

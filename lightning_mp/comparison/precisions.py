@@ -44,10 +44,9 @@ def plugin_factories(
 ) -> dict[str, PluginFactory]:
     """A function that makes the plugin of each precision, by name.
 
-    Example:
-        >>> from lightning_mp import AutocastPrecision
-        >>> list(plugin_factories(["32-true", AutocastPrecision("bf16-mixed")], "cpu"))
-        ['32-true', 'AutocastPrecision(bf16-mixed)']
+    >>> from lightning_mp import AutocastPrecision
+    >>> list(plugin_factories(["32-true", AutocastPrecision("bf16-mixed")], "cpu"))
+    ['32-true', 'AutocastPrecision(bf16-mixed)']
     """
     if isinstance(precisions, str):
         raise ValueError(f'`precisions` must be several, got {precisions!r}. Pass ("32-true", {precisions!r}).')
@@ -71,9 +70,8 @@ def plugin_factories(
 def make_plugin(name: str, device_type: str) -> Precision:
     """A new plugin.
 
-    Example:
-        >>> described(make_plugin("lightning:16-mixed", "cpu"))
-        'MixedPrecision(16-mixed)'
+    >>> described(make_plugin("lightning:16-mixed", "cpu"))
+    'MixedPrecision(16-mixed)'
     """
     if name not in _BY_NAME:
         raise ValueError(f"`precisions` has {name!r}. Known names are {', '.join(PRECISION_NAMES)}.")
@@ -83,9 +81,8 @@ def make_plugin(name: str, device_type: str) -> Precision:
 def described(plugin: Precision) -> str:
     """A plugin with its settings, in the same words in every process.
 
-    Example:
-        >>> described(HalfPrecision("bf16-true"))
-        'HalfPrecision(bf16-true)'
+    >>> described(HalfPrecision("bf16-true"))
+    'HalfPrecision(bf16-true)'
     """
     return repr(plugin) if isinstance(plugin, SettingsRepr) else f"{type(plugin).__name__}({plugin.precision})"
 

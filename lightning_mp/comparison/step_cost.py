@@ -176,10 +176,9 @@ class _GradientTaker(Callback):
 def relative_error(gradient: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
     """Norm of the difference over the norm of the reference; None where they are not over the same parameters.
 
-    Example:
-        >>> import torch
-        >>> relative_error({"w": torch.tensor([3.0, 4.5])}, {"w": torch.tensor([3.0, 4.0])})
-        0.1
+    >>> import torch
+    >>> relative_error({"w": torch.tensor([3.0, 4.5])}, {"w": torch.tensor([3.0, 4.0])})
+    0.1
     """
     if not reference or gradient.keys() != reference.keys():
         return None

@@ -17,10 +17,9 @@ _BATCHES_PER_EPOCH = 1000
 class TrainingData:
     """Data in one of its forms, in the arguments that a Trainer takes.
 
-    Example:
-        >>> import torch
-        >>> TrainingData([torch.zeros(2, 3), torch.zeros(2)]).is_batch
-        True
+    >>> import torch
+    >>> TrainingData([torch.zeros(2, 3), torch.zeros(2)]).is_batch
+    True
     """
 
     source: Any
@@ -89,10 +88,9 @@ class RepeatedBatch:
 def items_in(batch: Any) -> tuple[int, str]:
     """Target tokens of a batch, or where it has none its samples; with their name.
 
-    Example:
-        >>> import torch
-        >>> items_in([torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)]), items_in(torch.zeros(5, 3))
-        ((6, 'tokens'), (5, 'samples'))
+    >>> import torch
+    >>> items_in([torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)]), items_in(torch.zeros(5, 3))
+    ((6, 'tokens'), (5, 'samples'))
     """
     labels = find_labels(batch)
     if labels is not None:

@@ -14,15 +14,14 @@ def whole_number(
 ) -> int:
     """The value as an ``int``; True, strings and 2.0 are none.
 
-    Example:
-        >>> whole_number(0, "window", "MFUMonitor", unit="optimizer steps")
-        Traceback (most recent call last):
-        ...
-        ValueError: MFUMonitor(window=0): it must be a whole number of optimizer steps, 1 or more.
-        >>> whole_number(2.5, "stages")
-        Traceback (most recent call last):
-        ...
-        ValueError: `stages` must be a whole number, 1 or more, got 2.5.
+    >>> whole_number(0, "window", "MFUMonitor", unit="optimizer steps")
+    Traceback (most recent call last):
+    ...
+    ValueError: MFUMonitor(window=0): it must be a whole number of optimizer steps, 1 or more.
+    >>> whole_number(2.5, "stages")
+    Traceback (most recent call last):
+    ...
+    ValueError: `stages` must be a whole number, 1 or more, got 2.5.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         counted = f" of {unit}" if unit else ""
@@ -33,11 +32,10 @@ def whole_number(
 def positive_number(value: object, argument: str, owner: str = "", *, unit: str = "", hint: str = "") -> float:
     """The value, unless it is True, a string, not finite, zero or below.
 
-    Example:
-        >>> positive_number(float("nan"), "timeout_seconds", "RankWatchdog", unit="seconds", hint="For instance 600.")
-        Traceback (most recent call last):
-        ...
-        ValueError: RankWatchdog(timeout_seconds=nan): it must be a positive finite number of seconds. For instance 600.
+    >>> positive_number(float("nan"), "timeout_seconds", "RankWatchdog", unit="seconds", hint="For instance 600.")
+    Traceback (most recent call last):
+    ...
+    ValueError: RankWatchdog(timeout_seconds=nan): it must be a positive finite number of seconds. For instance 600.
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         measured = f" of {unit}" if unit else ""
@@ -49,9 +47,8 @@ def positive_number(value: object, argument: str, owner: str = "", *, unit: str 
 def whole_tokens(value: object, argument: str, owner: str) -> int:
     """A number of tokens, given as a number or as text such as "1.5B".
 
-    Example:
-        >>> whole_tokens("1.5B", "tokens", "ChinchillaBudget"), whole_tokens(2e9, "tokens", "ChinchillaBudget")
-        (1500000000, 2000000000)
+    >>> whole_tokens("1.5B", "tokens", "ChinchillaBudget"), whole_tokens(2e9, "tokens", "ChinchillaBudget")
+    (1500000000, 2000000000)
     """
     return whole_quantity(value, argument, owner, unit="tokens")
 
@@ -59,9 +56,8 @@ def whole_tokens(value: object, argument: str, owner: str) -> int:
 def whole_quantity(value: object, argument: str, owner: str = "", *, unit: str = "") -> int:
     """A count, given as a number or as text such as "1.5B"; 2.0 is whole.
 
-    Example:
-        >>> whole_quantity("16k", "gpus"), whole_quantity(124e6, "parameters")
-        (16000, 124000000)
+    >>> whole_quantity("16k", "gpus"), whole_quantity(124e6, "parameters")
+    (16000, 124000000)
     """
     number = parse_quantity(value, argument) if isinstance(value, str) else value
     if isinstance(number, float) and number.is_integer():
@@ -72,9 +68,8 @@ def whole_quantity(value: object, argument: str, owner: str = "", *, unit: str =
 def positive_quantity(value: object, argument: str) -> float:
     """A number, or text such as "1.5B"; an ``int`` stays one.
 
-    Example:
-        >>> positive_quantity("7B", "parameters"), positive_quantity(7, "parameters")
-        (7000000000.0, 7)
+    >>> positive_quantity("7B", "parameters"), positive_quantity(7, "parameters")
+    (7000000000.0, 7)
     """
     return parse_quantity(value, argument) if isinstance(value, str) else positive_number(value, argument)
 
@@ -82,11 +77,10 @@ def positive_quantity(value: object, argument: str) -> float:
 def true_or_false(value: object, argument: str, owner: str = "", *, hint: str = "") -> bool:
     """The value, unless it is anything else than True or False: the string "false" would be true.
 
-    Example:
-        >>> true_or_false("no", "guard", "OverflowMonitor")
-        Traceback (most recent call last):
-        ...
-        ValueError: OverflowMonitor(guard='no'): it must be True or False.
+    >>> true_or_false("no", "guard", "OverflowMonitor")
+    Traceback (most recent call last):
+    ...
+    ValueError: OverflowMonitor(guard='no'): it must be True or False.
     """
     if not isinstance(value, bool):
         raise _refusal(value, argument, owner, "True or False", hint)
@@ -98,12 +92,11 @@ def function_or_none(
 ) -> Callable[..., Any] | None:
     """The function.
 
-    Example:
-        >>> function_or_none(3, "split", "MicroBatchOnOOM", "from a batch and a size to a list of batches")
-        Traceback (most recent call last):
-        ...
-        ValueError: MicroBatchOnOOM(split=3): it must be a function from a batch and a size to a list of batches, or
-        None.
+    >>> function_or_none(3, "split", "MicroBatchOnOOM", "from a batch and a size to a list of batches")
+    Traceback (most recent call last):
+    ...
+    ValueError: MicroBatchOnOOM(split=3): it must be a function from a batch and a size to a list of batches, or
+    None.
     """
     if value is not None and not callable(value):
         raise _refusal(value, argument, owner, f"a function {signature}, or None", "")
@@ -113,9 +106,8 @@ def function_or_none(
 def quantity_from(minimum: float, value: object, argument: str) -> float:
     """A number that may be as small as ``minimum``, or text such as "1.5B".
 
-    Example:
-        >>> quantity_from(0, "2T", "inference_tokens"), quantity_from(0, 0, "inference_tokens")
-        (2000000000000.0, 0)
+    >>> quantity_from(0, "2T", "inference_tokens"), quantity_from(0, 0, "inference_tokens")
+    (2000000000000.0, 0)
     """
     number = parse_quantity(value, argument) if isinstance(value, str) else value
     if isinstance(number, bool) or not isinstance(number, Real) or not minimum <= float(number) < math.inf:
@@ -127,9 +119,8 @@ def quantity_from(minimum: float, value: object, argument: str) -> float:
 def names_in(value: object, argument: str, owner: str, example: str) -> tuple[str, ...]:
     """The names; one alone may be given without a list.
 
-    Example:
-        >>> names_in("SIGTERM", "signals", "StopAtBoundary", "['SIGTERM']")
-        ('SIGTERM',)
+    >>> names_in("SIGTERM", "signals", "StopAtBoundary", "['SIGTERM']")
+    ('SIGTERM',)
     """
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(name, str) for name in names):

@@ -11,9 +11,8 @@ from torch import Tensor
 def available_device_type(accelerator: str) -> str:
     """The type of the device, "cpu", "cuda" or "mps".
 
-    Example:
-        >>> available_device_type("cpu")
-        'cpu'
+    >>> available_device_type("cpu")
+    'cpu'
     """
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if accelerator == "auto":
@@ -46,9 +45,8 @@ def sent_to(values: Tensor, device: torch.device, dtype: torch.dtype | None = No
     ``.to("cpu", non_blocking=True)`` returns before a GPU has written the numbers: what is read is what their memory
     held before.
 
-    Example:
-        >>> sent_to(torch.ones(2), torch.device("cpu"), torch.float64)
-        tensor([1., 1.], dtype=torch.float64)
+    >>> sent_to(torch.ones(2), torch.device("cpu"), torch.float64)
+    tensor([1., 1.], dtype=torch.float64)
     """
     return values.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
 
@@ -57,11 +55,10 @@ def sent_to(values: Tensor, device: torch.device, dtype: torch.dtype | None = No
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """New floating-point tensors have this dtype where none is given.
 
-    Example:
-        >>> import torch
-        >>> with default_dtype(torch.bfloat16):
-        ...     torch.zeros(1).dtype
-        torch.bfloat16
+    >>> import torch
+    >>> with default_dtype(torch.bfloat16):
+    ...     torch.zeros(1).dtype
+    torch.bfloat16
     """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -12,9 +12,8 @@ ABOUT_DTYPES = ("dtype", "scalar type", "should be the same", "not implemented f
 def listed(names: Sequence[str], most: int = 5) -> str:
     """Names with commas between them, the first ``most`` of them and how many more there are.
 
-    Example:
-        >>> listed(["a", "b", "c"], 2), listed(["a"], 2), listed([], 2)
-        ('a, b and 1 more', 'a', '')
+    >>> listed(["a", "b", "c"], 2), listed(["a"], 2), listed([], 2)
+    ('a, b and 1 more', 'a', '')
     """
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
@@ -29,9 +28,8 @@ def lightning_logger() -> logging.Logger:
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table, a rule below its head.
 
-    Example:
-        >>> text_table(("name", "dtype"), [("net.0", "fp32")])
-        ['name   dtype', '------------', 'net.0  fp32']
+    >>> text_table(("name", "dtype"), [("net.0", "fp32")])
+    ['name   dtype', '------------', 'net.0  fp32']
     """
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]

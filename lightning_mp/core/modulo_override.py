@@ -10,10 +10,9 @@ class ModuloOverride(int):
     Lightning asks by modulo whether a batch ends an accumulation window or a learning-rate interval. Python lets the
     right operand answer if its class is a subclass of the left one's.
 
-    Example:
-        >>> every_second = ModuloOverride.of(2, lambda value: value // 10)
-        >>> [value % every_second for value in (10, 20)], every_second + 1
-        ([1, 2], 3)
+    >>> every_second = ModuloOverride.of(2, lambda value: value // 10)
+    >>> [value % every_second for value in (10, 20)], every_second + 1
+    ([1, 2], 3)
     """
 
     @classmethod

@@ -12,10 +12,9 @@ from torch.nn.parameter import is_lazy
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in mappings, sequences and dataclasses, in order.
 
-    Example:
-        >>> import torch
-        >>> [tensor.tolist() for tensor in tensors_in({"x": [torch.ones(1), "text"], "y": (torch.zeros(2), 3)})]
-        [[1.0], [0.0, 0.0]]
+    >>> import torch
+    >>> [tensor.tolist() for tensor in tensors_in({"x": [torch.ones(1), "text"], "y": (torch.zeros(2), 3)})]
+    [[1.0], [0.0, 0.0]]
     """
     return iter([tensor for _, tensor in named_tensors_in(value)])
 
@@ -23,10 +22,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def named_tensors_in(value: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of :func:`tensors_in`, in the same order, with the expression that leads to it.
 
-    Example:
-        >>> import torch
-        >>> [path for path, _ in named_tensors_in({"x": [torch.ones(1), "text"], "y": (torch.zeros(2), 3)})]
-        ["batch['x'][0]", "batch['y'][0]"]
+    >>> import torch
+    >>> [path for path, _ in named_tensors_in({"x": [torch.ones(1), "text"], "y": (torch.zeros(2), 3)})]
+    ["batch['x'][0]", "batch['y'][0]"]
     """
     if isinstance(value, Tensor):
         yield path, value
@@ -44,9 +42,8 @@ def named_tensors_in(value: Any, path: str = "batch") -> Iterator[tuple[str, Ten
 def why_unreadable(tensor: Tensor) -> str:
     """Why the numbers of a tensor cannot be read, for a message; "" if they can, and nothing is read.
 
-    Example:
-        >>> why_unreadable(torch.ones(2)), why_unreadable(torch.nn.LazyLinear(2).weight)
-        ('', 'parameters of lazy modules have no numbers before the first forward')
+    >>> why_unreadable(torch.ones(2)), why_unreadable(torch.nn.LazyLinear(2).weight)
+    ('', 'parameters of lazy modules have no numbers before the first forward')
     """
     if is_lazy(tensor):
         return "parameters of lazy modules have no numbers before the first forward"

@@ -130,9 +130,8 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
 def number_format(key: FormatLike) -> NumberFormat:
     """Look a format up by its short name or its torch dtype.
 
-    Example:
-        >>> number_format("bf16") is number_format(torch.bfloat16)
-        True
+    >>> number_format("bf16") is number_format(torch.bfloat16)
+    True
     """
     if isinstance(key, NumberFormat):
         return key

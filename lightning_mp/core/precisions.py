@@ -15,9 +15,8 @@ import torch
 class PrecisionSpec:
     """Bytes per parameter between two steps, and the format of computing.
 
-    Example:
-        >>> find_precision("bf16-remainder").bytes_per_parameter(optimizer_state_bytes=8)
-        14
+    >>> find_precision("bf16-remainder").bytes_per_parameter(optimizer_state_bytes=8)
+    14
     """
 
     name: str  # as in :data:`PRECISIONS`
@@ -81,10 +80,9 @@ _BY_STORAGE: Mapping[tuple[str, str], str] = {
 def find_precision(precision: object) -> PrecisionSpec:
     """A precision by its name, or of a precision plugin.
 
-    Example:
-        >>> from lightning_mp import MasterWeightsPrecision
-        >>> find_precision(MasterWeightsPrecision("16-true")).name
-        '16-masters'
+    >>> from lightning_mp import MasterWeightsPrecision
+    >>> find_precision(MasterWeightsPrecision("16-true")).name
+    '16-masters'
     """
     if isinstance(precision, PrecisionSpec):
         return precision
@@ -103,9 +101,8 @@ def find_precision(precision: object) -> PrecisionSpec:
 def format_of(precision: str) -> str | None:
     """The format that a precision's name begins with, Lightning's names included; None for other names.
 
-    Example:
-        >>> [format_of(name) for name in ("16-mixed", "bf16-true", "fp8-mixed", "32-true", "transformer-engine")]
-        ['fp16', 'bf16', 'fp8', 'fp32', None]
+    >>> [format_of(name) for name in ("16-mixed", "bf16-true", "fp8-mixed", "32-true", "transformer-engine")]
+    ['fp16', 'bf16', 'fp8', 'fp32', None]
     """
     return _FORMATS.get(precision.partition("-")[0])
 
@@ -113,8 +110,7 @@ def format_of(precision: str) -> str | None:
 def low_dtype(precision: str) -> torch.dtype | None:
     """The 16-bit dtype that weights are cast to or kept in; None if there is none. What fp8 takes is cast from bf16.
 
-    Example:
-        >>> low_dtype("16-true"), low_dtype("fp8-mixed"), low_dtype("32-true")
-        (torch.float16, torch.bfloat16, None)
+    >>> low_dtype("16-true"), low_dtype("fp8-mixed"), low_dtype("32-true")
+    (torch.float16, torch.bfloat16, None)
     """
     return {"fp16": _FP16, "bf16": _BF16, "fp8": _BF16}.get(format_of(precision) or "")

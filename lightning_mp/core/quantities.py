@@ -27,11 +27,10 @@ _SECONDS_PER_DAY = 86_400
 def parse_flops(value: str | SupportsFloat, name: str) -> float:
     """Reads an amount of compute: a quantity, or one with the unit FLOP, or F-days for FLOP/s over days.
 
-    Example:
-        >>> parse_flops("1e21", "flops"), parse_flops("1EFLOP", "flops"), parse_flops("5PF-days", "flops")
-        (1e+21, 1e+18, 4.32e+20)
-        >>> parse_flops("5 PFLOP/s-days", "flops")
-        4.32e+20
+    >>> parse_flops("1e21", "flops"), parse_flops("1EFLOP", "flops"), parse_flops("5PF-days", "flops")
+    (1e+21, 1e+18, 4.32e+20)
+    >>> parse_flops("5 PFLOP/s-days", "flops")
+    4.32e+20
     """
     match = _FLOPS.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
@@ -45,9 +44,8 @@ def parse_flops(value: str | SupportsFloat, name: str) -> float:
 def parse_fraction(value: str | SupportsFloat, name: str) -> float:
     """Reads a share of a whole: a number over 0 and at most 1, or a percentage.
 
-    Example:
-        >>> parse_fraction("40%", "mfu"), parse_fraction(0.4, "mfu")
-        (0.4, 0.4)
+    >>> parse_fraction("40%", "mfu"), parse_fraction(0.4, "mfu")
+    (0.4, 0.4)
     """
     if isinstance(value, str) and value.strip().endswith("%"):
         percent = _number(value.strip()[:-1], name)
@@ -68,9 +66,8 @@ _BYTE_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB":
 def parse_bytes(value: str | SupportsFloat, name: str) -> float:
     """Reads an amount of memory: a quantity, or one with a unit, of which GB is 10^9 and GiB 2^30 bytes.
 
-    Example:
-        >>> parse_bytes("80GB", "memory"), parse_bytes("1.5 GiB", "memory"), parse_bytes("40e9", "memory")
-        (80000000000.0, 1610612736.0, 40000000000.0)
+    >>> parse_bytes("80GB", "memory"), parse_bytes("1.5 GiB", "memory"), parse_bytes("40e9", "memory")
+    (80000000000.0, 1610612736.0, 40000000000.0)
     """
     text = value.strip() if isinstance(value, str) else ""
     for unit, size in _BYTE_UNITS.items():
@@ -101,9 +98,8 @@ def _number(value: str | SupportsFloat, name: str) -> float:
 def format_quantity(value: float) -> str:
     """Three digits and K, M, B or T; powers of ten beyond 10^15.
 
-    Example:
-        >>> format_quantity(1.3e9), format_quantity(21_350_000), format_quantity(926), format_quantity(5.76e23)
-        ('1.3B', '21.4M', '926', '5.76e23')
+    >>> format_quantity(1.3e9), format_quantity(21_350_000), format_quantity(926), format_quantity(5.76e23)
+    ('1.3B', '21.4M', '926', '5.76e23')
     """
     rounded = float(f"{value:.3g}")
     if not 1 <= rounded < 1e16:
@@ -115,9 +111,8 @@ def format_quantity(value: float) -> str:
 def format_bytes(size: float) -> str:
     """Three digits and bytes, KiB, MiB or GiB: powers of 1024, as GPUs are sold and ``nvidia-smi`` counts.
 
-    Example:
-        >>> format_bytes(80 * 1024**3), format_bytes(1536), format_bytes(12)
-        ('80 GiB', '1.5 KiB', '12 bytes')
+    >>> format_bytes(80 * 1024**3), format_bytes(1536), format_bytes(12)
+    ('80 GiB', '1.5 KiB', '12 bytes')
     """
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= 1024**power:

@@ -17,14 +17,13 @@ class RandomState:
     Taking one copies about 10 kB on the host. CUDA's generator is a seed and an offset that torch keeps on the host, so
     the device is not waited for.
 
-    Example:
-        >>> import torch
-        >>> from lightning_mp.core.random_state import RandomState
-        >>> state = RandomState.capture(torch.device("cpu"))
-        >>> first = torch.rand(3)
-        >>> state.restore()
-        >>> torch.equal(torch.rand(3), first)
-        True
+    >>> import torch
+    >>> from lightning_mp.core.random_state import RandomState
+    >>> state = RandomState.capture(torch.device("cpu"))
+    >>> first = torch.rand(3)
+    >>> state.restore()
+    >>> torch.equal(torch.rand(3), first)
+    True
     """
 
     device: torch.device
@@ -78,9 +77,8 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 def default_generator(device: torch.device) -> torch.Generator:
     """That of the process for a device.
 
-    Example:
-        >>> default_generator(torch.device("cpu")) is torch.default_generator
-        True
+    >>> default_generator(torch.device("cpu")) is torch.default_generator
+    True
     """
     if device.type == "cpu":
         return torch.default_generator

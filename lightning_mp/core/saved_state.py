@@ -75,13 +75,12 @@ def named(kind: Kind) -> Kind:
 def checked_state(state: Any, kinds: Mapping[str, Kind], whose: str) -> dict[str, Any]:
     """The state, if it holds these entries and each is what it must be.
 
-    Example:
-        >>> checked_state({"tokens": 3}, {"tokens": COUNT}, "the counter")
-        {'tokens': 3}
-        >>> checked_state({"tokens": -3}, {"tokens": COUNT}, "the counter")
-        Traceback (most recent call last):
-        ValueError: The checkpoint's state of the counter cannot be loaded: 'tokens' is -3; it must be a whole number
-        from 0. Nothing was changed. Resume from another checkpoint.
+    >>> checked_state({"tokens": 3}, {"tokens": COUNT}, "the counter")
+    {'tokens': 3}
+    >>> checked_state({"tokens": -3}, {"tokens": COUNT}, "the counter")
+    Traceback (most recent call last):
+    ValueError: The checkpoint's state of the counter cannot be loaded: 'tokens' is -3; it must be a whole number
+    from 0. Nothing was changed. Resume from another checkpoint.
     """
     wrong = ""
     if not isinstance(state, Mapping):

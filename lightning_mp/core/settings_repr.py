@@ -16,12 +16,11 @@ class SettingsRepr:
     Each is read from the attribute of its name, or of its name behind an underscore. None, which stands for "not
     given", is left out, and so is what a constructor that failed has not set.
 
-    Example:
-        >>> class Monitor(SettingsRepr):
-        ...     def __init__(self, metric, *, every_n_steps=100, path=None):
-        ...         self.metric, self._every_n_steps, self.path = metric, int(every_n_steps), path
-        >>> Monitor("loss", every_n_steps="50")
-        Monitor('loss', every_n_steps=50)
+    >>> class Monitor(SettingsRepr):
+    ...     def __init__(self, metric, *, every_n_steps=100, path=None):
+    ...         self.metric, self._every_n_steps, self.path = metric, int(every_n_steps), path
+    >>> Monitor("loss", every_n_steps="50")
+    Monitor('loss', every_n_steps=50)
     """
 
     def __repr__(self) -> str:
@@ -58,11 +57,10 @@ def _shown(value: Any) -> str:
 class NamespaceHint(SettingsRepr):
     """Shows its settings, and the hint where ``pytorch_lightning`` asks: its errors print what they do not know.
 
-    Example:
-        >>> class Part(NamespaceHint):
-        ...     kind = "strategy"
-        >>> "import" in repr(Part())
-        False
+    >>> class Part(NamespaceHint):
+    ...     kind = "strategy"
+    >>> "import" in repr(Part())
+    False
     """
 
     #: What it is, for the hint.

@@ -14,15 +14,14 @@ from typing import Any, Self
 class Replacement(partial[Any]):
     """A function in the place of a method of one object; copies of the object, by pickle or deepcopy, have the method.
 
-    Example:
-        >>> import copy
-        >>> class Greeter:
-        ...     def greet(self) -> str:
-        ...         return "hello"
-        >>> greeter = Greeter()
-        >>> greeter.greet = Replacement(lambda: "wrapped", greeter, "greet")
-        >>> greeter.greet(), copy.deepcopy(greeter).greet()
-        ('wrapped', 'hello')
+    >>> import copy
+    >>> class Greeter:
+    ...     def greet(self) -> str:
+    ...         return "hello"
+    >>> greeter = Greeter()
+    >>> greeter.greet = Replacement(lambda: "wrapped", greeter, "greet")
+    >>> greeter.greet(), copy.deepcopy(greeter).greet()
+    ('wrapped', 'hello')
     """
 
     _original: tuple[Callable[..., Any], tuple[Any, ...]]
@@ -49,14 +48,13 @@ class Replacement(partial[Any]):
 class RunHook(partial[Any]):
     """A forward hook, or one before it, for the time of a run; in copies of its module it is one that does nothing.
 
-    Example:
-        >>> import copy
-        >>> import torch
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> handle = layer.register_forward_hook(RunHook(lambda *_: print("forward")))
-        >>> output = copy.deepcopy(layer)(torch.ones(1))
-        >>> output = layer(torch.ones(1))
-        forward
+    >>> import copy
+    >>> import torch
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> handle = layer.register_forward_hook(RunHook(lambda *_: print("forward")))
+    >>> output = copy.deepcopy(layer)(torch.ones(1))
+    >>> output = layer(torch.ones(1))
+    forward
     """
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

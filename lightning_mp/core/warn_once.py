@@ -6,15 +6,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 class WarnOnce:
     """Warns on rank 0 of what a monitor leaves out, for each reason once and with the first that it concerns.
 
-    Example:
-        >>> import warnings
-        >>> warn_once = WarnOnce("UnderflowMonitor")
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     for name in ("net.0", "net.1"):
-        ...         warn_once.warn(f"module {name!r}", "TorchScript modules take no hooks")
-        >>> [str(one.message) for one in caught]
-        ["UnderflowMonitor leaves out module 'net.0', and whatever else is like it: TorchScript modules take no hooks."]
+    >>> import warnings
+    >>> warn_once = WarnOnce("UnderflowMonitor")
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     for name in ("net.0", "net.1"):
+    ...         warn_once.warn(f"module {name!r}", "TorchScript modules take no hooks")
+    >>> [str(one.message) for one in caught]
+    ["UnderflowMonitor leaves out module 'net.0', and whatever else is like it: TorchScript modules take no hooks."]
     """
 
     def __init__(self, owner: str) -> None:

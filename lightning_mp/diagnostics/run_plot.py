@@ -112,9 +112,8 @@ def smooth(values: Sequence[float], half_life: float) -> list[float]:
 
     After ``half_life`` entries a value has half its weight; entries that are not finite are left out.
 
-    Example:
-        >>> smooth([1.0, 1.0, 3.0], half_life=1.0)
-        [1.0, 1.0, 2.142857142857143]
+    >>> smooth([1.0, 1.0, 3.0], half_life=1.0)
+    [1.0, 1.0, 2.142857142857143]
     """
     keep = 0.5 ** (1.0 / half_life)
     average = weight = 0.0

@@ -12,10 +12,9 @@ from lightning_mp.gradients.gradient_ops import accumulation_dtype, sum_over_ran
 class AsyncAllReduce:
     """Adds up what ranks hand in, and gives it out at their next call. One process knows at once.
 
-    Example:
-        >>> import torch
-        >>> AsyncAllReduce(2).add([1.0, 0.5], torch.device("cpu"))
-        [1.0, 0.5]
+    >>> import torch
+    >>> AsyncAllReduce(2).add([1.0, 0.5], torch.device("cpu"))
+    [1.0, 0.5]
     """
 
     def __init__(self, size: int) -> None:
@@ -50,11 +49,10 @@ class AsyncAllReduce:
 class AsyncAnyRank:
     """Adds up the ranks' answers when called, and returns the sum at the next call.
 
-    Example:
-        >>> import torch
-        >>> flag = AsyncAnyRank()
-        >>> flag.ask(False, torch.device("cpu")), flag.ask(True, torch.device("cpu"))  # one process knows at once
-        (False, True)
+    >>> import torch
+    >>> flag = AsyncAnyRank()
+    >>> flag.ask(False, torch.device("cpu")), flag.ask(True, torch.device("cpu"))  # one process knows at once
+    (False, True)
     """
 
     def __init__(self) -> None:

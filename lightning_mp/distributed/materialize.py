@@ -10,9 +10,8 @@ from torch import Tensor, nn
 def not_initialisable(model: nn.Module) -> list[str]:
     """Classes of modules with tensors on the meta device and without ``reset_parameters``.
 
-    Example:
-        >>> not_initialisable(nn.Linear(2, 2, device="meta"))
-        []
+    >>> not_initialisable(nn.Linear(2, 2, device="meta"))
+    []
     """
     return sorted(
         {

@@ -17,8 +17,7 @@ _WITH_SPARSE_GRADIENTS = (nn.Embedding, nn.EmbeddingBag)
 def refuse_odd_parameters(model: nn.Module, owner: str) -> None:
     """Refuses complex parameters and sparse gradients, on which torch's sharding ends in errors of its internals.
 
-    Example:
-        >>> refuse_odd_parameters(nn.Linear(2, 2), "FSDP2Strategy")
+    >>> refuse_odd_parameters(nn.Linear(2, 2), "FSDP2Strategy")
     """
     complex_ones = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
     if complex_ones:
@@ -45,11 +44,10 @@ def units_of_one_dtype(model: nn.Module, units: Sequence[ShardingUnit]) -> list[
     FSDP2 reduces what is trained in a unit in one dtype. float64 is neither rounded to be gathered nor to be reduced,
     as autocast leaves it alone, too; a policy for fp32 parameters is no policy for it.
 
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-        >>> [(unit.modules, unit.mixed_precision.reduce_dtype) for unit in units_of_one_dtype(
-        ...     model, [ShardingUnit(("",), MixedPrecisionPolicy(reduce_dtype=torch.float32))])]
-        [(('1',), None), (('',), torch.float32)]
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    >>> [(unit.modules, unit.mixed_precision.reduce_dtype) for unit in units_of_one_dtype(
+    ...     model, [ShardingUnit(("",), MixedPrecisionPolicy(reduce_dtype=torch.float32))])]
+    [(('1',), None), (('',), torch.float32)]
     """
     modules = dict(named_modules(model))
     taken: set[int] = set()

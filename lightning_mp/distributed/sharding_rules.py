@@ -21,9 +21,8 @@ _OWNER = "FSDP2Strategy"
 def read_shard(shard: Shard) -> tuple[ModulePattern, ...] | int | Literal["auto"]:
     """Checks the argument.
 
-    Example:
-        >>> read_shard("model.blocks.*"), read_shard(1_000_000), read_shard("auto")
-        (('model.blocks.*',), 1000000, 'auto')
+    >>> read_shard("model.blocks.*"), read_shard(1_000_000), read_shard("auto")
+    (('model.blocks.*',), 1000000, 'auto')
     """
     if isinstance(shard, str) and shard == "auto":
         return "auto"
@@ -42,9 +41,8 @@ def read_shard(shard: Shard) -> tuple[ModulePattern, ...] | int | Literal["auto"
 def read_resharding(reshard_after_forward: bool | int | None) -> bool | int | None:
     """Checks the argument.
 
-    Example:
-        >>> read_resharding(True), read_resharding(4), read_resharding(None)
-        (True, 4, None)
+    >>> read_resharding(True), read_resharding(4), read_resharding(None)
+    (True, 4, None)
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
@@ -55,10 +53,9 @@ def read_resharding(reshard_after_forward: bool | int | None) -> bool | int | No
 def unit_names(model: nn.Module, shard: tuple[ModulePattern, ...] | int | Literal["auto"]) -> list[str]:
     """Names of the modules that become units besides the model itself, in the order of the model.
 
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-        >>> unit_names(model, (nn.Linear,)), unit_names(model, 40), unit_names(model, "auto")
-        (['0', '1', '2'], ['0', '1'], [])
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    >>> unit_names(model, (nn.Linear,)), unit_names(model, 40), unit_names(model, "auto")
+    (['0', '1', '2'], ['0', '1'], [])
     """
     if shard == "auto":
         return repeated_blocks(model)
@@ -87,9 +84,8 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     Of lists inside of each other the outer one counts, unless its children are lists themselves, which are never
     called. Blocks that share parameters with the rest are left out.
 
-    Example:
-        >>> repeated_blocks(nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}))
-        ['blocks.0', 'blocks.1']
+    >>> repeated_blocks(nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}))
+    ['blocks.0', 'blocks.1']
     """
     names_of = _names_of_parameters(model)
     found: list[str] = []
@@ -107,9 +103,8 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 def units_by_size(model: nn.Module, minimum_parameters: int) -> list[str]:
     """The smallest modules with a forward that hold at least n parameters, not counting those in units inside of them.
 
-    Example:
-        >>> units_by_size(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), 60)
-        ['1']
+    >>> units_by_size(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), 60)
+    ['1']
     """
     names_of = _names_of_parameters(model)
     found: list[str] = []

@@ -98,11 +98,10 @@ def find_chip(device_name: str) -> Chip | None:
 def similar_chips(device_name: str) -> str:
     """The known chips whose names resemble the given one, as a sentence; else where the table is.
 
-    Example:
-        >>> similar_chips("h10")
-        'Similar: H100 SXM, H100 PCIe, H100 NVL.'
-        >>> similar_chips("abacus")
-        'The known chips are in lightning_mp.planning.known_chips().'
+    >>> similar_chips("h10")
+    'Similar: H100 SXM, H100 PCIe, H100 NVL.'
+    >>> similar_chips("abacus")
+    'The known chips are in lightning_mp.planning.known_chips().'
     """
     wanted = _SEPARATORS.sub("", device_name.lower()).removeprefix("nvidia")
     whole = {chip.name: _SEPARATORS.sub("", chip.name.lower()) for chip in known_chips()}
@@ -156,9 +155,8 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
 def matmul_format(precision: str, *, tf32: bool = False) -> str | None:
     """The format that matrix products run in, of a Trainer's ``precision``; None if the name does not determine it.
 
-    Example:
-        >>> matmul_format("16-true"), matmul_format("32-true", tf32=True), matmul_format("fp8-mixed")
-        ('fp16', 'tf32', 'fp8')
+    >>> matmul_format("16-true"), matmul_format("32-true", tf32=True), matmul_format("fp8-mixed")
+    ('fp16', 'tf32', 'fp8')
     """
     if str(precision).startswith("transformer-engine"):
         return "fp8"
@@ -171,11 +169,10 @@ def device_peak(
 ) -> tuple[float | None, str]:
     """Dense peak of the device of a run, and what it is of; without one None, and why.
 
-    Example:
-        >>> device_peak(torch.device("cpu"), "bf16-mixed", None)
-        (None, "no peak is known for the device 'cpu'. Give it: MFUMonitor(peak_flops=...).")
-        >>> device_peak(torch.device("cpu"), "32-true", "bf16", given=1e12)
-        (1000000000000.0, 'cpu, products in bf16, peak as given')
+    >>> device_peak(torch.device("cpu"), "bf16-mixed", None)
+    (None, "no peak is known for the device 'cpu'. Give it: MFUMonitor(peak_flops=...).")
+    >>> device_peak(torch.device("cpu"), "32-true", "bf16", given=1e12)
+    (1000000000000.0, 'cpu, products in bf16, peak as given')
     """
     tf32 = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -202,9 +199,8 @@ def device_peak(
 def rate_column(dtype: str | torch.dtype) -> str:
     """The name of a format in the table.
 
-    Example:
-        >>> rate_column(torch.bfloat16), rate_column("tf32")
-        ('bf16', 'tf32')
+    >>> rate_column(torch.bfloat16), rate_column("tf32")
+    ('bf16', 'tf32')
     """
     if isinstance(dtype, str) and dtype in _RATE_COLUMNS:
         return dtype

@@ -21,11 +21,10 @@ _LOOKS_FOR_PACKED_SEQUENCES = "find_packed_sequence_indices"
 class MasksWithoutNumbers(TorchFunctionMode):
     """While this is entered, Hugging Face's mask functions take positions as one sequence, and padding as told.
 
-    Example:
-        >>> import torch
-        >>> with MasksWithoutNumbers():
-        ...     bool(torch.ones(1).all())
-        True
+    >>> import torch
+    >>> with MasksWithoutNumbers():
+    ...     bool(torch.ones(1).all())
+    True
     """
 
     def __init__(

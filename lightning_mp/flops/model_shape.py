@@ -31,9 +31,8 @@ def matmul_parameters(module: nn.Module) -> MatmulParameters:
     ``experts`` are a mixture of experts, of which a token is routed to ``num_experts_per_tok`` as the Hugging Face
     configuration says.
 
-    Example:
-        >>> matmul_parameters(nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4), nn.Linear(4, 10)))
-        MatmulParameters(total=40, frozen=0)
+    >>> matmul_parameters(nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4), nn.Linear(4, 10)))
+    MatmulParameters(total=40, frozen=0)
     """
     weights = [
         parameter
@@ -103,9 +102,8 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
 def far_above_count(convention: str, flops_per_token: float, counted_flops_per_token: float) -> str | None:
     """Why not to believe a convention, where it is more than a quarter above what was counted; None where it is not.
 
-    Example:
-        >>> far_above_count("6N", 110.0, 100.0) is None
-        True
+    >>> far_above_count("6N", 110.0, 100.0) is None
+    True
     """
     ratio = flops_per_token / counted_flops_per_token
     if ratio <= _LARGEST_DISAGREEMENT:

@@ -37,10 +37,9 @@ def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 def multiplies(packet: Any, args: Sequence[Any]) -> bool:
     """Whether it is an operation of torch that is known to multiply matrices, and has no formula here.
 
-    Example:
-        >>> import torch
-        >>> multiplies(torch.ops.aten._fft_r2c, ()), multiplies(torch.ops.aten.relu, ())
-        (True, False)
+    >>> import torch
+    >>> multiplies(torch.ops.aten._fft_r2c, ()), multiplies(torch.ops.aten.relu, ())
+    (True, False)
     """
     name = _name(packet)
     return name in _MULTIPLYING or (name in _MULTIPLYING_SPARSE and _takes_sparse(args))

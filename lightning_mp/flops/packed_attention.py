@@ -19,13 +19,12 @@ def attended_pairs(
 ) -> int:
     """How many pairs of query and key a kernel multiplies.
 
-    Example:
-        Two sequences of 4 and 100 tokens, and the same where a token sees itself and 9 before it:
+    Two sequences of 4 and 100 tokens, and the same where a token sees itself and 9 before it:
 
-        >>> attended_pairs([4, 100], [4, 100], window=None, is_causal=True)
-        10016
-        >>> attended_pairs([4, 100], [4, 100], window=(9, 0), is_causal=True)
-        1016
+    >>> attended_pairs([4, 100], [4, 100], window=None, is_causal=True)
+    10016
+    >>> attended_pairs([4, 100], [4, 100], window=(9, 0), is_causal=True)
+    1016
     """
     left, right = window if window is not None else (-1, -1)
     if is_causal and left >= 0:

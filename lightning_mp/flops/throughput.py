@@ -74,9 +74,8 @@ class Rates:
     def by_name(self, unit: str = "token") -> dict[str, float | None]:
         """Every rate by its name: samples have no padding.
 
-        Example:
-            >>> list(Rates(tokens_per_second=8.0).by_name("sample"))
-            ['samples_per_second', 'mfu', 'hfu', 'goodput']
+        >>> list(Rates(tokens_per_second=8.0).by_name("sample"))
+        ['samples_per_second', 'mfu', 'hfu', 'goodput']
         """
         named = asdict(self)
         if unit == "sample":
@@ -87,9 +86,8 @@ class Rates:
     def summary(self, unit: str = "token") -> str:
         """One line of all that is known.
 
-        Example:
-            >>> Rates(tokens_per_second=1200.0, nonpad_tokens_per_second=1000.0, mfu=0.4).summary()
-            '1,200 tokens/s, 1,000 of them without padding, MFU 40.0%'
+        >>> Rates(tokens_per_second=1200.0, nonpad_tokens_per_second=1000.0, mfu=0.4).summary()
+        '1,200 tokens/s, 1,000 of them without padding, MFU 40.0%'
         """
         parts = [f"{self.tokens_per_second:,.0f} {unit}s/s"] if self.tokens_per_second is not None else []
         if unit == "token" and self.nonpad_tokens_per_second is not None:

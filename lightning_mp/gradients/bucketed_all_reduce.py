@@ -50,10 +50,9 @@ def _write_back(bucket: list[Tensor], flat: Tensor, work: dist.Work | None) -> N
 def buckets(gradients: Iterable[Tensor], most_bytes: int) -> list[list[Tensor]]:
     """Gradients of one device and dtype together, in order, at most n fp32 bytes in each; one at least.
 
-    Example:
-        >>> import torch
-        >>> [len(bucket) for bucket in buckets([torch.zeros(4), torch.zeros(4), torch.zeros(100)], 64)]
-        [2, 1]
+    >>> import torch
+    >>> [len(bucket) for bucket in buckets([torch.zeros(4), torch.zeros(4), torch.zeros(100)], 64)]
+    [2, 1]
     """
     made: list[list[Tensor]] = []
     filled = 0

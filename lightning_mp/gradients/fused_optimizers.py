@@ -28,10 +28,9 @@ def why_steps_wait(optimizer: Optimizer) -> str | None:
     Masked updates would avoid the wait at a higher price: a copy of weights and state, and some 60 bytes per parameter
     of memory traffic, in every step.
 
-    Example:
-        >>> weights = [nn.Parameter(torch.ones(1))]
-        >>> why_steps_wait(torch.optim.AdamW(weights, fused=True)) is None
-        True
+    >>> weights = [nn.Parameter(torch.ones(1))]
+    >>> why_steps_wait(torch.optim.AdamW(weights, fused=True)) is None
+    True
     """
     if applies_grad_scale(optimizer):
         return None

@@ -76,10 +76,9 @@ def local_shards(parameters: Iterable[Tensor]) -> list[Tensor]:
 def replicas(gradient: Tensor, *, ranks_per_parameter: int, plain_replicas: int) -> int:
     """How many ranks hold the same local shard.
 
-    Example:
-        >>> import torch
-        >>> replicas(torch.ones(3), ranks_per_parameter=4, plain_replicas=4)
-        4
+    >>> import torch
+    >>> replicas(torch.ones(3), ranks_per_parameter=4, plain_replicas=4)
+    4
     """
     if not isinstance(gradient, DTensor):
         return plain_replicas
@@ -117,10 +116,9 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
     A norm that is not finite means that the shard holds an inf or a nan, or that its squares do not fit into float32
     (norm above 1.8e19), which would put an inf into Adam's second moment.
 
-    Example:
-        >>> import torch
-        >>> shard_norms([torch.tensor([3.0, 4.0]), torch.tensor([[1.0]])])
-        tensor([5., 1.])
+    >>> import torch
+    >>> shard_norms([torch.tensor([3.0, 4.0]), torch.tensor([[1.0]])])
+    tensor([5., 1.])
     """
     kinds = [(shard.device, shard.dtype) for shard in shards]
     if kinds and kinds.count(kinds[0]) == len(kinds):
@@ -168,10 +166,9 @@ def any_overflow(norms: Tensor) -> Tensor:
 
     The optimizer would put an inf into its second moment.
 
-    Example:
-        >>> import torch
-        >>> any_overflow(torch.tensor([1.0, 1e18])), any_overflow(torch.tensor([1.0, 1e20]))
-        (tensor(0.), tensor(1.))
+    >>> import torch
+    >>> any_overflow(torch.tensor([1.0, 1e18])), any_overflow(torch.tensor([1.0, 1e20]))
+    (tensor(0.), tensor(1.))
     """
     return (~torch.isfinite(norms.square())).any().float()
 
@@ -179,10 +176,9 @@ def any_overflow(norms: Tensor) -> Tensor:
 def not_below(value: Tensor, limit: float) -> Tensor:
     """1.0 where a number is not below the limit or is nan, else 0.0; float32, in two kernels.
 
-    Example:
-        >>> import torch
-        >>> not_below(torch.tensor([1.0, torch.inf, torch.nan]), torch.inf)
-        tensor([0., 1., 1.])
+    >>> import torch
+    >>> not_below(torch.tensor([1.0, torch.inf, torch.nan]), torch.inf)
+    tensor([0., 1., 1.])
     """
     return torch.logical_not(value < limit, out=torch.empty(value.shape, dtype=torch.float32, device=value.device))
 
@@ -214,10 +210,9 @@ def sum_over_ranks_(values: Tensor, group: dist.ProcessGroup | None = None) -> T
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / (norm + 1e-6))``, as in :func:`torch.nn.utils.clip_grad_norm_`.
 
-    Example:
-        >>> import torch
-        >>> clip_coefficient(torch.tensor(4.0), max_norm=1.0)
-        tensor(0.2500)
+    >>> import torch
+    >>> clip_coefficient(torch.tensor(4.0), max_norm=1.0)
+    tensor(0.2500)
     """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 

@@ -39,9 +39,8 @@ class GradientReplication:
     A strategy whose ranks hold different parameters says so in a method ``gradient_replication()`` that returns one of
     these; our precision plugins ask for it.
 
-    Example:
-        >>> GradientReplication.every_rank()
-        GradientReplication(group=None, ranks_per_parameter=1, plain_replicas=1)
+    >>> GradientReplication.every_rank()
+    GradientReplication(group=None, ranks_per_parameter=1, plain_replicas=1)
     """
 
     group: ProcessGroup | None

@@ -53,8 +53,7 @@ _ALIGNMENT = 64
 def padded(numel: int) -> int:
     """Elements for which there is room in the memory of a block, for a parameter of as many.
 
-    Example:
-        >>> padded(65)
-        128
+    >>> padded(65)
+    128
     """
     return -(-numel // _ALIGNMENT) * _ALIGNMENT

@@ -42,9 +42,8 @@ class GPTConfig:
     def parameters(self) -> int:
         """Number of trainable parameters, the tied head counted once.
 
-        Example:
-            >>> GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257).parameters
-            124337664
+        >>> GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257).parameters
+        124337664
         """
         per_block = 4 * self.width**2 + 8 * self.width**2 + 2 * self.width  # attention, MLP, two norms
         return self.layers * per_block + (self.vocab + self.block_tokens + 1) * self.width
@@ -59,9 +58,8 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
     Raises:
         ValueError: If ``parameters`` is smaller than the smallest shape that can be built.
 
-    Example:
-        >>> config_for_parameters(124_000_000, block_tokens=1024, vocab=50257)
-        GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257)
+    >>> config_for_parameters(124_000_000, block_tokens=1024, vocab=50257)
+    GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257)
     """
     smallest = GPTConfig(1, 1, _WIDTHS[0], block_tokens, vocab)
     if parameters < smallest.parameters:
@@ -135,11 +133,10 @@ class GPT(nn.Module):
     Weights start as in GPT-2: normal with standard deviation 0.02, the two projections that write into the residual
     stream divided by ``sqrt(2 * layers)``. The head shares the token table's weights.
 
-    Example:
-        >>> import torch
-        >>> model = GPT(GPTConfig(layers=2, heads=2, width=32))
-        >>> model(torch.zeros(1, 5, dtype=torch.int64)).shape
-        torch.Size([1, 5, 256])
+    >>> import torch
+    >>> model = GPT(GPTConfig(layers=2, heads=2, width=32))
+    >>> model(torch.zeros(1, 5, dtype=torch.int64)).shape
+    torch.Size([1, 5, 256])
     """
 
     def __init__(self, config: GPTConfig) -> None:

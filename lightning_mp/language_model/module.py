@@ -44,9 +44,8 @@ class LanguageModel(pl.LightningModule):
     Raises:
         ValueError: a size is not valid, or ``warmup_steps`` are not fewer than ``total_steps``.
 
-    Example:
-        >>> LanguageModel(layers=1, heads=1, width=16).model.config.parameters
-        9264
+    >>> LanguageModel(layers=1, heads=1, width=16).model.config.parameters
+    9264
     """
 
     def __init__(
@@ -146,8 +145,7 @@ def peak_learning_rate(parameters: int) -> float:
     Anchored at 6e-4 for 124M parameters (Brown et al. 2020, arXiv:2005.14165, table 2.1, GPT-3 Small). The exponent
     makes it 6.4e-3 at 0.1M, which ended lower there than 4e-3 and 1e-2.
 
-    Example:
-        >>> round(peak_learning_rate(124_337_664), 6)
-        0.0006
+    >>> round(peak_learning_rate(124_337_664), 6)
+    0.0006
     """
     return min(1e-2, 6e-4 * math.cbrt(124_337_664 / parameters))

@@ -120,10 +120,9 @@ class TextBatches:
     Raises:
         ValueError: If the text does not fill one global batch.
 
-    Example:
-        >>> batches = TextBatches(torch.arange(17, dtype=torch.uint8), batch_size=2, block_tokens=4)
-        >>> len(batches), [inputs.shape for inputs, labels in batches]
-        (2, [torch.Size([2, 4]), torch.Size([2, 4])])
+    >>> batches = TextBatches(torch.arange(17, dtype=torch.uint8), batch_size=2, block_tokens=4)
+    >>> len(batches), [inputs.shape for inputs, labels in batches]
+    (2, [torch.Size([2, 4]), torch.Size([2, 4])])
     """
 
     text: Tensor = field(kw_only=False)  # uint8 [num_tokens]

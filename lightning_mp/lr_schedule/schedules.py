@@ -33,9 +33,8 @@ class Cooldown:
     With ``u`` the fraction, "linear" is ``1 - u``, "1-sqrt" is ``1 - sqrt(u)`` and "cosine" is ``(1 + cos(pi u)) / 2``,
     each stretched to end at ``final``.
 
-    Example:
-        >>> [Cooldown(0.8, 0.0, "1-sqrt")(u) for u in (0, 0.25, 1)]
-        [0.8, 0.4, 0.0]
+    >>> [Cooldown(0.8, 0.0, "1-sqrt")(u) for u in (0, 0.25, 1)]
+    [0.8, 0.4, 0.0]
     """
 
     start: float = 1.0

@@ -21,9 +21,8 @@ def unwrap_forward(module: nn.Module, wrapper: "partial[Any]") -> None:
 def takes_hooks(module: nn.Module) -> bool:
     """Whether forward hooks can be set on a module; not on TorchScript modules, whose inside is never called.
 
-    Example:
-        >>> takes_hooks(nn.Linear(2, 2))
-        True
+    >>> takes_hooks(nn.Linear(2, 2))
+    True
     """
     return not isinstance(module, torch.jit.ScriptModule)
 
@@ -31,9 +30,8 @@ def takes_hooks(module: nn.Module) -> bool:
 def class_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward of a module's class; None for containers, which have none, and for TorchScript modules.
 
-    Example:
-        >>> class_forward(nn.Linear(2, 2)) is nn.Linear.forward, class_forward(nn.ModuleList())
-        (True, None)
+    >>> class_forward(nn.Linear(2, 2)) is nn.Linear.forward, class_forward(nn.ModuleList())
+    (True, None)
     """
     # The class of a TorchScript module raises when it is asked for `forward`.
     forward: Callable[..., Any] | None = type(module).forward if takes_hooks(module) else None

@@ -26,9 +26,8 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def unwrapped_name(name: str) -> str:
     """The name of a module or a parameter without what wrappers put into it.
 
-    Example:
-        >>> unwrapped_name("_orig_mod.body._fsdp_wrapped_module.weight")
-        'body.weight'
+    >>> unwrapped_name("_orig_mod.body._fsdp_wrapped_module.weight")
+    'body.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -36,9 +35,8 @@ def unwrapped_name(name: str) -> str:
 def is_inside(name: str, outer: str) -> bool:
     """Whether a module or parameter is inside of another module, by their names; "" is the model, which has all inside.
 
-    Example:
-        >>> is_inside("blocks.1.up", "blocks.1"), is_inside("blocks.10", "blocks.1"), is_inside("head", "")
-        (True, False, True)
+    >>> is_inside("blocks.1.up", "blocks.1"), is_inside("blocks.10", "blocks.1"), is_inside("head", "")
+    (True, False, True)
     """
     return name != outer and (not outer or name.startswith(f"{outer}."))
 

@@ -16,10 +16,9 @@ def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.M
 
     The numbers of the module are not copied: the copy is told beforehand what stands for each tensor.
 
-    Example:
-        >>> copy = module_with(nn.Linear(3, 2), lambda tensor: tensor.detach().to("meta"))
-        >>> copy.weight.device.type, type(copy.weight).__name__
-        ('meta', 'Parameter')
+    >>> copy = module_with(nn.Linear(3, 2), lambda tensor: tensor.detach().to("meta"))
+    >>> copy.weight.device.type, type(copy.weight).__name__
+    ('meta', 'Parameter')
     """
     memo: dict[int, Any] = {}
     for part in module.modules():
@@ -54,10 +53,9 @@ class _StandInCopies(TorchFunctionMode):
 def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
     """A batch with a stand-in for each tensor in its mappings, lists and tuples.
 
-    Example:
-        >>> import torch
-        >>> batch_with({"x": torch.zeros(2), "names": ("a",)}, lambda tensor: tensor + 1)
-        {'x': tensor([1., 1.]), 'names': ('a',)}
+    >>> import torch
+    >>> batch_with({"x": torch.zeros(2), "names": ("a",)}, lambda tensor: tensor + 1)
+    {'x': tensor([1., 1.]), 'names': ('a',)}
     """
     if isinstance(batch, Tensor):
         return stand_in(batch)

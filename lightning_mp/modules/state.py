@@ -22,15 +22,14 @@ _CONTAINERS = (list, dict, set, deque)
 def gradients_set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Inside, no parameter has a gradient; afterwards each has the one it had, the same tensor.
 
-    Example:
-        >>> import torch
-        >>> from lightning_mp.modules.state import gradients_set_aside
-        >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> (2 * weight).sum().backward()
-        >>> with gradients_set_aside([weight]):
-        ...     (5 * weight).sum().backward()
-        >>> weight.grad
-        tensor([2.])
+    >>> import torch
+    >>> from lightning_mp.modules.state import gradients_set_aside
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> (2 * weight).sum().backward()
+    >>> with gradients_set_aside([weight]):
+    ...     (5 * weight).sum().backward()
+    >>> weight.grad
+    tensor([2.])
     """
     aside = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in aside:

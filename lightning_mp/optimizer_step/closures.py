@@ -18,10 +18,9 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     run already.
     Whoever writes a ``step`` may do anything.
 
-    Example:
-        >>> import torch
-        >>> evaluates_its_closure_once(torch.optim.AdamW), evaluates_its_closure_once(torch.optim.LBFGS)
-        (True, False)
+    >>> import torch
+    >>> evaluates_its_closure_once(torch.optim.AdamW), evaluates_its_closure_once(torch.optim.LBFGS)
+    (True, False)
     """
     package = kind.step.__module__.split(".")
     known = package[:2] in (["torch", "optim"], ["torchao", "optim"]) or package[0] == "lightning_mp"

@@ -58,12 +58,11 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _with_later_entries(before: dict[str, Any], now: dict[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
     """A scheduler's state as it was; of lists (one entry per group) that have grown since its step, the new ones stay.
 
-    Example:
-        >>> before, now = {"last_epoch": 3, "base_lrs": [0.1]}, {"last_epoch": 4, "base_lrs": [0.1, 0.5]}
-        >>> _with_later_entries(before, now, {"base_lrs": 1})
-        {'last_epoch': 3, 'base_lrs': [0.1, 0.5]}
-        >>> _with_later_entries(before, now, {"base_lrs": 2})
-        {'last_epoch': 3, 'base_lrs': [0.1]}
+    >>> before, now = {"last_epoch": 3, "base_lrs": [0.1]}, {"last_epoch": 4, "base_lrs": [0.1, 0.5]}
+    >>> _with_later_entries(before, now, {"base_lrs": 1})
+    {'last_epoch': 3, 'base_lrs': [0.1, 0.5]}
+    >>> _with_later_entries(before, now, {"base_lrs": 2})
+    {'last_epoch': 3, 'base_lrs': [0.1]}
     """
     grown = {
         key: [*before[key], *now[key][length:]]

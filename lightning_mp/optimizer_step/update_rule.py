@@ -27,9 +27,8 @@ class ScaleRule:
 def what_is_wrong_with(rule: ScaleRule) -> tuple[str, object, str] | None:
     """The first constant that is out of range: its name, what it is and what is allowed; None if all are right.
 
-    Example:
-        >>> what_is_wrong_with(ScaleRule(growth_interval=0))
-        ('growth_interval', 0, 'a number of steps, 1 or more')
+    >>> what_is_wrong_with(ScaleRule(growth_interval=0))
+    ('growth_interval', 0, 'a number of steps, 1 or more')
     """
     checks: tuple[tuple[str, Callable[[], bool], str], ...] = (
         (

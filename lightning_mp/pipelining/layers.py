@@ -156,10 +156,9 @@ def pipeline_input(module: nn.Module, batch: Any) -> Any:
     Without that method it is the batch itself if it is a tensor, its first entry if it is a list or a tuple, and
     ``batch["input_ids"]`` if it is a mapping with such an entry.
 
-    Example:
-        >>> import torch
-        >>> pipeline_input(nn.Module(), (torch.tensor([1.0]), torch.tensor([2])))
-        tensor([1.])
+    >>> import torch
+    >>> pipeline_input(nn.Module(), (torch.tensor([1.0]), torch.tensor([2])))
+    tensor([1.])
     """
     own = getattr(module, "pipeline_input", None)
     if own is not None:

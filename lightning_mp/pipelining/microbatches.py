@@ -22,10 +22,9 @@ def microbatches_of(batch: Any, most: int) -> list[list[Microbatch]]:
     A number of samples that ``most`` divides gives one run. Any other gives two at most, as the stages want tensors of
     one shape within a run.
 
-    Example:
-        >>> import torch
-        >>> [[microbatch.samples for microbatch in run] for run in microbatches_of(torch.zeros(7, 2), 4)]
-        [[2, 2, 2], [1]]
+    >>> import torch
+    >>> [[microbatch.samples for microbatch in run] for run in microbatches_of(torch.zeros(7, 2), 4)]
+    [[2, 2, 2], [1]]
     """
     try:
         samples = num_samples(batch)
@@ -42,10 +41,9 @@ def microbatches_of(batch: Any, most: int) -> list[list[Microbatch]]:
 def signature(microbatch: Any) -> tuple[Any, ...]:
     """What the shapes between stages depend on: shapes and dtypes of the microbatch's tensors.
 
-    Example:
-        >>> import torch
-        >>> signature({"x": torch.zeros(2, 3)})
-        ((torch.Size([2, 3]), torch.float32),)
+    >>> import torch
+    >>> signature({"x": torch.zeros(2, 3)})
+    ((torch.Size([2, 3]), torch.float32),)
     """
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(microbatch))
 

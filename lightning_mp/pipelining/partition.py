@@ -16,16 +16,15 @@ from lightning_mp.pipelining.partition_points import balanced_split_points, name
 def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
     """Number of parameters of each layer; one that several layers share counts in each.
 
-    Example:
-        >>> from lightning_mp.pipelining.layers import read_layers
-        >>> class Model(nn.Module):
-        ...     pipeline_layers = ("up", "down")
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.up, self.down = nn.Linear(2, 4), nn.Linear(4, 1)
-        >>> model = Model()
-        >>> parameters_of_layers(model, read_layers(model))
-        [12, 5]
+    >>> from lightning_mp.pipelining.layers import read_layers
+    >>> class Model(nn.Module):
+    ...     pipeline_layers = ("up", "down")
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up, self.down = nn.Linear(2, 4), nn.Linear(4, 1)
+    >>> model = Model()
+    >>> parameters_of_layers(model, read_layers(model))
+    [12, 5]
     """
     modules = dict(named_modules(module))
     return [

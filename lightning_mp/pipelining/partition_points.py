@@ -15,9 +15,8 @@ def balanced_split_points(costs: Sequence[float], stages: int) -> list[int]:
 
     by dynamic programming over the first layers and stages, in :math:`O(n^2 s)`. All stages wait for the slowest one.
 
-    Example:
-        >>> balanced_split_points([4, 1, 1, 1, 1, 4], 3)
-        [0, 1, 5]
+    >>> balanced_split_points([4, 1, 1, 1, 1, 4], 3)
+    [0, 1, 5]
     """
     if len(costs) < stages:
         raise ValueError(
@@ -42,9 +41,8 @@ def balanced_split_points(costs: Sequence[float], stages: int) -> list[int]:
 def named_split_points(layer_names: Sequence[str], split_points: Sequence[str], stages: int) -> list[int]:
     """First layers of the stages, as they are named.
 
-    Example:
-        >>> named_split_points(["embed", "blocks.0", "blocks.1", "head"], ["blocks.1"], 2)
-        [0, 2]
+    >>> named_split_points(["embed", "blocks.0", "blocks.1", "head"], ["blocks.1"], 2)
+    [0, 2]
     """
     if len(split_points) != stages - 1:
         raise ValueError(

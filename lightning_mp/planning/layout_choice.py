@@ -54,9 +54,8 @@ class LayoutChoice:
 def machine_with(chip: str) -> Machine | None:
     """The first machine of the table that is built of a chip.
 
-    Example:
-        >>> machine_with("H100 SXM").name, machine_with("T4")
-        ('DGX H100', None)
+    >>> machine_with("H100 SXM").name, machine_with("T4")
+    ('DGX H100', None)
     """
     return next((machine for machine in known_machines() if machine.chip == chip), None)
 
@@ -186,10 +185,9 @@ def enough_gpus(
 ) -> tuple[int, MemoryLayout] | None:
     """GPUs, doubled until one sequence fits in a layout that this package runs, and the simplest one; None if never.
 
-    Example:
-        >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
-        >>> enough_gpus(config, 8, memory_bytes=80e9, context_tokens=4096, precision="bf16-mixed")[0]
-        512
+    >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
+    >>> enough_gpus(config, 8, memory_bytes=80e9, context_tokens=4096, precision="bf16-mixed")[0]
+    512
     """
     while gpus <= _MOST_GPUS:
         layouts = choose_layouts(

@@ -58,10 +58,9 @@ class TrainingRun:
 def repetition_note(tokens: float, unique_tokens: float | None) -> str | None:
     """What repeating tokens is worth, by Muennighoff et al. 2023; None where nothing is repeated.
 
-    Example:
-        >>> repetition_note(3.05e12, 1e10)
-        '305 epochs: they are worth 16.4 epochs of new tokens. Further epochs stopped paying after 36: a token then adds
-        less than 10% of a new one.'
+    >>> repetition_note(3.05e12, 1e10)
+    '305 epochs: they are worth 16.4 epochs of new tokens. Further epochs stopped paying after 36: a token then adds
+    less than 10% of a new one.'
     """
     if unique_tokens is None or tokens <= unique_tokens:
         return None

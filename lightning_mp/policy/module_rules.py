@@ -66,9 +66,8 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 def dtypes_to_cast(value: Any) -> set[torch.dtype]:
     """The dtypes that :func:`cast_tensors` finds to cast.
 
-    Example:
-        >>> sorted(map(str, dtypes_to_cast([torch.zeros(1), (torch.zeros(1).half(), torch.zeros(1).long())])))
-        ['torch.float16', 'torch.float32']
+    >>> sorted(map(str, dtypes_to_cast([torch.zeros(1), (torch.zeros(1).half(), torch.zeros(1).long())])))
+    ['torch.float16', 'torch.float32']
     """
     if isinstance(value, Tensor):
         return {value.dtype} & {*_CAST}

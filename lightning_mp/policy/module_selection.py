@@ -18,9 +18,8 @@ ModulePattern = type[nn.Module] | str
 def as_patterns(modules: ModulePattern | Sequence[ModulePattern], owner: str) -> tuple[ModulePattern, ...]:
     """One pattern or several, checked.
 
-    Example:
-        >>> as_patterns("blocks.*", "ActivationCheckpointing")
-        ('blocks.*',)
+    >>> as_patterns("blocks.*", "ActivationCheckpointing")
+    ('blocks.*',)
     """
     patterns = (modules,) if isinstance(modules, str | type) else modules
     readable = isinstance(patterns, Iterable) and not isinstance(patterns, nn.Module)

@@ -134,11 +134,10 @@ _OPERATION_OF_MODULE: tuple[tuple[type[nn.Module], str], ...] = (
 def operations_named(pattern: str) -> tuple[str, ...]:
     """The operations that the pattern of a rule names, none if there is no such operation.
 
-    Example:
-        >>> operations_named("softmaxes")
-        ('softmax', 'log_softmax', 'softmin', 'gumbel_softmax', 'logsumexp')
-        >>> operations_named("cumsum"), operations_named("soft_max")
-        (('cumsum',), ())
+    >>> operations_named("softmaxes")
+    ('softmax', 'log_softmax', 'softmin', 'gumbel_softmax', 'logsumexp')
+    >>> operations_named("cumsum"), operations_named("soft_max")
+    (('cumsum',), ())
     """
     if pattern in FAMILIES:
         return FAMILIES[pattern]
@@ -154,9 +153,8 @@ def operations_named(pattern: str) -> tuple[str, ...]:
 def functions_of(operation: str) -> frozenset[Callable[..., Any]]:
     """The functions and methods of torch behind the name of an operation.
 
-    Example:
-        >>> functions_of("softmax") >= {torch.softmax, F.softmax, torch.Tensor.softmax}
-        True
+    >>> functions_of("softmax") >= {torch.softmax, F.softmax, torch.Tensor.softmax}
+    True
     """
     found = (getattr(namespace, operation, None) for namespace in _NAMESPACES)
     return frozenset(function for function in found if callable(function) and not isinstance(function, type))
@@ -165,9 +163,8 @@ def functions_of(operation: str) -> frozenset[Callable[..., Any]]:
 def by_autocast(operation: str, device_type: str) -> str | None:
     """What autocast does to an operation on a device type: "fp32", "low", or None (it follows its inputs).
 
-    Example:
-        >>> by_autocast("softmax", "cuda"), by_autocast("softmax", "cpu"), by_autocast("linear", "cpu")
-        ('fp32', None, 'low')
+    >>> by_autocast("softmax", "cuda"), by_autocast("softmax", "cpu"), by_autocast("linear", "cpu")
+    ('fp32', None, 'low')
     """
     device_type = "cuda" if device_type == "xpu" else device_type
     if operation in _FP32_BY_AUTOCAST.get(device_type, ()):
@@ -178,9 +175,8 @@ def by_autocast(operation: str, device_type: str) -> str | None:
 def promoted_by_rules(device_type: str) -> tuple[str, ...]:
     """Operations that take inputs of several dtypes under autocast on CUDA, and not by themselves on this device type.
 
-    Example:
-        >>> promoted_by_rules("cuda"), "dot" in promoted_by_rules("cpu")
-        ((), True)
+    >>> promoted_by_rules("cuda"), "dot" in promoted_by_rules("cpu")
+    ((), True)
     """
     return () if device_type in ("cuda", "xpu") else _PROMOTED_BY_CUDA
 
@@ -188,8 +184,7 @@ def promoted_by_rules(device_type: str) -> tuple[str, ...]:
 def operation_of_module(module: nn.Module) -> str | None:
     """The operation for which a module of ``torch.nn`` holds the weights; None for other modules.
 
-    Example:
-        >>> operation_of_module(nn.LayerNorm(4)), operation_of_module(nn.Sequential())
-        ('layer_norm', None)
+    >>> operation_of_module(nn.LayerNorm(4)), operation_of_module(nn.Sequential())
+    ('layer_norm', None)
     """
     return next((name for kind, name in _OPERATION_OF_MODULE if isinstance(module, kind)), None)

@@ -47,11 +47,10 @@ class ResolvedPolicy:
         That is so for the product of a matrix and a vector. Its 16-bit result would meet fp32 vectors where it does not
         without a policy, as in the power iteration of ``spectral_norm``; only inputs of two dtypes are cast.
 
-        Example:
-            >>> from lightning_mp import PrecisionPolicy
-            >>> policy = PrecisionPolicy([("mv", "low"), ("matmuls", "low")]).resolve(torch.nn.Identity())
-            >>> policy.leaves_to_autocast("addmv", "cpu"), policy.leaves_to_autocast("mv", "cpu")
-            (True, False)
+        >>> from lightning_mp import PrecisionPolicy
+        >>> policy = PrecisionPolicy([("mv", "low"), ("matmuls", "low")]).resolve(torch.nn.Identity())
+        >>> policy.leaves_to_autocast("addmv", "cpu"), policy.leaves_to_autocast("mv", "cpu")
+        (True, False)
         """
         number = self.operations.get(operation)
         if number is None or operation not in PRODUCTS_WITH_A_VECTOR or by_autocast(operation, device_type) is not None:

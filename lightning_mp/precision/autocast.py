@@ -108,11 +108,7 @@ class AutocastPrecision(FullWeightsPrecision):
         return _DTYPES[self.precision]
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Takes the Trainer from the module and checks that its device supports the precision.
-
-        Raises:
-            MisconfigurationException: if it cannot.
-        """
+        """Takes the Trainer from the module and checks that its device supports the precision."""
         module = super().convert_module(module)
         assert self._trainer is not None
         FSDP1Model.inspect_before_wrapping(module, self._trainer.strategy)

@@ -119,10 +119,9 @@ def _check_what_is_gathered(policy: ResolvedPolicy, model: nn.Module, low: torch
 def why_no_autocast(device_type: str, dtype: torch.dtype) -> str | None:
     """Why autocast cannot cast to a dtype on a device type, and what to do; None if it can.
 
-    Example:
-        >>> why_no_autocast("cpu", torch.float16)
-        >>> why_no_autocast("meta", torch.bfloat16)[:45]
-        'torch has no torch.bfloat16 autocast there. U'
+    >>> why_no_autocast("cpu", torch.float16)
+    >>> why_no_autocast("meta", torch.bfloat16)[:45]
+    'torch has no torch.bfloat16 autocast there. U'
     """
     if torch.amp.is_autocast_available(device_type) and (dtype != torch.float16 or device_type in FP16_DEVICE_TYPES):
         return None

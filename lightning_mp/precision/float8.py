@@ -185,10 +185,6 @@ class Float8Precision(FullWeightsPrecision):
         """Checks the device, chooses the layers, converts them in place and applies the policy.
 
         Layers that are already converted stay as they are.
-
-        Raises:
-            ValueError: if an entry of ``skip`` matches no Linear, or a rule of the policy nothing.
-            MisconfigurationException: if the device cannot do it, or no layer is left to multiply in fp8.
         """
         module = super().convert_module(module)
         assert self._trainer is not None
@@ -233,11 +229,7 @@ class Float8Precision(FullWeightsPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Starts reporting outcomes, if this is a fit.
-
-        Raises:
-            MisconfigurationException: if FSDP2 was to gather in fp8 and has nothing to gather.
-        """
+        """Starts reporting outcomes, if this is a fit."""
         chosen = [layer for layer in self.layers if layer.skipped_because is None]
         whole = [layer.name for layer in chosen if not isinstance(layer.module.weight, DTensor)]
         if self.fsdp_all_gather and whole:

@@ -27,10 +27,9 @@ from lightning_mp.precision.masters.loaded_masters import (
 def lost_updates(weight: Tensor, size: float) -> int:
     """How many elements of a weight stay what they are when ``size`` is added, and when it is subtracted.
 
-    Example:
-        >>> import torch
-        >>> lost_updates(torch.tensor([0.01, 1.0, 2.0], dtype=torch.bfloat16), 1e-3)
-        2
+    >>> import torch
+    >>> lost_updates(torch.tensor([0.01, 1.0, 2.0], dtype=torch.bfloat16), 1e-3)
+    2
     """
     return int(((weight + size == weight) & (weight - size == weight)).sum())
 

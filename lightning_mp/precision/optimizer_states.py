@@ -17,14 +17,13 @@ def refuse_other_optimizers(
     Lightning pairs them by their order and leaves the rest out. torch takes the settings of any other optimizer, and
     fails in the next step; it compares numbers of parameters, when weights and loss scale have been replaced.
 
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> adam, sgd = torch.optim.Adam([weight]), torch.optim.SGD([weight], lr=0.1)
-        >>> refuse_other_optimizers([sgd.state_dict()], [sgd], counts_parameters=True)
-        >>> refuse_other_optimizers([sgd.state_dict()], [adam], counts_parameters=True)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: Optimizer 0 of the checkpoint is not this Adam: ...
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> adam, sgd = torch.optim.Adam([weight]), torch.optim.SGD([weight], lr=0.1)
+    >>> refuse_other_optimizers([sgd.state_dict()], [sgd], counts_parameters=True)
+    >>> refuse_other_optimizers([sgd.state_dict()], [adam], counts_parameters=True)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: Optimizer 0 of the checkpoint is not this Adam: ...
     """
     if len(states) != len(optimizers):
         raise _refusal(f"The checkpoint holds {len(states)} optimizers and the module has {len(optimizers)}.")

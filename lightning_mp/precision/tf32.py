@@ -111,10 +111,9 @@ def tf32_matmuls_and_convolutions() -> Iterator[None]:
 def why_no_tf32(device_type: str, capability: tuple[int, int] | None = None, *, is_rocm: bool = False) -> str | None:
     """Why a device cannot do TF32, and what to use there; None if it can.
 
-    Example:
-        >>> why_no_tf32("cuda", (8, 0))
-        >>> why_no_tf32("cuda", (7, 5))
-        "it has compute capability 7.5, and TF32 needs 8.0 (Ampere) or later. Use AutocastPrecision('16-mixed')."
+    >>> why_no_tf32("cuda", (8, 0))
+    >>> why_no_tf32("cuda", (7, 5))
+    "it has compute capability 7.5, and TF32 needs 8.0 (Ampere) or later. Use AutocastPrecision('16-mixed')."
     """
     if device_type != "cuda":
         return (

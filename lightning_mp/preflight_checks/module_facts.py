@@ -15,11 +15,10 @@ from lightning_mp.preflight_checks.found import FoundLayer, FoundWeight
 def weights_of(module: nn.Module) -> tuple[FoundWeight, ...]:
     """Every parameter once.
 
-    Example:
-        >>> net = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
-        >>> net[1].weight = net[0].weight
-        >>> [weight.names for weight in weights_of(net)]
-        [('0.weight', '1.weight')]
+    >>> net = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    >>> net[1].weight = net[0].weight
+    >>> [weight.names for weight in weights_of(net)]
+    [('0.weight', '1.weight')]
     """
     names: dict[Tensor, list[str]] = {}
     for owner, part in named_modules(module):
@@ -61,9 +60,8 @@ def seen_in_a_step(
 def layers_of(module: nn.Module) -> tuple[FoundLayer, ...]:
     """Layers that multiply matrices, and norms with running statistics.
 
-    Example:
-        >>> [(layer.name, layer.sizes) for layer in layers_of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))]
-        [('0', (('in_channels', 3), ('out_channels', 8)))]
+    >>> [(layer.name, layer.sizes) for layer in layers_of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))]
+    [('0', (('in_channels', 3), ('out_channels', 8)))]
     """
     found: dict[int, FoundLayer] = {}
     for name, part in named_modules(module):

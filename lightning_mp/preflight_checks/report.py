@@ -43,9 +43,8 @@ _WIDTH = 110
 class PreflightFinding:
     """One thing that is not as it should be.
 
-    Example:
-        >>> print(PreflightFinding("advice", "tensor_cores", "out_features is 50257.", "Make it 50304."))
-        advice tensor_cores: out_features is 50257. Make it 50304.
+    >>> print(PreflightFinding("advice", "tensor_cores", "out_features is 50257.", "Make it 50304."))
+    advice tensor_cores: out_features is 50257. Make it 50304.
     """
 
     severity: Severity  # how severe it is
@@ -61,11 +60,10 @@ class PreflightFinding:
 class PreflightReport:
     """All findings of one preflight.
 
-    Example:
-        >>> print(PreflightReport((PreflightFinding("warning", "budget", "The data end early.", "Use more."),)))
-        Preflight: 0 errors, 1 warning, 0 advice
-          warning  budget                The data end early.
-                                         -> Use more.
+    >>> print(PreflightReport((PreflightFinding("warning", "budget", "The data end early.", "Use more."),)))
+    Preflight: 0 errors, 1 warning, 0 advice
+      warning  budget                The data end early.
+                                     -> Use more.
     """
 
     findings: tuple[PreflightFinding, ...]  # the most severe first; empty if nothing is wrong

@@ -19,12 +19,11 @@ from lightning_mp.core import private_loop_api
 class StandInTrainer:
     """Answers like a Trainer, with some answers given in advance, and keeps what is set on it to itself.
 
-    Example:
-        >>> trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=3)
-        >>> stand_in = StandInTrainer(trainer, {"estimated_stepping_batches": 12})
-        >>> stand_in.should_stop = True
-        >>> stand_in.estimated_stepping_batches, stand_in.max_epochs, trainer.should_stop
-        (12, 3, False)
+    >>> trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=3)
+    >>> stand_in = StandInTrainer(trainer, {"estimated_stepping_batches": 12})
+    >>> stand_in.should_stop = True
+    >>> stand_in.estimated_stepping_batches, stand_in.max_epochs, trainer.should_stop
+    (12, 3, False)
     """
 
     def __init__(self, trainer: "pl.Trainer", answers: Mapping[str, Any]) -> None:

@@ -29,9 +29,8 @@ _FUSED = 3
 def read_plan(plan: Plan | None) -> Plan:
     """Checks the argument; None is "auto".
 
-    Example:
-        >>> read_plan({"*.up": "column"}), read_plan(None)
-        ({'*.up': 'column'}, 'auto')
+    >>> read_plan({"*.up": "column"}), read_plan(None)
+    ({'*.up': 'column'}, 'auto')
     """
     if plan is None:
         return "auto"
@@ -58,10 +57,9 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
     ``{"*.lm_head": "column_gather", "*": "auto"}`` is the automatic plan with another head. "whole" leaves a layer
     alone.
 
-    Example:
-        >>> model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
-        >>> resolve_plan(model, {"up": "column", "do*": "row"})
-        {'up': 'column', 'down': 'row'}
+    >>> model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+    >>> resolve_plan(model, {"up": "column", "do*": "row"})
+    {'up': 'column', 'down': 'row'}
     """
     modules = dict(named_modules(model))
     found: dict[str, Style] = {}

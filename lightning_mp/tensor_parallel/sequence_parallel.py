@@ -29,9 +29,8 @@ _TOKENS = Shard(1)
 def can_take_parts(module: nn.Module) -> bool:
     """Whether "sequence" says something about a module: a norm, a dropout, or a list of blocks.
 
-    Example:
-        >>> can_take_parts(nn.LayerNorm(2)), can_take_parts(nn.Dropout()), can_take_parts(nn.Linear(2, 2))
-        (True, True, False)
+    >>> can_take_parts(nn.LayerNorm(2)), can_take_parts(nn.Dropout()), can_take_parts(nn.Linear(2, 2))
+    (True, True, False)
     """
     norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith("RMSNorm")
     return norm or isinstance(module, nn.Dropout | nn.ModuleList)

@@ -13,10 +13,9 @@ from lightning_mp.tensor_parallel.dtensor_edges import local_part
 def why_not_in_parts(embedding: nn.Module) -> str | None:
     """What a table does that needs all of its rows on one rank; None if it does nothing of that kind.
 
-    Example:
-        >>> why_not_in_parts(nn.Embedding(4, 2, max_norm=1.0))
-        'max_norm=1.0'
-        >>> why_not_in_parts(nn.Embedding(4, 2, padding_idx=0))
+    >>> why_not_in_parts(nn.Embedding(4, 2, max_norm=1.0))
+    'max_norm=1.0'
+    >>> why_not_in_parts(nn.Embedding(4, 2, padding_idx=0))
     """
     assert isinstance(embedding, nn.Embedding)
     if embedding.max_norm is not None:

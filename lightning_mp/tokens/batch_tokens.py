@@ -74,10 +74,9 @@ def _is_causal(module: nn.Module) -> bool:
 def loss_bearing(labels: Tensor, *, shifted: bool) -> Tensor:
     """Boolean mask of the labels that reach the loss, same shape as ``labels``.
 
-    Example:
-        >>> import torch
-        >>> loss_bearing(torch.tensor([[5, -100, 7]]), shifted=True)
-        tensor([[False, False,  True]])
+    >>> import torch
+    >>> loss_bearing(torch.tensor([[5, -100, 7]]), shifted=True)
+    tensor([[False, False,  True]])
     """
     mask = labels != IGNORE_INDEX
     if shifted:
@@ -90,10 +89,9 @@ def count_samples(batch: Any, instead: str = _COUNT_ITEMS) -> int:
 
     Of a batch that lists its samples it is how many it lists (:func:`listed_samples`).
 
-    Example:
-        >>> import torch
-        >>> count_samples({"x": torch.zeros(3, 5)})
-        3
+    >>> import torch
+    >>> count_samples({"x": torch.zeros(3, 5)})
+    3
     """
     listed = listed_samples(batch)
     if listed is not None:
@@ -113,13 +111,12 @@ def listed_samples(batch: Any) -> int | None:
     The first tensor is then one of as many images, or has as many rows. None for any other batch, also for a mere list
     of tensors, which may hold inputs and targets.
 
-    Example:
-        >>> import torch
-        >>> images = [torch.zeros(3, 8, 8), torch.zeros(3, 6, 8)]
-        >>> listed_samples((images, [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}]))
-        2
-        >>> listed_samples(images) is None
-        True
+    >>> import torch
+    >>> images = [torch.zeros(3, 8, 8), torch.zeros(3, 6, 8)]
+    >>> listed_samples((images, [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}]))
+    2
+    >>> listed_samples(images) is None
+    True
     """
     if isinstance(batch, Mapping):
         batch = list(batch.values())
@@ -143,9 +140,8 @@ def declared_divisor(batch: Any) -> int | Tensor | None:
 
     Their loss is then a sum over tokens divided by that number, not a mean over the tokens of this batch.
 
-    Example:
-        >>> declared_divisor({"num_items_in_batch": 96}), declared_divisor([1, 2])
-        (96, None)
+    >>> declared_divisor({"num_items_in_batch": 96}), declared_divisor([1, 2])
+    (96, None)
     """
     declared = batch.get("num_items_in_batch") if isinstance(batch, Mapping) else None
     if declared is None or isinstance(declared, Tensor):

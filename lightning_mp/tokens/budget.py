@@ -65,9 +65,8 @@ def split_last_batch(counts: Sequence[int], remaining: int, mode: LandingMode, l
 def is_spent(remaining: int, mode: LandingMode, largest_micro_batch: int) -> bool:
     """Whether no further micro-batch belongs into a budget of which n tokens remain.
 
-    Example:
-        >>> [is_spent(60, mode, largest_micro_batch=100) for mode in ("exact", "floor", "ceil", "nearest")]
-        [False, True, False, False]
+    >>> [is_spent(60, mode, largest_micro_batch=100) for mode in ("exact", "floor", "ceil", "nearest")]
+    [False, True, False, False]
     """
     if mode == "floor":
         return remaining < max(largest_micro_batch, 1)

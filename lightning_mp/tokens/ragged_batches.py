@@ -25,10 +25,9 @@ def first_list(batch: Any) -> list[Tensor]:
 
     These may be samples, which nothing but their number would tell.
 
-    Example:
-        >>> import torch
-        >>> len(first_list({"images": [torch.zeros(3, 8, 8)] * 4, "text": "abc"})), first_list(torch.zeros(4, 3))
-        (4, [])
+    >>> import torch
+    >>> len(first_list({"images": [torch.zeros(3, 8, 8)] * 4, "text": "abc"})), first_list(torch.zeros(4, 3))
+    (4, [])
     """
     inside: Any = batch
     while isinstance(inside, Mapping | list | tuple):

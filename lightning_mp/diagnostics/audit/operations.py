@@ -104,11 +104,10 @@ class SeenOperation:
 def identify(qualified_name: str) -> SeenOperation | None:
     """Name and kind of an operation of the dispatcher; None for what computes nothing.
 
-    Example:
-        >>> identify("aten::_softmax.out"), identify("aten::empty_like")
-        (SeenOperation(name='softmax', kind='softmax'), None)
-        >>> identify("aten::_scaled_dot_product_flash_attention_for_cpu_backward").name
-        'scaled_dot_product_attention_backward'
+    >>> identify("aten::_softmax.out"), identify("aten::empty_like")
+    (SeenOperation(name='softmax', kind='softmax'), None)
+    >>> identify("aten::_scaled_dot_product_flash_attention_for_cpu_backward").name
+    'scaled_dot_product_attention_backward'
     """
     namespace, _, rest = qualified_name.partition("::")
     name = rest.partition(".")[0].lstrip("_").removeprefix("native_").removeprefix("cudnn_").removeprefix("miopen_")
@@ -135,9 +134,8 @@ def _kind(name: str) -> Kind:
 def candidates(operation: str) -> tuple[str, ...]:
     """The operations a rule of a policy can name that may have ended in this one; none if it is of no family.
 
-    Example:
-        >>> candidates("addmm"), candidates("mse_loss"), candidates("add")
-        (('linear', 'addmm'), ('mse_loss',), ())
+    >>> candidates("addmm"), candidates("mse_loss"), candidates("add")
+    (('linear', 'addmm'), ('mse_loss',), ())
     """
     return _FROM.get(operation, (operation,) if operation in _LOSSES else ())
 
@@ -172,9 +170,8 @@ def product_sizes(operation: str, args: Sequence[Any]) -> tuple[tuple[str, int],
 
     A product of matrices is [rows, inner] @ [inner, columns]. Sizes of nested tensors that differ by part are left out.
 
-    Example:
-        >>> product_sizes("addmm", (torch.ones(5), torch.ones(2, 3), torch.ones(3, 5)))
-        (('rows', 2), ('inner', 3), ('columns', 5))
+    >>> product_sizes("addmm", (torch.ones(5), torch.ones(2, 3), torch.ones(3, 5)))
+    (('rows', 2), ('inner', 3), ('columns', 5))
     """
     if operation not in _FACTORS or operation.endswith("_backward"):
         return ()

@@ -94,9 +94,8 @@ class AuditReport:
 def dtype_label(dtype: torch.dtype) -> str:
     """The short name of a format, else torch's.
 
-    Example:
-        >>> dtype_label(torch.bfloat16), dtype_label(torch.int64)
-        ('bf16', 'int64')
+    >>> dtype_label(torch.bfloat16), dtype_label(torch.int64)
+    ('bf16', 'int64')
     """
     return _LABELS.get(dtype, str(dtype).removeprefix("torch."))
 

@@ -14,10 +14,9 @@ from lightning_mp.policy.rules import LOW, Dtype
 class RequestedPrecision:
     """What was requested.
 
-    Example:
-        >>> asked = RequestedPrecision("bf16-mixed")
-        >>> asked.is_mixed, asked.base
-        (True, 'bf16')
+    >>> asked = RequestedPrecision("bf16-mixed")
+    >>> asked.is_mixed, asked.base
+    (True, 'bf16')
     """
 
     precision: str

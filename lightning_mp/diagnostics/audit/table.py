@@ -116,12 +116,11 @@ def join_stages(reports: Sequence[AuditReport], names: Sequence[str]) -> AuditRe
     What a module did is taken from the stages that hold it. What all stages do alike, as the step around the model,
     counts once.
 
-    Example:
-        >>> held = ModuleRecord("head", "Linear", ("fp32",), ("bf16",), (), (), (), "off", 4)
-        >>> absent = ModuleRecord("head", "StagePlaceholder", (), (), (), (), (), "?", 0)
-        >>> reports = [AuditReport((row,), (), compiled=False, unseen=()) for row in (absent, held)]
-        >>> join_stages(reports, ["head"]).modules == (held,)
-        True
+    >>> held = ModuleRecord("head", "Linear", ("fp32",), ("bf16",), (), (), (), "off", 4)
+    >>> absent = ModuleRecord("head", "StagePlaceholder", (), (), (), (), (), "?", 0)
+    >>> reports = [AuditReport((row,), (), compiled=False, unseen=()) for row in (absent, held)]
+    >>> join_stages(reports, ["head"]).modules == (held,)
+    True
     """
     held: dict[str, list[ModuleRecord]] = {}
     calls: dict[OperationRecord, int] = {}

@@ -290,12 +290,11 @@ _LOW = ("bf16", "fp16")
 def autocast_label(device_type: str) -> str:
     """The autocast that is on, as "cpu bf16", or "off".
 
-    Example:
-        >>> with torch.autocast("cpu", torch.bfloat16):
-        ...     autocast_label("cpu")
-        'cpu bf16'
-        >>> autocast_label("cpu")
-        'off'
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     autocast_label("cpu")
+    'cpu bf16'
+    >>> autocast_label("cpu")
+    'off'
     """
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return "off"

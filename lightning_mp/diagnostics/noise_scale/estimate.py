@@ -23,9 +23,8 @@ def unbiased_estimates(
 ) -> tuple[float, float]:
     r"""Unbiased estimates of :math:`|G|^2` and :math:`\operatorname{tr}(\Sigma)` (McCandlish et al. 2018, A.1).
 
-    Example:
-        >>> unbiased_estimates(3.0, 1.5, 1 / 4, 1 / 16)  # |G|^2 = 1 and trace = 8: 1 + 8 / 4 and 1 + 8 / 16
-        (1.0, 8.0)
+    >>> unbiased_estimates(3.0, 1.5, 1 / 4, 1 / 16)  # |G|^2 = 1 and trace = 8: 1 + 8 / 4 and 1 + 8 / 16
+    (1.0, 8.0)
     """
     difference = small_inverse_size - big_inverse_size
     if not difference > 0:

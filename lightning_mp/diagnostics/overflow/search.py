@@ -53,10 +53,9 @@ class SearchResult:
 def largest_finite_scale(scale: float, is_finite: Callable[[float], bool]) -> float:
     """The largest ``scale / 2^k``, k >= 1, that is finite; by bisection.
 
-    Example:
-        >>> from lightning_mp.diagnostics.overflow.search import largest_finite_scale
-        >>> largest_finite_scale(65536.0, lambda scale: scale <= 5000)
-        4096.0
+    >>> from lightning_mp.diagnostics.overflow.search import largest_finite_scale
+    >>> largest_finite_scale(65536.0, lambda scale: scale <= 5000)
+    4096.0
     """
     too_few, enough = 0, max(1, math.ceil(math.log2(scale)))
     while enough - too_few > 1:

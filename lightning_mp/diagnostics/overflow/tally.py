@@ -11,12 +11,11 @@ class ReportTally:
     The same kind of trouble is what has the same verdict in the same module; the loss scale and a diverged run are the
     same wherever they show.
 
-    Example:
-        >>> tally = ReportTally()
-        >>> tally.is_new(OverflowReport(3, 1024.0, ["bias"])), tally.is_new(OverflowReport(4, 512.0, ["bias"]))
-        (True, False)
-        >>> tally.summary()
-        'OverflowPostMortem: 2 optimizer steps were skipped: 2 with non-finite gradients in bias (first at step 3).'
+    >>> tally = ReportTally()
+    >>> tally.is_new(OverflowReport(3, 1024.0, ["bias"])), tally.is_new(OverflowReport(4, 512.0, ["bias"]))
+    (True, False)
+    >>> tally.summary()
+    'OverflowPostMortem: 2 optimizer steps were skipped: 2 with non-finite gradients in bias (first at step 3).'
     """
 
     def __init__(self) -> None:

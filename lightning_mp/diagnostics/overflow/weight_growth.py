@@ -32,9 +32,8 @@ def weight_rms(model: nn.Module) -> Tensor:
 
     What cannot be read yet is 0 as well, and a warning says so.
 
-    Example:
-        >>> weight_rms(nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(2))).tolist()
-        [1.0, 0.0, 1.0, 0.0]
+    >>> weight_rms(nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(2))).tolist()
+    [1.0, 0.0, 1.0, 0.0]
     """
     shards = []
     warn_once = WarnOnce("OverflowPostMortem")
@@ -57,11 +56,10 @@ def largest_growth(names: Sequence[str], at_start: Sequence[float], now: Sequenc
 
     Parameters that were next to zero at the start (biases, the second factor of LoRA, LayerScale) are left out.
 
-    Example:
-        >>> largest_growth(["bias", "weight"], [0.0, 0.02], [0.5, 40.0])
-        WeightGrowth(parameter='weight', rms_at_start=0.02, rms=40.0)
-        >>> largest_growth(["weight"], [0.02], [0.2]) is None
-        True
+    >>> largest_growth(["bias", "weight"], [0.0, 0.02], [0.5, 40.0])
+    WeightGrowth(parameter='weight', rms_at_start=0.02, rms=40.0)
+    >>> largest_growth(["weight"], [0.02], [0.2]) is None
+    True
     """
     rows = [
         WeightGrowth(name, before, after)

@@ -19,10 +19,9 @@ from lightning_mp.modules.forward_wrapper import takes_hooks
 def leaf_modules(module: nn.Module) -> dict[str, nn.Module]:
     """The modules inside that hold no other modules, by name; metrics and TorchScript modules are left out.
 
-    Example:
-        >>> from torch import nn
-        >>> list(leaf_modules(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))))
-        ['0', '1.0']
+    >>> from torch import nn
+    >>> list(leaf_modules(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))))
+    ['0', '1.0']
     """
     return {
         name: inner

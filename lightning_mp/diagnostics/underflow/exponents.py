@@ -203,10 +203,9 @@ def suggested_scale(
     References:
         Micikevicius et al., "Mixed Precision Training", 2017, section 3.2, https://arxiv.org/abs/1710.03740
 
-    Example:
-        >>> import torch
-        >>> suggested_scale(ExponentHistogram.of(torch.tensor([1e-9, 3.0])), "fp16")
-        8192.0
+    >>> import torch
+    >>> suggested_scale(ExponentHistogram.of(torch.tensor([1e-9, 3.0])), "fp16")
+    8192.0
     """
     headroom = histogram.headroom_doublings(target)
     if headroom == math.inf:
@@ -218,9 +217,8 @@ def suggested_scale(
 def narrow_format(target: FormatLike) -> NumberFormat:
     """A format whose limits lie within fp32's bins.
 
-    Example:
-        >>> narrow_format(torch.float16).name
-        'fp16'
+    >>> narrow_format(torch.float16).name
+    'fp16'
     """
     row = number_format(target)
     if row.mantissa_bits >= FP32.mantissa_bits:

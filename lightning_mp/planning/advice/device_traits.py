@@ -59,10 +59,9 @@ class DeviceTraits:
 def named_device(name: str) -> DeviceTraits:
     """A device by name.
 
-    Example:
-        >>> device = named_device("T4")
-        >>> device.generation, sorted(device.formats), device.memory_bytes
-        ('Turing', ['fp16'], 16000000000)
+    >>> device = named_device("T4")
+    >>> device.generation, sorted(device.formats), device.memory_bytes
+    ('Turing', ['fp16'], 16000000000)
     """
     kind = name.strip().lower()
     if kind == "cpu":
@@ -100,9 +99,8 @@ def find_device() -> DeviceTraits:
 def generation_of(chip: str) -> str:
     """The generation of a known chip, by its short name.
 
-    Example:
-        >>> generation_of("L40S"), generation_of("GH200"), generation_of("A100")
-        ('Ada', 'Hopper', 'Ampere')
+    >>> generation_of("L40S"), generation_of("GH200"), generation_of("A100")
+    ('Ada', 'Hopper', 'Ampere')
     """
     return next((name for name, pattern in _GENERATIONS if re.match(pattern, chip)), "Ampere")
 

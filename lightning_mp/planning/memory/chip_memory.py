@@ -23,9 +23,8 @@ def _table() -> dict[str, int]:
 def chips_by_memory() -> dict[int, list[str]]:
     """Names of chips by their bytes of memory, the smallest first.
 
-    Example:
-        >>> chips_by_memory()[80 * 10**9][:2]
-        ['A100', 'A800']
+    >>> chips_by_memory()[80 * 10**9][:2]
+    ['A100', 'A800']
     """
     found: dict[int, list[str]] = {}
     for chip, size in sorted(_table().items(), key=lambda row: row[1]):
@@ -36,9 +35,8 @@ def chips_by_memory() -> dict[int, list[str]]:
 def chip_memory_bytes(chip: str) -> int | None:
     """Bytes of memory of a chip by its short name; None where it is not in the table.
 
-    Example:
-        >>> chip_memory_bytes("H100 SXM"), chip_memory_bytes("A5000")
-        (80000000000, None)
+    >>> chip_memory_bytes("H100 SXM"), chip_memory_bytes("A5000")
+    (80000000000, None)
     """
     return _table().get(chip)
 
@@ -46,11 +44,10 @@ def chip_memory_bytes(chip: str) -> int | None:
 def check_memory_bytes(memory_bytes: float) -> None:
     """Refuses gigabytes that were given as bytes.
 
-    Example:
-        >>> check_memory_bytes(80)
-        Traceback (most recent call last):
-        ...
-        ValueError: `memory_bytes` of 80 is less than a megabyte. Give 80e9 for 80 GB.
+    >>> check_memory_bytes(80)
+    Traceback (most recent call last):
+    ...
+    ValueError: `memory_bytes` of 80 is less than a megabyte. Give 80e9 for 80 GB.
     """
     positive_number(memory_bytes, "memory_bytes", unit="bytes")
     if memory_bytes < _LEAST_BYTES:

@@ -31,9 +31,8 @@ def reserved_range(live_bytes: float) -> tuple[int, int]:
     From nothing lost at all, to 30% of what is reserved lost to fragmentation (the extreme that ZeRO's authors report)
     and 1 GiB for the context and the workspaces of libraries.
 
-    Example:
-        >>> [round(bytes / 1024**3, 1) for bytes in reserved_range(10 * 1024**3)]
-        [10.0, 15.3]
+    >>> [round(bytes / 1024**3, 1) for bytes in reserved_range(10 * 1024**3)]
+    [10.0, 15.3]
     """
     return int(live_bytes), int(live_bytes / (1 - _WORST_FRAGMENTATION) + _CONTEXT_BYTES)
 

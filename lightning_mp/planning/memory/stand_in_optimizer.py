@@ -20,9 +20,8 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None) -> list[Optimizer]:
     """The optimizers of a module.
 
-    Example:
-        >>> make_optimizers(nn.Linear(2, 2), "sgd")[0].__class__.__name__
-        'SGD'
+    >>> make_optimizers(nn.Linear(2, 2), "sgd")[0].__class__.__name__
+    'SGD'
     """
     configure = getattr(module, "configure_optimizers", None)
     if optimizer is None and callable(configure):

@@ -37,10 +37,9 @@ def device_budget(
 ) -> DeviceBudget:
     """Turns device hours into FLOPs.
 
-    Example:
-        >>> budget = device_budget(1000, device="h100", mfu=0.4)
-        >>> budget.device, f"{budget.flops:.3g}"
-        ('H100 SXM', '1.42e+21')
+    >>> budget = device_budget(1000, device="h100", mfu=0.4)
+    >>> budget.device, f"{budget.flops:.3g}"
+    ('H100 SXM', '1.42e+21')
     """
     chip = chip_of(device)
     dtype = dtype_on(chip, dtype)
@@ -56,9 +55,8 @@ def device_budget(
 def dtype_on(chip: Chip, dtype: str | torch.dtype | None) -> str:
     """The format as given, or "bf16" when None, "fp16" on chips without bf16 units.
 
-    Example:
-        >>> dtype_on(chip_of("h100"), None), dtype_on(chip_of("t4"), None)
-        ('bf16', 'fp16')
+    >>> dtype_on(chip_of("h100"), None), dtype_on(chip_of("t4"), None)
+    ('bf16', 'fp16')
     """
     if dtype is None:
         dtype = "bf16" if "bf16" in chip.peak_flops else "fp16"
@@ -71,9 +69,8 @@ def dtype_on(chip: Chip, dtype: str | torch.dtype | None) -> str:
 def chip_of(device: str) -> Chip:
     """A chip by its name, with or without spaces and "RTX", or the first of a family: "h100" is "H100 SXM".
 
-    Example:
-        >>> chip_of("h100-sxm").name, chip_of("4090").name, chip_of("v100").name
-        ('H100 SXM', 'RTX 4090', 'V100 SXM2')
+    >>> chip_of("h100-sxm").name, chip_of("4090").name, chip_of("v100").name
+    ('H100 SXM', 'RTX 4090', 'V100 SXM2')
     """
     chip = find_chip(device)
     if chip is None:

@@ -65,10 +65,9 @@ def build_figure(fit: ScalingLawFit, flops: float | None = None) -> "Figure":
 def budgets_of(runs: tuple[Run, ...]) -> list[float]:
     """The budgets at which curves are drawn: where runs share one, those; else spread over all of them.
 
-    Example:
-        >>> runs = [Run(n, c / (6 * n), 3.0) for c in (1e18, 1e19) for n in (1e7, 2e7, 3e7)]
-        >>> [f"{budget:.0e}" for budget in budgets_of(tuple(runs))]
-        ['1e+18', '1e+19']
+    >>> runs = [Run(n, c / (6 * n), 3.0) for c in (1e18, 1e19) for n in (1e7, 2e7, 3e7)]
+    >>> [f"{budget:.0e}" for budget in budgets_of(tuple(runs))]
+    ['1e+18', '1e+19']
     """
     groups: list[list[float]] = []
     for flops in sorted(run.flops for run in runs):

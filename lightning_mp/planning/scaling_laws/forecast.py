@@ -128,9 +128,8 @@ def forecast_loss(
 def forecast_seconds(seconds: Sequence[float], tokens: Sequence[float], at_tokens: float) -> SecondsForecast:
     """Forecasts the seconds from the last point until ``at_tokens``, from recent throughput.
 
-    Example:
-        >>> forecast_seconds([0.0, 1.0, 2.0], [0, 100, 200], 1000).seconds
-        8.0
+    >>> forecast_seconds([0.0, 1.0, 2.0], [0, 100, 200], 1000).seconds
+    8.0
     """
     if len(seconds) != len(tokens) or len(seconds) < 2:
         raise ValueError(

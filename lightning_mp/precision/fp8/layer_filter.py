@@ -39,9 +39,8 @@ class Float8Layer:
 def check_skip(skip: Iterable[Float8Skip]) -> Collection[Float8Skip]:
     """The argument of ``Float8Precision``; one entry may be given without a list.
 
-    Example:
-        >>> check_skip(["head", nn.MultiheadAttention])
-        ['head', <class 'torch.nn.modules.activation.MultiheadAttention'>]
+    >>> check_skip(["head", nn.MultiheadAttention])
+    ['head', <class 'torch.nn.modules.activation.MultiheadAttention'>]
     """
     entries = [skip] if isinstance(skip, str | type) else list(skip) if isinstance(skip, Iterable) else [None]
     if not all(isinstance(entry, str | type) for entry in entries):
@@ -93,10 +92,9 @@ def choose_float8_layers(
 def summarise_float8_layers(layers: Sequence[Float8Layer]) -> str:
     """How many layers multiply in fp8, and why the others do not, in one line.
 
-    Example:
-        >>> model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10))
-        >>> summarise_float8_layers(choose_float8_layers(model))
-        '1 of 3 Linear layers; not 0 (it is the first Linear), 2 (out_features is 10, no multiple of 16)'
+    >>> model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10))
+    >>> summarise_float8_layers(choose_float8_layers(model))
+    '1 of 3 Linear layers; not 0 (it is the first Linear), 2 (out_features is 10, no multiple of 16)'
     """
     skipped = [f"{layer.name} ({layer.skipped_because})" for layer in layers if layer.skipped_because is not None]
     others = f"; not {', '.join(skipped)}" if skipped else ""
