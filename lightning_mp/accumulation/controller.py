@@ -247,11 +247,11 @@ class AccumulationController(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
-        if self.settings.weighting is None:
+        settings = self.settings
+        if settings.weighting is None:
             return
         if self._meter is not None and self._meter.has_trimmed:
             self._meter.restore_labels()
-        settings = self.settings
         if settings.follows_trainer:
             if not pl_module.automatic_optimization:
                 return
