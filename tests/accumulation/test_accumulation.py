@@ -12,6 +12,7 @@ from small_models import (
     Regression,
     TokenModel,
     adamw,
+    fit,
     fused_adamw,
     loader,
     quiet_trainer,
@@ -47,7 +48,7 @@ class Steps(Callback):
 def run(module: pl.LightningModule, batches: list[Any], scheduler: Callback | None, **arguments: Any) -> Steps:
     steps = Steps()
     callbacks = [steps, *([scheduler] if scheduler is not None else [])]
-    quiet_trainer(callbacks=callbacks, **arguments).fit(module, loader(batches))
+    fit(module, batches, callbacks=callbacks, **arguments)
     return steps
 
 
@@ -155,8 +156,7 @@ def test_a_fused_step_divides_by_the_count_without_writing_gradients() -> None:
     module, reference = TokenModel(fused_adamw), TokenModel(fused_adamw)
     plugins = [AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))]
     counter = CountGradientTraffic(module)
-    trainer = quiet_trainer(plugins=plugins, callbacks=[counter, AccumulationScheduler({0: 2})], gradient_clip_val=0.1)
-    trainer.fit(module, loader(batches))
+    fit(module, batches, counter, AccumulationScheduler({0: 2}), plugins=plugins, gradient_clip_val=0.1)
     stepped = counter.rows[5]
     assert (stepped.passes, stepped.kernels) == (1.0, {"aten::_foreach_norm": 1})
 
@@ -190,7 +190,7 @@ def test_token_weights_add_no_host_wait(waits_expected: int) -> None:
     callbacks = [counter, AccumulationScheduler({0: 2}), ChinchillaBudget(tokens=100_000)]
     plugins = [AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))]
     with pytest.warns(UserWarning, match="of 100,000 budgeted tokens"):
-        quiet_trainer(plugins=plugins, callbacks=callbacks).fit(module, loader(token_batches([8] * 12)))
+        fit(module, token_batches([8] * 12), plugins=plugins, callbacks=callbacks)
     assert [row.host_waits for row in counter.rows[4:-1]] == [waits_expected] * 7
 
 
@@ -250,8 +250,7 @@ def steps_per_epoch(callback: Callback, epochs: int, num_batches: int) -> Counte
         def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
             counted[trainer.current_epoch] += 1
 
-    trainer = quiet_trainer(callbacks=[callback, Count()], max_epochs=epochs)
-    trainer.fit(Regression(), loader(regression_batches(num_batches)))
+    fit(Regression(), regression_batches(num_batches), callback, Count(), max_epochs=epochs)
     return counted
 
 
@@ -351,7 +350,7 @@ def test_callback_order_does_not_matter() -> None:
     for order in (1, -1):
         module = TokenModel(adamw)
         callbacks = [AccumulationScheduler({0: 2}), ChinchillaBudget(tokens=30)][::order]
-        quiet_trainer(callbacks=callbacks, max_epochs=-1).fit(module, loader(batches))
+        fit(module, batches, callbacks=callbacks, max_epochs=-1)
         results.append(weights(module))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)

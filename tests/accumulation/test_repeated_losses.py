@@ -8,7 +8,7 @@ import torch
 from fuzz_reference import SharpnessAware
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, fit, regression_batches, sgd, weights
 from torch import Tensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MFUMonitor
@@ -70,9 +70,7 @@ def test_one_refusal_whatever_the_precision(name: str, callback: str, precision:
         " optimizer, or remove those of them that are among the callbacks."
     )
     with pytest.raises(MisconfigurationException) as error:
-        quiet_trainer(callbacks=[CALLBACKS[callback]()], **PRECISIONS[precision]()).fit(
-            module, loader(regression_batches(6))
-        )
+        fit(module, regression_batches(6), CALLBACKS[callback](), **PRECISIONS[precision]())
     assert str(error.value) == expected
     assert (module.steps > 0) is (name == "Evaluating")
 
@@ -82,8 +80,7 @@ def test_an_optimizer_that_evaluates_once_trains_as_sgd_does(precision: str) -> 
     found = []
     for make in (lambda parameters: EvaluatingOnce(parameters, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)):
         module = Regression(make)
-        trainer = quiet_trainer(callbacks=[AccumulationScheduler({0: 2})], **PRECISIONS[precision]())
-        trainer.fit(module, loader(regression_batches(5)))
+        fit(module, regression_batches(5), AccumulationScheduler({0: 2}), **PRECISIONS[precision]())
         found.append(weights(module))
     assert all(map(torch.equal, *found))
 
@@ -92,7 +89,7 @@ def test_an_optimizer_that_evaluates_once_trains_as_sgd_does(precision: str) -> 
 def test_without_the_callbacks_they_train(name: str) -> None:
     for precision in PRECISIONS:
         module = Counting(REFUSED[name])
-        quiet_trainer(**PRECISIONS[precision]()).fit(module, loader(regression_batches(3)))
+        fit(module, regression_batches(3), **PRECISIONS[precision]())
         assert module.steps == 6
 
 
@@ -102,4 +99,4 @@ def test_what_is_known_before_the_first_step() -> None:
     assert known == {sgd: False, SharpnessAware: True, EvaluatingOnce: False}
     scaled = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=4.0))
     with pytest.raises(MisconfigurationException, match=r"^AutocastPrecision\('16-mixed'"):
-        quiet_trainer(plugins=[scaled]).fit(Regression(SharpnessAware), loader(regression_batches(2)))
+        fit(Regression(SharpnessAware), regression_batches(2), plugin=scaled)

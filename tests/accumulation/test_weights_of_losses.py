@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from small_models import ResumableLoader, loader, quiet_trainer, weights
+from small_models import ResumableLoader, fit, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,7 +50,7 @@ def joined(batches: list[list[Tensor]]) -> list[Tensor]:
 
 def fitted(loss: Loss, batches: Any, *callbacks: Callback, weight_by: Any = "loss", **arguments: Any) -> list[Tensor]:
     module, plugin = OneLoss(loss), AutocastPrecision("bf16-mixed", weight_by=weight_by)
-    quiet_trainer(plugins=[plugin], callbacks=list(callbacks), **arguments).fit(module, loader(batches))
+    fit(module, batches, *callbacks, plugin=plugin, **arguments)
     return weights(module)
 
 
@@ -116,7 +116,7 @@ def test_without_weights_it_is_lightnings_to_the_bit(reduction: str) -> None:
 
     batches = labelled((2, 7, 3))
     module = OneLoss(loss)
-    quiet_trainer(precision="bf16-mixed", accumulate_grad_batches=2).fit(module, loader(batches))
+    fit(module, batches, precision="bf16-mixed", accumulate_grad_batches=2)
     weight_by = "loss" if reduction == "sum" else None
     for callbacks in ([], [MFUMonitor(unit="sample")]):
         found = fitted(loss, batches, *callbacks, weight_by=weight_by, accumulate_grad_batches=2)
@@ -126,7 +126,7 @@ def test_without_weights_it_is_lightnings_to_the_bit(reduction: str) -> None:
 def test_equal_counts_are_lightnings_to_the_bit() -> None:
     batches = labelled((5, 5, 5, 5))
     module = OneLoss(LOSSES["classes"])
-    quiet_trainer(precision="bf16-mixed", accumulate_grad_batches=2).fit(module, loader(batches))
+    fit(module, batches, precision="bf16-mixed", accumulate_grad_batches=2)
     assert all(map(torch.equal, fitted(LOSSES["classes"], batches, accumulate_grad_batches=2), weights(module)))
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, quiet_trainer, regression_batches
 from torch.utils.data import DataLoader
 
 from lightning_mp import AccumulationScheduler
@@ -149,10 +149,10 @@ def test_a_run_without_a_limit_has_no_estimate() -> None:
 def test_a_schedule_in_tokens_cannot_be_estimated() -> None:
     scheduler = AccumulationScheduler({0: 2}, unit="token")
     with pytest.raises(ValueError, match="a schedule in tokens is not known before the run"):
-        quiet_trainer(callbacks=[scheduler]).fit(Asking(scheduler), loader(regression_batches(2)))
+        fit(Asking(scheduler), regression_batches(2), scheduler)
 
 
 def test_an_estimate_in_samples_needs_a_batch_size() -> None:
     scheduler = AccumulationScheduler({0: 2}, unit="sample")
     with pytest.raises(MisconfigurationException, match="the data loader of type DataLoader has no batch_size"):
-        quiet_trainer(callbacks=[scheduler]).fit(Asking(scheduler), loader(regression_batches(2)))
+        fit(Asking(scheduler), regression_batches(2), scheduler)

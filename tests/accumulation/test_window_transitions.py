@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, loader, quiet_trainer, regression_batches, sgd
+from small_models import Regression, fit, regression_batches, sgd
 
 from lightning_mp import AccumulationScheduler
 from lightning_mp.accumulation import windows as transitions
@@ -245,8 +245,7 @@ class Meddler(Callback):
 
 def test_settings_are_frozen_for_the_time_of_a_fit() -> None:
     meddler, scheduler = Meddler(), AccumulationScheduler({0: 2})
-    trainer = quiet_trainer(max_steps=1, callbacks=[meddler, scheduler])
-    trainer.fit(Regression(sgd), loader(regression_batches(2)))
+    trainer = fit(Regression(sgd), regression_batches(2), meddler, scheduler, max_steps=1)
     assert meddler.refusal == (
         "AccumulationSettings.budget cannot be set to TokenBudget(tokens=10, landing='exact', makes_up_for_skips=False,"
         " trim=None) during a fit: optimizer steps before and after the change would be made differently. Set it in a"

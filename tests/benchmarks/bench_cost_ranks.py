@@ -15,7 +15,7 @@ from bench_cost_counts import CONFIG, our_plugin, stock_plugin
 from gloo import process_group, run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from small_models import loader, quiet_trainer
+from small_models import fit
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -89,8 +89,7 @@ def _batches(rank: int) -> Iterator[list[Tensor]]:
 def _under_lightning(rank: int, ranks: int, strategy: Any, plugin: Any, module: Any, **arguments: Any) -> Wire:
     counted = CountedWindow()
     callbacks = [counted, *arguments.pop("callbacks", [])]
-    trainer = quiet_trainer(devices=ranks, strategy=strategy, plugins=[plugin], callbacks=callbacks, **arguments)
-    trainer.fit(module, loader(list(_batches(rank))))
+    fit(module, list(_batches(rank)), devices=ranks, strategy=strategy, plugin=plugin, callbacks=callbacks, **arguments)
     assert counted.wire is not None
     return counted.wire
 

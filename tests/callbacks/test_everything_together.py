@@ -11,7 +11,7 @@ import torch
 from gradient_counter import CountGradientTraffic
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from small_models import TokenModel, adamw, fused_adamw, loader, quiet_trainer, token_batches, weights
+from small_models import TokenModel, adamw, fit, fused_adamw, loader, quiet_trainer, token_batches, weights
 from torch.optim import lr_scheduler
 
 from lightning_mp import (
@@ -85,7 +85,7 @@ def waits_of_the_module() -> int:
 
     module = Scheduled(fused_adamw)
     counter = InsideOfTheStepToo(module)
-    quiet_trainer(callbacks=[counter]).fit(module, loader(token_batches(LENGTHS[:8])))
+    fit(module, token_batches(LENGTHS[:8]), counter)
     [waits] = {row.host_waits for row in counter.rows[2:-2]}
     return waits
 
@@ -126,7 +126,7 @@ def test_noise_scale_adds_one_pass_and_no_wait() -> None:
     module = Scheduled(fused_adamw)
     counter = CountGradientTraffic(module)
     callbacks = [counter, *monitors(), GradientNoiseScale(), AccumulationScheduler({0: 2})]
-    quiet_trainer(plugins=[plugin()], callbacks=callbacks).fit(module, loader(token_batches(LENGTHS)))
+    fit(module, token_batches(LENGTHS), plugin=plugin(), callbacks=callbacks)
     rows = counter.rows[4:-2]
     assert {row.host_waits for row in rows} == {waits_of_the_module()}
     # Of each window of two, the norm of the first micro-batch's gradient, and the one pass before the step.
@@ -196,8 +196,7 @@ def test_callbacks_that_watch_the_same_operations_do_not_disturb_each_other(orde
     """The audit ends before others that watch the first micro-batch, and the noise scale computes in between."""
 
     def train(*callbacks: Callback) -> None:
-        trainer = quiet_trainer(plugins=[plugin()], callbacks=list(callbacks)[::order], max_epochs=1)
-        trainer.fit(Scheduled(adamw), loader(token_batches(LENGTHS)))
+        fit(Scheduled(adamw), token_batches(LENGTHS), plugin=plugin(), callbacks=list(callbacks)[::order], max_epochs=1)
 
     audit, monitor, noise = PrecisionAudit(), MFUMonitor(), GradientNoiseScale()
     train(audit, noise, monitor, ActivationCheckpointing("head"), AccumulationScheduler({0: 2}))

@@ -13,7 +13,7 @@ import pytorch_lightning
 from gloo import RankError, run_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches
 
 from lightning_mp.callbacks.rank_watchdog import RankWatchdog
 from lightning_mp.distributed.heartbeat import EXIT_CODE, RankReport, describe, find_hung
@@ -68,7 +68,7 @@ def train(
         sys.stderr = log.open("a")
     callbacks = (*callbacks, RankWatchdog(timeout_seconds=timeout_seconds))
     strategy = strategy if num_ranks > 1 else "auto"
-    quiet_trainer(devices=num_ranks, strategy=strategy, callbacks=list(callbacks)).fit(Regression(), loader(BATCHES))
+    fit(Regression(), BATCHES, *callbacks, devices=num_ranks, strategy=strategy)
 
 
 @pytest.mark.parametrize(

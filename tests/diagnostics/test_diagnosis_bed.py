@@ -11,7 +11,7 @@ import torch
 from diagnoses import diagnose
 from innocent_models import INNOCENT_MODELS
 from planted_causes import PLANTED_CAUSES, PlantedCause
-from small_models import loader, quiet_trainer
+from small_models import fit
 
 from lightning_mp import AutocastPrecision, LossScaler, UnderflowMonitor
 
@@ -90,7 +90,6 @@ def test_the_suggested_scale_is_half_the_largest_that_works(name: str) -> None:
     model, real = INNOCENT_MODELS[name], largest_finite_scale(name)
     for precision in model.precisions:
         monitor = UnderflowMonitor(every_n_steps=1)
-        trainer = quiet_trainer(plugins=[plugin(precision)], callbacks=[monitor])
-        trainer.fit(model.make(), loader(model.batches(1)))
+        fit(model.make(), model.batches(1), monitor, plugin=plugin(precision))
         assert monitor.suggested_scale is not None
         assert real / 2 <= monitor.suggested_scale <= real, (precision, real)

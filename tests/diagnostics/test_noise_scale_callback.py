@@ -16,6 +16,7 @@ from small_models import (
     Regression,
     ResumableLoader,
     TokenModel,
+    fit,
     loader,
     quiet_trainer,
     regression_batches,
@@ -122,7 +123,7 @@ def test_norms_are_those_of_true_gradients(name: str, optimizer: Any, scheduled:
         else {"callbacks": [callback], "accumulate_grad_batches": 4}
     )
     clip = {} if name.startswith("stock") and optimizer is still_fused else {"gradient_clip_val": 1e-3}
-    quiet_trainer(plugins=PLUGINS[name](), **accumulation, **clip).fit(module, loader(batches))
+    fit(module, batches, plugins=PLUGINS[name](), **accumulation, **clip)
     expected = by_hand(Regression(), in_windows(batches, 4))
     tolerance = 1e-5 if name == "stock fp32" else 0.03 if "bf16" in name or name == "masters" else 0.01
     assert torch.tensor(callback.given) == pytest.approx(torch.tensor(expected), rel=tolerance)
@@ -133,8 +134,7 @@ def test_norms_are_those_of_true_gradients(name: str, optimizer: Any, scheduled:
 def test_parameters_in_no_optimizer_have_no_part_in_either_norm(name: str) -> None:
     batches = regression_batches(8)
     callback = Recording()
-    trainer = quiet_trainer(plugins=PLUGINS[name](), callbacks=[callback], accumulate_grad_batches=2)
-    trainer.fit(Regression(still_last_layer), loader(batches))
+    fit(Regression(still_last_layer), batches, callback, plugins=PLUGINS[name](), accumulate_grad_batches=2)
     frozen = Regression()
     frozen.net[0].requires_grad_(False)
     expected = by_hand(frozen, in_windows(batches, 2))
@@ -149,7 +149,7 @@ def test_weights_of_micro_batches_leave_no_trace_in_the_small_gradient(weight_by
     batches = token_batches([6, 3, 11, 2, 12, 5])
     module, callback = TokenModel(still), Recording()
     scheduler = AccumulationScheduler({0: 2}, weight_by=weight_by)
-    quiet_trainer(plugins=PLUGINS[name](), callbacks=[scheduler, callback]).fit(module, loader(batches))
+    fit(module, batches, scheduler, callback, plugins=PLUGINS[name]())
 
     def tokens(batch: Any) -> int:
         return int((batch[1] != -100).sum())
@@ -171,7 +171,7 @@ def test_weights_of_micro_batches_leave_no_trace_in_the_small_gradient(weight_by
 )
 def test_samples_are_not_called_tokens(counting: Any) -> None:
     callback = Recording()
-    quiet_trainer(callbacks=[*counting(), callback]).fit(Regression(still), loader(regression_batches(6)))
+    fit(Regression(still), regression_batches(6), *counting(), callback)
     assert [tokens for *_, tokens in callback.given] == [0.0] * 3
 
 
@@ -180,7 +180,7 @@ def test_samples_are_not_called_tokens(counting: Any) -> None:
 def test_skipped_steps_are_left_out(name: str, optimizer: Any) -> None:
     batches = regression_batches(8)
     module, callback = Regression(optimizer, overflows=[2]), Recording()
-    quiet_trainer(plugins=PLUGINS[name](), callbacks=[callback], accumulate_grad_batches=2).fit(module, loader(batches))
+    fit(module, batches, callback, plugins=PLUGINS[name](), accumulate_grad_batches=2)
     windows = in_windows(batches, 2)
     expected = by_hand(Regression(), [windows[0], *windows[2:]])
     assert torch.tensor(callback.given) == pytest.approx(torch.tensor(expected), rel=0.01)
@@ -190,8 +190,7 @@ def test_another_monitor_on_a_stock_plugin_does_not_disturb() -> None:
     given = []
     for others in ([], [OverflowMonitor()]):
         callback = Recording()
-        trainer = quiet_trainer(callbacks=[callback, *others], plugins=[stock_fp16()], accumulate_grad_batches=2)
-        trainer.fit(Regression(still), loader(regression_batches(6)))
+        fit(Regression(still), regression_batches(6), callback, *others, plugin=stock_fp16(), accumulate_grad_batches=2)
         given.append(callback.given)
     assert given[0] == given[1]
     assert len(given[0]) == 3
@@ -330,7 +329,7 @@ def test_samples_of_batches_without_a_tensor_are_those_of_a_count(arguments: dic
 def test_where_no_samples_can_be_counted_the_run_goes_on_without_an_estimate() -> None:
     callback, module, plain = Recording(), OnGraphs(), OnGraphs()
     graphs = [Graph(*batch) for batch in regression_batches(4)]
-    quiet_trainer(accumulate_grad_batches=2).fit(plain, loader(graphs))
+    fit(plain, graphs, accumulate_grad_batches=2)
     trainer = quiet_trainer(callbacks=[callback], accumulate_grad_batches=2)
     message = (
         r"no estimate for now: No samples .* type 'Graph'.* Pass count=, a function from a batch to its number of s"
@@ -402,8 +401,7 @@ def test_known_noise_is_found_within_a_tenth_after_400_windows() -> None:
     true /= true.norm()
     samples = true + torch.randn(1600, 4, 64, generator=generator) * (20 / 64) ** 0.5
     callback = GradientNoiseScale()
-    trainer = quiet_trainer(callbacks=[callback], accumulate_grad_batches=4)
-    trainer.fit(KnownNoise(), loader(list(samples)))
+    trainer = fit(KnownNoise(), list(samples), callback, accumulate_grad_batches=4)
     estimate = callback.estimate
     assert estimate is not None
     assert estimate.windows == 400
@@ -480,8 +478,7 @@ def operations_per_window(layers: int, callbacks: list[Callback], plugins: list[
             if batch_idx in (4, 8):
                 (mode.__enter__ if batch_idx == 4 else lambda: mode.__exit__(None, None, None))()
 
-    trainer = quiet_trainer(callbacks=[*callbacks, Counting()], plugins=plugins, accumulate_grad_batches=4)
-    trainer.fit(module, loader(regression_batches(12)))
+    fit(module, regression_batches(12), *callbacks, Counting(), plugins=plugins, accumulate_grad_batches=4)
     return mode.operations
 
 
@@ -509,7 +506,7 @@ def test_gradients_that_were_not_empty_before_have_no_part_in_the_small_one(set_
                 parameter.grad = None if set_to_none else torch.ones_like(parameter)
 
     callback = Recording()
-    quiet_trainer(callbacks=[callback], accumulate_grad_batches=2).fit(Keeps(still), loader(batches))
+    fit(Keeps(still), batches, callback, accumulate_grad_batches=2)
     expected = by_hand(Regression(), in_windows(batches, 2))
     assert [row[0] for row in callback.given] == pytest.approx([row[0] for row in expected], rel=1e-5)
 
@@ -541,7 +538,7 @@ def test_manual_optimization_is_refused() -> None:
     module = Regression(still)
     module.automatic_optimization = False
     with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
-        quiet_trainer(callbacks=[GradientNoiseScale()]).fit(module, loader(regression_batches(2)))
+        fit(module, regression_batches(2), GradientNoiseScale())
 
 
 @pytest.mark.parametrize("steps", [1, -3, 2.5, True, "100"])
@@ -604,14 +601,12 @@ def test_hooks_are_taken_away_and_gradients_are_not_touched() -> None:
 
     module = Regression()
     with pytest.raises(RuntimeError, match="planted"):
-        quiet_trainer(callbacks=[GradientNoiseScale(), Fails()], accumulate_grad_batches=2).fit(
-            module, loader(regression_batches(8))
-        )
+        fit(module, regression_batches(8), GradientNoiseScale(), Fails(), accumulate_grad_batches=2)
     assert not any(p._backward_hooks for p in module.parameters())
     weights = []
     for callbacks in ([], [GradientNoiseScale()]):
         module = Regression()
-        quiet_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(module, loader(regression_batches(8)))
+        fit(module, regression_batches(8), callbacks=callbacks, accumulate_grad_batches=2)
         weights.append([p.detach().clone() for p in module.parameters()])
         assert not any(p._backward_hooks for p in module.parameters())
     assert all(map(torch.equal, *weights))

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_overflows import Planted, TimesInBackward, TimesInForward, numbered_batches
-from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches
+from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches
 from torch import nn
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem
@@ -127,8 +127,7 @@ def test_healthy_steps_cost_nothing(replay: bool, optimizer: Any) -> None:
                     hooks.add(len(owner._forward_hooks) + len(owner._forward_pre_hooks) + len(owner._backward_hooks))
                 hooks.update(len(p._backward_hooks or ()) for p in pl_module.parameters())
 
-        trainer = quiet_trainer(plugins=[ours()], callbacks=[counter, *callbacks, Hooks()], accumulate_grad_batches=2)
-        trainer.fit(module, loader(regression_batches(8)))
+        fit(module, regression_batches(8), counter, *callbacks, Hooks(), plugin=ours(), accumulate_grad_batches=2)
         return counter.rows, hooks
 
     rows, hooks = count([])
@@ -144,8 +143,7 @@ def test_batches_are_let_go() -> None:
             held.append(sum(len(window) for window in post_mortem._windows.values()))
 
     post_mortem = OverflowPostMortem(replay=True)
-    trainer = quiet_trainer(plugins=[ours()], callbacks=[post_mortem, Held()], accumulate_grad_batches=3)
-    trainer.fit(Regression(fused_adamw), loader(regression_batches(12)))
+    fit(Regression(fused_adamw), regression_batches(12), post_mortem, Held(), plugin=ours(), accumulate_grad_batches=3)
     # Two windows with a fused optimizer, less what the outcome of the first has let go.
     assert max(held) == 5
     assert post_mortem._windows == {}
@@ -153,8 +151,7 @@ def test_batches_are_let_go() -> None:
 
 def test_no_hook_is_left_behind(tmp_path: Path) -> None:
     module = Planted(partial(TimesInBackward, factor=math.inf), optimizer=fused_adamw)
-    trainer = quiet_trainer(plugins=[ours()], callbacks=[OverflowPostMortem(replay=True, dirpath=tmp_path)])
-    trainer.fit(module, loader(numbered_batches(5)))
+    fit(module, numbered_batches(5), OverflowPostMortem(replay=True, dirpath=tmp_path), plugin=ours())
     for owner in module.modules():
         assert len(owner._forward_hooks) + len(owner._forward_pre_hooks) == 0
     assert not any(p._backward_hooks for p in module.parameters())
@@ -196,8 +193,7 @@ def test_an_outcome_that_is_told_inside_of_the_next_window_is_replayed(tmp_path:
 
     module = Planted(partial(TimesInBackward, factor=math.inf), optimizer=fused_adamw)
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
-    trainer = quiet_trainer(plugins=[ours()], callbacks=[post_mortem, Settles()], accumulate_grad_batches=2)
-    trainer.fit(module, loader(numbered_batches(8)))
+    fit(module, numbered_batches(8), post_mortem, Settles(), plugin=ours(), accumulate_grad_batches=2)
     (report,) = post_mortem.reports
     assert (report.step_index, report.note) == (1, "")
     assert report.findings[0].first_overflow.module == "body.1.place"
@@ -229,15 +225,13 @@ def test_no_graph_is_kept_of_a_batch_that_is_over() -> None:
             tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
             kept.append(sum(tensor.grad_fn is not None for tensor in tensors))
 
-    trainer = quiet_trainer(plugins=[ours()], callbacks=[OverflowPostMortem(replay=True), Graphs()])
-    trainer.fit(Regression(fused_adamw), loader(regression_batches(4)))
+    fit(Regression(fused_adamw), regression_batches(4), OverflowPostMortem(replay=True), Graphs(), plugin=ours())
     assert kept == [kept[0]] * 4
 
 
 def test_the_folder_is_made(tmp_path: Path) -> None:
     post_mortem = OverflowPostMortem(dirpath=tmp_path / "not" / "there")
-    trainer = quiet_trainer(plugins=[ours()], callbacks=[post_mortem])
-    trainer.fit(Planted(partial(TimesInBackward, factor=math.inf)), loader(numbered_batches(4)))
+    fit(Planted(partial(TimesInBackward, factor=math.inf)), numbered_batches(4), post_mortem, plugin=ours())
     assert (tmp_path / "not" / "there" / "overflow_step_2.json").is_file()
 
 
@@ -265,8 +259,7 @@ def test_a_replay_that_cannot_be_made_is_reported_and_the_run_goes_on(tmp_path: 
 
     module = Once(partial(TimesInBackward, factor=math.inf))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
-    trainer = quiet_trainer(plugins=[ours()], callbacks=[post_mortem])
-    trainer.fit(module, loader(numbered_batches(5)))
+    trainer = fit(module, numbered_batches(5), post_mortem, plugin=ours())
     assert "RuntimeError: only once" in post_mortem.reports[0].note
     assert trainer.global_step == 5
 
@@ -280,7 +273,7 @@ def test_a_replay_says_nothing_that_the_module_said_before(tmp_path: Path) -> No
     module = Warns(partial(TimesInBackward, factor=math.inf))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
     with pytest.warns(UserWarning, match="mine") as caught:
-        quiet_trainer(plugins=[ours()], callbacks=[post_mortem]).fit(module, loader(numbered_batches(4)))
+        fit(module, numbered_batches(4), post_mortem, plugin=ours())
     assert module.num_calls == 4
     assert len(post_mortem.reports[0].findings) == 1
     assert sorted(str(w.message) for w in caught if "mine" in str(w.message)) == [f"mine {i}" for i in range(4)]
@@ -296,8 +289,7 @@ def test_gradients_are_on_in_a_replay_wherever_it_is_made() -> None:
 def test_replays_are_limited(tmp_path: Path) -> None:
     module = Planted(partial(TimesInBackward, factor=math.inf), planted=range(5))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path, max_replays=2)
-    trainer = quiet_trainer(plugins=[ours()], callbacks=[post_mortem])
-    trainer.fit(module, loader(numbered_batches(5)))
+    fit(module, numbered_batches(5), post_mortem, plugin=ours())
     assert [len(report.findings) for report in post_mortem.reports] == [1, 1, 0, 0, 0]
     assert post_mortem.reports[2].note == "Not replayed: max_replays=2 steps were."
     assert post_mortem.reports[2].parameters
@@ -307,7 +299,7 @@ def test_every_fit_has_its_own_number_of_replays(tmp_path: Path) -> None:
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path, max_replays=1)
     for _ in range(2):
         module = Planted(partial(TimesInBackward, factor=math.inf))
-        quiet_trainer(plugins=[ours()], callbacks=[post_mortem]).fit(module, loader(numbered_batches(4)))
+        fit(module, numbered_batches(4), post_mortem, plugin=ours())
     assert [len(report.findings) for report in post_mortem.reports] == [1, 1]
 
 

@@ -8,7 +8,7 @@ from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from small_models import TokenModel, adamw, fused_adamw, loader, quiet_trainer, sgd, token_batches
+from small_models import TokenModel, adamw, fit, fused_adamw, sgd, token_batches
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -64,8 +64,7 @@ def ddp() -> DDPStrategy:
 
 def observe(rank: int, module: Any, strategy: Any, plugins: Any, *callbacks: Callback, **settings: Any) -> Any:
     monitor = UnderflowMonitor(every_n_steps=2, **settings)
-    trainer = quiet_trainer(devices=2, strategy=strategy, plugins=plugins, callbacks=[monitor, *callbacks])
-    trainer.fit(module, loader(token_batches(COUNTS[rank])))
+    fit(module, token_batches(COUNTS[rank]), monitor, *callbacks, devices=2, strategy=strategy, plugins=plugins)
     return monitor
 
 

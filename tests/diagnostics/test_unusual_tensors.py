@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from small_models import WIDTH, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import WIDTH, fit, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import (
@@ -68,8 +68,7 @@ def half_batched(body: nn.Module, x: Tensor) -> Tensor:
 
 def trained(module: Net, *callbacks: Callback, plugin: str | None = None) -> list[Tensor]:
     plugins = [AutocastPrecision(plugin)] if plugin is not None else []
-    trainer = quiet_trainer(callbacks=list(callbacks), plugins=plugins)
-    trainer.fit(module, loader(regression_batches(3)))
+    fit(module, regression_batches(3), *callbacks, plugins=plugins)
     return weights(module)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradient_counter import CountGradientTraffic
 from memory_logger import MemoryLogger
-from small_models import TokenModel, fused_adamw, loader, quiet_trainer, token_batches
+from small_models import TokenModel, fit, fused_adamw, loader, quiet_trainer, token_batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -79,8 +79,7 @@ def train(
     """Of each optimizer step what was logged; where nothing was, there is no row."""
     clock, logger = Clock(), MemoryLogger()
     made = monitor(clock, **(arguments or {}))
-    runner = quiet_trainer(callbacks=[made, *others], logger=logger, log_every_n_steps=1, **trainer)
-    runner.fit(Timed(clock, seconds), loader(batches(rows)))
+    runner = fit(Timed(clock, seconds), batches(rows), made, *others, logger=logger, log_every_n_steps=1, **trainer)
     return made, [row for _, row in logger.ours()], runner
 
 
@@ -136,7 +135,7 @@ def test_padding_is_counted_for_the_devices_and_not_for_use() -> None:
     batch = {"x": x, "labels": torch.where(mask.bool() & (torch.arange(5) > 1), 1, -100), "attention_mask": mask}
     clock = Clock()
     made = monitor(clock)
-    quiet_trainer(callbacks=[made]).fit(Timed(clock, [1.0] * 3), loader([batch] * 3))
+    fit(Timed(clock, [1.0] * 3), [batch] * 3, made)
     assert made.total.tokens_per_second == 10.0
     assert made.total.nonpad_tokens_per_second == 7.0
     assert made.total.mfu == FLOPS_PER_TOKEN * 10 / PEAK
@@ -165,8 +164,7 @@ def test_skipped_steps_are_waste(ours: bool, optimizer: Any) -> None:
 def test_a_trimmed_last_window_and_a_shared_counter() -> None:
     clock = Clock()
     made, budget = monitor(clock), ChinchillaBudget(tokens=25)
-    trainer = quiet_trainer(callbacks=[budget, made], max_epochs=-1)
-    trainer.fit(Timed(clock, [1.0] * 9), loader(batches([2] * 9)))
+    fit(Timed(clock, [1.0] * 9), batches([2] * 9), budget, made, max_epochs=-1)
     assert budget.tokens_seen == 25
     assert made.throughput.totals.input_tokens == 30
 
@@ -192,7 +190,7 @@ class Checkpointed(Timed):
 def test_hfu_adds_what_is_run_again(given: Any, model: int) -> None:
     clock = Clock()
     made = monitor(clock, flops_per_token=given)
-    quiet_trainer(callbacks=[made]).fit(Checkpointed(clock, [1.0] * 3), loader(batches([2] * 3)))
+    fit(Checkpointed(clock, [1.0] * 3), batches([2] * 3), made)
     assert made.total.mfu == pytest.approx(model * 10 / PEAK, rel=1e-12)
     assert made.total.hfu == pytest.approx((model + 2 * 128) * 10 / PEAK, rel=1e-12)
 
@@ -291,7 +289,7 @@ def test_a_checkpoint_knows_that_the_step_before_it_was_skipped(tmp_path: Any) -
     ]
     plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1.0))
     module = Timed(clock, [1.0] * 5, fused_adamw, overflows=(2,))
-    quiet_trainer(callbacks=callbacks, plugins=[plugin]).fit(module, loader(batches([2] * 5)))
+    fit(module, batches([2] * 5), callbacks=callbacks, plugin=plugin)
     saved = torch.load(path, weights_only=True)["callbacks"]["MFUMonitor"]
     assert (saved["input_tokens"], saved["useful_tokens"]) == (30, 20)
 
@@ -330,7 +328,7 @@ def test_after_an_exception_nothing_counts_and_nothing_is_in_the_way() -> None:
     clock = Clock()
     made = monitor(clock)
     with pytest.raises(RuntimeError, match="planted"):
-        quiet_trainer(callbacks=[made]).fit(Breaks(clock, [1.0]), loader(batches([1])))
+        fit(Breaks(clock, [1.0]), batches([1]), made)
     torch.ones(2, 2) @ torch.ones(2, 2)
     assert made._tally is None
 
@@ -344,9 +342,9 @@ def test_time_between_a_fit_that_failed_and_the_next_is_not_counted() -> None:
     clock = Clock()
     made = monitor(clock)
     with pytest.raises(RuntimeError, match="planted"):
-        quiet_trainer(callbacks=[made]).fit(Breaks(clock, [1.0] * 3), loader(batches([2] * 3)))
+        fit(Breaks(clock, [1.0] * 3), batches([2] * 3), made)
     clock.now += 1000.0
-    quiet_trainer(callbacks=[made]).fit(Timed(clock, [1.0] * 3), loader(batches([2] * 3)))
+    fit(Timed(clock, [1.0] * 3), batches([2] * 3), made)
     assert made.throughput.totals.seconds == 1.0 + 2.0
 
 
@@ -355,11 +353,11 @@ def test_operations_of_an_earlier_fit_are_not_those_of_compiled_code() -> None:
     """What it runs again cannot be counted, so there is no HFU."""
     clock = Clock()
     made = monitor(clock, flops_per_token="6N")
-    quiet_trainer(callbacks=[made]).fit(Timed(clock, [1.0] * 3), loader(batches([2] * 3)))
+    fit(Timed(clock, [1.0] * 3), batches([2] * 3), made)
     assert made.throughput.work.hardware_flops_per_token is not None
     compiled = Timed(clock, [1.0] * 3)
     compiled.head.compile(backend="eager")
-    quiet_trainer(callbacks=[made]).fit(compiled, loader(batches([2] * 3)))
+    fit(compiled, batches([2] * 3), made)
     assert made.throughput.work.model_flops_per_token is not None
     assert made.throughput.work.hardware_flops_per_token is None
 
@@ -372,8 +370,7 @@ def test_a_micro_batch_without_a_loss_is_not_the_one_that_counts() -> None:
 
     clock = Clock()
     made = monitor(clock)
-    trainer = quiet_trainer(callbacks=[made])
-    trainer.fit(SkipsFirst(clock, [1.0] * 4), loader(batches([2] * 5)))
+    fit(SkipsFirst(clock, [1.0] * 4), batches([2] * 5), made)
     assert made.throughput.work.model_flops_per_token == FLOPS_PER_TOKEN
 
 
@@ -407,10 +404,10 @@ def test_compiled_code_cannot_be_counted_and_is_refused() -> None:
             self.head.compile()
 
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="cannot see into code compiled by"):
-        quiet_trainer(callbacks=[MFUMonitor()]).fit(Compiled(), loader(batches([1])))
+        fit(Compiled(), batches([1]), MFUMonitor())
     # Conventions count per token, and are refused for samples.
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=r"\.model / samples\)\.$"):
-        quiet_trainer(callbacks=[MFUMonitor(unit="sample")]).fit(Compiled(), loader(batches([1])))
+        fit(Compiled(), batches([1]), MFUMonitor(unit="sample"))
 
 
 class Pictures(pl.LightningModule):
@@ -433,11 +430,11 @@ PICTURES = [[torch.ones(3, 4), torch.ones(3)]] * 3
 
 def test_a_batch_without_tokens_is_refused_and_samples_can_be_counted() -> None:
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="to its number of tokens, or unit"):
-        quiet_trainer(callbacks=[MFUMonitor()]).fit(Pictures(), loader(PICTURES))
+        fit(Pictures(), PICTURES, MFUMonitor())
     for arguments in ({"unit": "sample"}, {"count": lambda batch: len(batch[0])}):
         logger = MemoryLogger()
         made = MFUMonitor(peak_flops=PEAK, **arguments)
-        quiet_trainer(callbacks=[made], logger=logger, log_every_n_steps=1).fit(Pictures(), loader(PICTURES))
+        fit(Pictures(), PICTURES, made, logger=logger, log_every_n_steps=1)
         assert made.throughput.work.model_flops_per_token == 2 * 4 * 2  # the input needs no gradient
         assert made.throughput.totals.input_tokens == 9
         _, last = logger.ours()[-1]
@@ -466,7 +463,7 @@ def test_a_batch_without_tokens_is_refused_and_samples_can_be_counted() -> None:
 def test_a_count_that_can_be_neither_tokens_nor_samples_is_refused(arguments: Any, message: str) -> None:
     """Seen: ``count=len`` on ``[x, y]`` counted 2 whatever the batch, and gave 15 tokens a second."""
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=message):
-        quiet_trainer(callbacks=[MFUMonitor(**arguments)]).fit(Pictures(), loader(PICTURES))
+        fit(Pictures(), PICTURES, MFUMonitor(**arguments))
 
 
 def test_what_is_counted() -> None:

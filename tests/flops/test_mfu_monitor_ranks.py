@@ -7,7 +7,7 @@ import torch
 from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
-from small_models import TokenModel, loader, quiet_trainer
+from small_models import TokenModel, fit
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -53,8 +53,7 @@ def batches(rows: list[int]) -> list[Any]:
 def measured(module: Ticking, rows: list[int], strategy: Any, **arguments: Any) -> Any:
     monitor = MFUMonitor(peak_flops=PEAK, **arguments)
     monitor._clock = lambda: module.now
-    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[monitor])
-    trainer.fit(module, loader(batches(rows)))
+    fit(module, batches(rows), monitor, devices=2, strategy=strategy)
     totals = monitor.throughput.totals
     work = monitor.throughput.work
     return monitor.total, totals.input_tokens, work.model_flops_per_token, work.peak_flops_per_second

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from memory_logger import MemoryLogger
-from small_models import loader, quiet_trainer, weights
+from small_models import fit, weights
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, MFUMonitor
@@ -54,9 +54,7 @@ def segmented_pictures(sizes: tuple[int, ...] = (4, 4, 4, 4)) -> list[list[Tenso
 )
 def test_an_explicit_unit_or_count_beats_integer_labels(arguments: dict[str, Any], counted: int) -> None:
     logger, made = MemoryLogger(), MFUMonitor(peak_flops=PEAK, **arguments)
-    quiet_trainer(callbacks=[made], logger=logger, log_every_n_steps=1).fit(
-        Segmentation(), loader(segmented_pictures())
-    )
+    fit(Segmentation(), segmented_pictures(), made, logger=logger, log_every_n_steps=1)
     totals = made.throughput.totals
     assert (totals.input_tokens, totals.useful_tokens) == (counted, counted)
     per_picture = 2 * 2 * (3 * 3 * 3 * 5 * 8 * 8)  # forward and the gradient of the weight; the input needs none
@@ -68,7 +66,7 @@ def test_an_explicit_unit_or_count_beats_integer_labels(arguments: dict[str, Any
 def test_samples_weigh_micro_batches_as_where_the_scheduler_says_so() -> None:
     def trained(*callbacks: Any) -> list[Tensor]:
         module = Segmentation()
-        quiet_trainer(callbacks=list(callbacks)).fit(module, loader(segmented_pictures((4, 2, 3, 1))))
+        fit(module, segmented_pictures((4, 2, 3, 1)), *callbacks)
         return weights(module)
 
     expected = trained(AccumulationScheduler({0: 2}, weight_by="sample"))
@@ -85,9 +83,7 @@ def test_samples_weigh_micro_batches_as_where_the_scheduler_says_so() -> None:
 def test_samples_beside_tokens_are_refused(other: Any) -> None:
     message = r"MFUMonitor\(unit='sample'\) has the run counted in samples, and weight_by='token', a budget"
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=message):
-        quiet_trainer(callbacks=[MFUMonitor(unit="sample"), other()], max_epochs=-1).fit(
-            Segmentation(), loader(segmented_pictures())
-        )
+        fit(Segmentation(), segmented_pictures(), MFUMonitor(unit="sample"), other(), max_epochs=-1)
 
 
 def test_an_attention_mask_does_not_hide_samples() -> None:

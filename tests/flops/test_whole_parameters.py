@@ -8,7 +8,7 @@ import pytest
 import torch
 from cpu_fsdp import CpuFsdp
 from gloo import process_group, run_ranks
-from small_models import TokenModel, loader, quiet_trainer, token_batches
+from small_models import TokenModel, fit, loader, quiet_trainer, token_batches
 from strategy_rows import STRATEGIES
 from strategy_runs import Layout, share
 from strategy_runs import batches as rows_of
@@ -97,8 +97,7 @@ def test_a_budget_under_fsdp1_counts_what_one_process_counts(which: Counted, tie
 
     def tokens(make: Callable[[], Any], devices: int) -> tuple[int | None, int]:
         budget = ChinchillaBudget(1, parameters=which, save=False)
-        trainer = quiet_trainer(devices=devices, strategy=make(), callbacks=[budget], max_epochs=-1)
-        trainer.fit(Model(), loader(token_batches([5] * 48)))
+        fit(Model(), token_batches([5] * 48), budget, devices=devices, strategy=make(), max_epochs=-1)
         return budget.budget_tokens, budget.tokens_seen
 
     def on_rank(rank: int) -> list[tuple[int | None, int]]:
@@ -122,7 +121,7 @@ def test_layers_that_are_made_in_configure_model_count() -> None:
                 self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
 
     budget = ChinchillaBudget(1, save=False)
-    quiet_trainer(callbacks=[budget], max_epochs=-1).fit(Late(), loader(token_batches([20] * 6)))
+    fit(Late(), token_batches([20] * 6), budget, max_epochs=-1)
     assert budget.budget_tokens == 187
 
 
@@ -203,6 +202,4 @@ def test_a_budget_of_no_parameters_is_refused() -> None:
             self.requires_grad_(False)
 
     with pytest.raises(Exception, match=r"parameters='trainable'\) found no such parameters in Frozen"):
-        quiet_trainer(callbacks=[ChinchillaBudget(1, parameters="trainable")]).fit(
-            Frozen(), loader(token_batches([20] * 6))
-        )
+        fit(Frozen(), token_batches([20] * 6), ChinchillaBudget(1, parameters="trainable"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import TokenModel, loader, quiet_trainer, token_batches
+from small_models import TokenModel, fit, loader, quiet_trainer, token_batches
 from transformers import BatchEncoding, LlavaConfig, LlavaForConditionalGeneration
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
@@ -28,7 +28,7 @@ class Lbfgs(TokenModel):
 def test_lbfgs_is_refused_in_words(callback: Callback) -> None:
     module = Lbfgs()
     with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS.*Use another optimizer"):
-        quiet_trainer(callbacks=[callback]).fit(module, loader(token_batches([7] * 6)))
+        fit(module, token_batches([7] * 6), callback)
     assert module.trained_tokens == 0
 
 
@@ -44,7 +44,7 @@ def test_cached_batches_get_their_labels_back() -> None:
     batches = [BatchEncoding(dict(batch)) for batch in hf.streamed_dicts()]
     before = [batch["labels"].clone() for batch in batches]
     module = hf.LanguageModel(hf.llama())
-    quiet_trainer(max_epochs=-1, callbacks=[ChinchillaBudget(tokens=100)]).fit(module, loader(batches))
+    fit(module, batches, ChinchillaBudget(tokens=100), max_epochs=-1)
     assert module.loss_bearing_tokens == 100
     assert all(torch.equal(a, b["labels"]) for a, b in zip(before, batches, strict=True))
 
@@ -70,8 +70,7 @@ def test_a_vision_language_model_shifts_inside_too() -> None:
     vision = {**sizes, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"}
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=31)
     module = hf.LanguageModel(LlavaForConditionalGeneration(config))
-    trainer = quiet_trainer(max_epochs=-1, callbacks=[ChinchillaBudget(tokens=100)])
-    trainer.fit(module, loader(list(hf.streamed_dicts())))
+    fit(module, list(hf.streamed_dicts()), ChinchillaBudget(tokens=100), max_epochs=-1)
     assert module.loss_bearing_tokens == 100
 
 
@@ -79,7 +78,7 @@ def test_a_budget_used_for_a_second_model_counts_its_parameters() -> None:
     budget = ChinchillaBudget(0.5)
     small, large = TokenModel(), TokenModel(vocabulary=40)
     for module in (small, large):
-        quiet_trainer(max_epochs=-1, callbacks=[budget]).fit(module, loader(token_batches([7] * 6)))
+        fit(module, token_batches([7] * 6), budget, max_epochs=-1)
     assert budget.budget_tokens == round(0.5 * sum(p.numel() for p in large.parameters()))
 
 
@@ -109,8 +108,7 @@ def test_a_budget_may_be_written_as_a_float() -> None:
 
 def test_a_first_micro_batch_of_one_token_can_be_landed_on() -> None:
     module = TokenModel()
-    trainer = quiet_trainer(max_epochs=-1, callbacks=[ChinchillaBudget(tokens=30)])
-    trainer.fit(module, loader(token_batches([1] + [7] * 5)))
+    fit(module, token_batches([1] + [7] * 5), ChinchillaBudget(tokens=30), max_epochs=-1)
     assert module.trained_tokens == 30
 
 
@@ -145,5 +143,5 @@ def test_a_count_function_can_be_named_in_yaml() -> None:
 
 def test_a_plugin_forgets_the_device_of_its_last_trainer() -> None:
     plugin = AutocastPrecision("bf16-mixed")
-    quiet_trainer(plugins=[plugin]).fit(TokenModel(), loader(token_batches([7])))
+    fit(TokenModel(), token_batches([7]), plugin=plugin)
     assert plugin.device is None

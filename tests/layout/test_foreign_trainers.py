@@ -13,7 +13,7 @@ from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import MixedPrecision
 from pytorch_lightning.plugins import MixedPrecision as OtherMixedPrecision
-from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, adamw, fit, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
 from lightning_mp import (
@@ -207,8 +207,7 @@ def by_fabric(scaler: torch.amp.GradScaler) -> list[Tensor]:
 
 def by_stock_plugin(scaler: torch.amp.GradScaler) -> list[Tensor]:
     module = Regression(overflows=OVERFLOWS)
-    trainer = quiet_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
-    trainer.fit(module, loader(regression_batches(8)))
+    fit(module, regression_batches(8), plugin=MixedPrecision("16-mixed", "cpu", scaler=scaler))
     return weights(module)
 
 

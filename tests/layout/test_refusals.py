@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulation
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from refusing import refused, tokens, trains
-from small_models import ResumableLoader, TokenModel, loader, quiet_trainer
+from small_models import ResumableLoader, TokenModel, fit, loader, quiet_trainer
 
 from lightning_mp import (
     AccumulationScheduler,
@@ -332,8 +332,7 @@ def test_a_folder_of_shards_as_a_file_names_what_makes_a_file_of_it(strategy: st
 def test_a_resume_in_another_precision_is_reported_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], max_steps=1)
-    first.fit(TokenModel(), loader(tokens()))
+    first = fit(TokenModel(), tokens(), plugin=AutocastPrecision("bf16-mixed"), max_steps=1)
     first.save_checkpoint(tmp_path / "a.ckpt")
     for plugin, lines in ((AutocastPrecision("bf16-mixed"), 0), (MasterWeightsPrecision("bf16-true"), 1)):
         caplog.clear()

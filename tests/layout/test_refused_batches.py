@@ -12,15 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from refusing import Batches, refused, tokens, trains
-from small_models import (
-    Regression,
-    ResumableLoader,
-    TokenModel,
-    loader,
-    quiet_trainer,
-    regression_batches,
-    token_batches,
-)
+from small_models import Regression, ResumableLoader, TokenModel, fit, quiet_trainer, regression_batches, token_batches
 from torch import Tensor
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget
@@ -143,10 +135,9 @@ def test_samples_that_cannot_be_counted_are_refused() -> None:
         " weight_by='sample'; or weight_by='batch'. Thresholds and targets can then be in steps or tokens."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        quiet_trainer(callbacks=[AccumulationScheduler({0: 2})]).fit(WordModel(), loader(words()))
+        fit(WordModel(), words(), AccumulationScheduler({0: 2}))
     for arguments in ({"count": len}, {"weight_by": "batch"}):
-        trainer = quiet_trainer(callbacks=[AccumulationScheduler({0: 2}, **arguments)])
-        trainer.fit(WordModel(), loader(words()))
+        trainer = fit(WordModel(), words(), AccumulationScheduler({0: 2}, **arguments))
         assert trainer.global_step == 3
 
 
@@ -163,7 +154,7 @@ def test_batches_that_do_not_look_alike_are_refused() -> None:
         " All batches of a run must have the same structure; otherwise pass count=."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        quiet_trainer(callbacks=[AccumulationScheduler({0: 2})]).fit(Mixed(), loader(batches))
+        fit(Mixed(), batches, AccumulationScheduler({0: 2}))
     trains(Mixed(), batches, callbacks=[AccumulationScheduler({0: 2}, count=lambda batch: len(batch[0]))])
 
 

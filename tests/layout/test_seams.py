@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from memory_logger import MemoryLogger
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches
 from torch import nn
 from torch.amp import GradScaler
 
@@ -439,7 +439,7 @@ def test_a_replaced_list_of_callbacks_is_the_one_that_lightning_calls():
         def setup(self, trainer, pl_module, stage):
             private_api.set_callbacks(trainer, [Late(), *private_api.callbacks_of(trainer)])
 
-    quiet_trainer(callbacks=[Early()]).fit(Regression(), loader(regression_batches(2)))
+    fit(Regression(), regression_batches(2), Early())
     assert called == ["late", "late"]
 
 
@@ -486,7 +486,7 @@ def test_lightning_passes_over_a_hook_that_is_none():
 
     callback = Looking()
     callback.on_before_zero_grad = None
-    quiet_trainer(callbacks=[callback]).fit(Regression(), loader(regression_batches(2)))
+    fit(Regression(), regression_batches(2), callback)
     assert called == ["batch end"] * 2
 
 
@@ -526,8 +526,7 @@ def test_a_module_that_clips_with_its_own_numbers_reaches_the_plugin_through_the
         def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
             self.clip_gradients(optimizer, gradient_clip_val=0.125, gradient_clip_algorithm="value")
 
-    trainer = quiet_trainer(plugins=[Recording("bf16-mixed", "cpu")])
-    trainer.fit(Module(), loader(regression_batches(1)))
+    fit(Module(), regression_batches(1), plugin=Recording("bf16-mixed", "cpu"))
     assert clipped == [(0.125, "value")]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import loader, quiet_trainer
+from small_models import fit
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
@@ -168,8 +168,7 @@ class Driver(pl.LightningModule):
 
 def by_plugin(optimizer: type[Optimizer], kernel: str, sequence: Sequence) -> tuple[Optimizer, list[Tensor]]:
     module = Driver(optimizer, kernel, sequence)
-    trainer = quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=new_scaler())])
-    trainer.fit(module, loader([torch.zeros(1)]))
+    trainer = fit(module, [torch.zeros(1)], plugin=AutocastPrecision("16-mixed", scaler=new_scaler()))
     return trainer.optimizers[0], module.scales
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
-from small_models import Regression, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches, weights
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -816,8 +816,7 @@ def test_in_a_hand_written_loop_it_takes_the_place_of_grad_scaler(fused):
 
 def fit_stock(scaler, batches, **trainer_arguments):
     model = Regression(overflows=[1])
-    trainer = quiet_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], **trainer_arguments)
-    trainer.fit(model, loader(batches))
+    trainer = fit(model, batches, plugin=MixedPrecision("16-mixed", "cpu", scaler=scaler), **trainer_arguments)
     return model, trainer
 
 

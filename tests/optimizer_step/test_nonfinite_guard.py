@@ -10,7 +10,7 @@ from gradient_counter import CountGradientTraffic
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch.optim import lr_scheduler
 
 from lightning_mp import OverflowMonitor
@@ -67,8 +67,7 @@ def test_a_guarded_run_equals_one_without_the_bad_batches(plugin: str, optimizer
     batches = regression_batches(NUM_BATCHES)
     guarded = Halvable(OPTIMIZERS[optimizer], scheduler=step_lr, overflows=OVERFLOWS)
     monitor = OverflowMonitor(guard=True)
-    trainer = quiet_trainer(plugins=[PLUGINS[plugin]()], callbacks=[monitor], gradient_clip_val=clip)
-    trainer.fit(guarded, loader(batches))
+    trainer = fit(guarded, batches, monitor, plugin=PLUGINS[plugin](), gradient_clip_val=clip)
     clean = Halvable(OPTIMIZERS[optimizer], scheduler=step_lr)
     reference = quiet_trainer(plugins=[PLUGINS[plugin]()], gradient_clip_val=clip)
     reference.fit(clean, loader([batch for index, batch in enumerate(batches) if index not in OVERFLOWS]))
@@ -89,8 +88,7 @@ def test_a_guarded_run_equals_one_without_the_bad_batches(plugin: str, optimizer
 def test_without_the_guard_a_stock_bf16_run_is_lost() -> None:
     """What the guard is for; if this ever fails, Lightning has learnt to skip."""
     module = Regression(adamw, overflows=(2,))
-    trainer = quiet_trainer(plugins=[MixedPrecision("bf16-mixed", "cpu")], callbacks=[OverflowMonitor()])
-    trainer.fit(module, loader(regression_batches(4)))
+    fit(module, regression_batches(4), OverflowMonitor(), plugin=MixedPrecision("bf16-mixed", "cpu"))
     assert not all(torch.isfinite(w).all() for w in weights(module))
 
 
@@ -105,7 +103,7 @@ def test_a_guarded_step_has_a_norm_and_names() -> None:
     batch = regression_batches(1)[0]
     gradients = torch.autograd.grad(module.training_step(batch, 0), list(module.parameters()))
     module.seen_batches = 0
-    quiet_trainer(callbacks=[OverflowMonitor(guard=True)]).fit(module, loader([batch, batch]))
+    fit(module, [batch, batch], OverflowMonitor(guard=True))
     assert seen[0][0]
     assert seen[0][1] == pytest.approx(torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-5)
     assert seen[0][2] == []
@@ -121,8 +119,7 @@ def test_ranks_skip_together_when_one_overflows(optimizer: Any) -> None:
     def train(rank: int) -> tuple[int, list[Any]]:
         module = Regression(optimizer, overflows=(1, 2) if rank == 1 else ())
         monitor = OverflowMonitor(guard=True)
-        trainer = quiet_trainer(callbacks=[monitor], strategy="ddp", devices=2)
-        trainer.fit(module, loader(regression_batches(5)))
+        fit(module, regression_batches(5), monitor, strategy="ddp", devices=2)
         return monitor.skipped_steps, [w.tolist() for w in weights(module)]
 
     (skips_0, weights_0), (skips_1, weights_1) = run_ranks(train, 2)
@@ -145,7 +142,7 @@ def test_manual_optimization_is_guarded_too() -> None:
 
     module = Manual(overflows=(1,))
     monitor = OverflowMonitor(guard=True)
-    quiet_trainer(callbacks=[monitor]).fit(module, loader(regression_batches(4)))
+    fit(module, regression_batches(4), monitor)
     assert (monitor.attempted_steps, monitor.skipped_steps) == (4, 1)
     assert all(torch.isfinite(w).all() for w in weights(module))
 
@@ -163,7 +160,7 @@ def test_a_guard_costs_one_read_of_the_gradients(optimizer: Any, host_waits: int
     def traffic(guard: bool) -> Any:
         module = Regression(optimizer)
         counter = CountOptimizerToo(module)
-        quiet_trainer(callbacks=[counter, OverflowMonitor(guard=guard)]).fit(module, loader(regression_batches(4)))
+        fit(module, regression_batches(4), counter, OverflowMonitor(guard=guard))
         return counter.rows[1]
 
     guarded, plain = traffic(True), traffic(False)
@@ -211,8 +208,8 @@ def test_what_a_hook_writes_is_checked_before_it_is_stepped_with(hook: str, opti
     if hook == "callback":
         writer.on_before_optimizer_step = module.write
     clip = {} if hook == "manual" else {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
-    quiet_trainer(callbacks=[monitor, writer], **clip).fit(module, loader(batches))
-    quiet_trainer(**clip).fit(reference, loader([batches[i] for i in (0, 1, 3)]))
+    fit(module, batches, monitor, writer, **clip)
+    fit(reference, [batches[i] for i in (0, 1, 3)], **clip)
     assert (monitor.attempted_steps, monitor.skipped_steps) == (4, 1)
     for one, other in zip(weights(module), weights(reference), strict=True):
         assert torch.equal(one, other)
@@ -223,7 +220,7 @@ def test_a_step_that_is_skipped_is_not_clipped_by_value(optimizer: Any) -> None:
     """Nobody has gradients then, of which Lightning's clipping makes an error that names none of it."""
     module, monitor = Regression(optimizer, overflows=(1,)), OverflowMonitor(guard=True)
     arguments: dict[str, Any] = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
-    quiet_trainer(callbacks=[monitor], **arguments).fit(module, loader(regression_batches(3)))
+    fit(module, regression_batches(3), monitor, **arguments)
     assert monitor.skipped_steps == 1
     assert all(torch.isfinite(w).all() for w in weights(module))
 
@@ -233,4 +230,4 @@ def test_lbfgs_is_refused() -> None:
         return torch.optim.LBFGS(parameters)
 
     with pytest.raises(MisconfigurationException, match=r"guard=True\) cannot be used with LBFGS"):
-        quiet_trainer(callbacks=[OverflowMonitor(guard=True)]).fit(Regression(lbfgs), loader(regression_batches(1)))
+        fit(Regression(lbfgs), regression_batches(1), OverflowMonitor(guard=True))

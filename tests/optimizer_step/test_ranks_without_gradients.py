@@ -8,7 +8,7 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from pipelined_models import PipelinedMLP
 from pipelined_models import fit as fit_pipeline
-from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, fit, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, FSDP2Strategy, LossScaler, MasterWeightsPrecision, PipelineParallelStrategy
@@ -87,8 +87,7 @@ class TwoOptimizers(Regression):
 def test_two_optimizers_of_which_one_has_no_gradients_on_one_rank() -> None:
     def rank_(rank: int) -> tuple[list[tuple[float, bool]], float]:
         plugin, outcomes = AutocastPrecision("16-mixed", scaler=scaler()), Outcomes()
-        trainer = quiet_trainer(strategy="ddp", devices=2, plugins=[plugin], callbacks=[outcomes])
-        trainer.fit(TwoOptimizers(lonely=rank == 1), loader(regression_batches(4)))
+        fit(TwoOptimizers(lonely=rank == 1), regression_batches(4), outcomes, strategy="ddp", devices=2, plugin=plugin)
         assert plugin.scaler is not None
         return outcomes.seen, plugin.scaler.get_scale()
 
@@ -115,8 +114,7 @@ def test_a_rank_that_has_scaled_no_loss_has_the_same_scale_as_the_others() -> No
     def rank_(rank: int) -> tuple[list[tuple[float, bool]], float]:
         plugin, outcomes = AutocastPrecision("16-mixed", scaler=scaler()), Outcomes()
         module = Alone(sgd, overflows={1})
-        trainer = quiet_trainer(strategy="ddp", devices=2, plugins=[plugin], callbacks=[outcomes])
-        trainer.fit(module, loader(regression_batches(3)))
+        fit(module, regression_batches(3), outcomes, strategy="ddp", devices=2, plugin=plugin)
         assert plugin.scaler is not None
         return outcomes.seen, plugin.scaler.get_scale()
 
@@ -145,8 +143,7 @@ def test_a_rank_whose_shards_are_empty(masters: bool) -> None:
         )
         outcomes = Outcomes()
         strategy = FSDP2Strategy()
-        trainer = quiet_trainer(strategy=strategy, devices=2, plugins=[plugin], callbacks=[outcomes])
-        trainer.fit(Small(overflows={1}), loader(regression_batches(4)))
+        fit(Small(overflows={1}), regression_batches(4), outcomes, strategy=strategy, devices=2, plugin=plugin)
         assert plugin.scaler is not None
         return outcomes.seen, plugin.scaler.get_scale()
 
@@ -166,7 +163,7 @@ def test_a_batch_that_gives_nobody_a_gradient_moves_no_scale() -> None:
         plugin = AutocastPrecision("16-mixed", scaler=scaler())
         module = Nothing(sgd)
         before = weights(module)
-        quiet_trainer(strategy="ddp", devices=2, plugins=[plugin]).fit(module, loader(regression_batches(3)))
+        fit(module, regression_batches(3), strategy="ddp", devices=2, plugin=plugin)
         assert all(torch.equal(now, then) for now, then in zip(weights(module), before, strict=True))
         assert plugin.scaler is not None
         return plugin.scaler.get_scale()

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from small_models import Regression, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, fit, fused_adamw, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
@@ -66,7 +66,7 @@ def test_the_recipe_trains_as_in_a_plain_loop(way: str, scaler: str, optimizer: 
         Recipe(way, optimizer, overflows={OVERFLOW}),
         AutocastPrecision("16-mixed", scaler=SCALERS[scaler]()),
     )
-    quiet_trainer(plugins=[plugin]).fit(module, loader(batches))
+    fit(module, batches, plugin=plugin)
     assert plugin.scaler is not None
     assert plugin.scaler.get_scale() == plain.get_scale() == SCALE / 2
     for ours, theirs in zip(weights(module), weights(reference), strict=True):
@@ -86,9 +86,7 @@ def test_what_unscaling_has_found_counts_although_it_was_clipped_away() -> None:
 
     monitor = OverflowMonitor()
     plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
-    quiet_trainer(plugins=[plugin], callbacks=[monitor]).fit(
-        Clamps("plugin", overflows={1}), loader(regression_batches(3))
-    )
+    fit(Clamps("plugin", overflows={1}), regression_batches(3), monitor, plugin=plugin)
     assert monitor.skipped_steps == 1
 
 
@@ -103,7 +101,7 @@ def test_unscaling_in_a_hook_raises_as_torch_does(hook: str, scaler: str) -> Non
     module = type("Unscales", (Regression,), {hook: unscales})(sgd)
     plugin = AutocastPrecision("16-mixed", scaler=SCALERS[scaler]())
     with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer since the last"):
-        quiet_trainer(plugins=[plugin]).fit(module, loader(regression_batches(2)))
+        fit(module, regression_batches(2), plugin=plugin)
 
 
 def test_a_step_by_the_scaler_in_a_hook_raises_as_torch_does() -> None:
@@ -113,7 +111,7 @@ def test_a_step_by_the_scaler_in_a_hook_raises_as_torch_does() -> None:
 
     plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
     with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last update\(\): .* a hook"):
-        quiet_trainer(plugins=[plugin]).fit(Steps(sgd), loader(regression_batches(2)))
+        fit(Steps(sgd), regression_batches(2), plugin=plugin)
 
 
 def test_unscaling_after_the_step_raises_as_torch_does() -> None:
@@ -124,7 +122,7 @@ def test_unscaling_after_the_step_raises_as_torch_does() -> None:
 
     plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
     with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
-        quiet_trainer(plugins=[plugin]).fit(After("plugin"), loader(regression_batches(2)))
+        fit(After("plugin"), regression_batches(2), plugin=plugin)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # once per process
@@ -140,8 +138,8 @@ def test_a_hook_that_looks_leaves_nothing_behind_when_nobody_had_a_gradient() ->
 
     module, reference = Looks(sgd), Regression(sgd)
     batches = regression_batches(3)
-    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())]).fit(module, loader(batches))
-    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())]).fit(reference, loader(batches[1:]))
+    fit(module, batches, plugin=AutocastPrecision("16-mixed", scaler=SCALERS["ours"]()))
+    fit(reference, batches[1:], plugin=AutocastPrecision("16-mixed", scaler=SCALERS["ours"]()))
     for one, other in zip(weights(module), weights(reference), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
@@ -210,7 +208,7 @@ def test_a_step_of_scaled_gradients_past_the_plugin_is_refused_before_it_changes
         match=r"\w+\.step\(\) was called on the optimizer itself, bypassing \w+\('16-\w+'\): its gradients are scaled"
         r" by 1024, and they were not unscaled, checked or clipped\. Call step\(\) on what Lightning hands out",
     ):
-        quiet_trainer(plugins=[plugin()]).fit(made, loader(regression_batches(2)))
+        fit(made, regression_batches(2), plugin=plugin())
     for now, then in zip(weights(made), before, strict=True):
         assert torch.equal(now.float(), then.to(now.dtype).float())
 
@@ -219,7 +217,7 @@ def test_without_a_scale_a_step_past_the_plugin_is_warned_about() -> None:
     with pytest.warns(
         UserWarning, match=r"SGD\.step\(\) was called on the optimizer itself, bypassing AutocastPrecision"
     ):
-        quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")]).fit(ManualPast(sgd), loader(regression_batches(2)))
+        fit(ManualPast(sgd), regression_batches(2), plugin=AutocastPrecision("bf16-mixed"))
 
 
 def test_steps_of_other_modules_are_nobodys_business() -> None:
@@ -233,8 +231,7 @@ def test_steps_of_other_modules_are_nobodys_business() -> None:
 
     module, before = Regression(sgd), other.weight.detach().clone()
     plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[TrainsAnother()])
-    trainer.fit(module, loader(regression_batches(2)))
+    trainer = fit(module, regression_batches(2), TrainsAnother(), plugin=plugin)
     assert not torch.equal(other.weight, before)
     trainer.optimizers[0].step()
 
@@ -254,8 +251,7 @@ def test_a_step_that_only_makes_state_is_no_step(tmp_path: Any) -> None:
             optimizer.zero_grad(set_to_none=True)
 
     plugin = AutocastPrecision("16-mixed", scaler=SCALERS["ours"]())
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[MakesState()])
-    trainer.fit(Regression(sgd), loader(regression_batches(2)))
+    trainer = fit(Regression(sgd), regression_batches(2), MakesState(), plugin=plugin)
     assert trainer.global_step == 2
 
 
@@ -308,7 +304,7 @@ def test_a_window_is_a_mean_whatever_the_other_optimizer_does_to_the_scale(
     for bad, interval in (((), 1000), (bad_batches, growth_interval)):
         module = TwoRates(optimizer, bad)
         scaler = LossScaler("cpu", init_scale=256.0, growth_interval=interval)
-        quiet_trainer(plugins=[plugin(precision, scaler=scaler)]).fit(module, loader(regression_batches(8)))
+        fit(module, regression_batches(8), plugin=plugin(precision, scaler=scaler))
         found.append(module.windows)
     assert len(found[0]) == 2
     for window, undisturbed in zip(found[1], found[0], strict=True):
@@ -339,7 +335,7 @@ def test_gradients_that_come_after_their_optimizers_step_change_with_the_scale(p
     for interval in (1000, 1):
         module = GradientsBehindTheStep(optimizer)
         scaler = LossScaler("cpu", init_scale=16.0, growth_interval=interval)
-        quiet_trainer(plugins=[plugin(precision, scaler=scaler)]).fit(module, loader(regression_batches(6)))
+        fit(module, regression_batches(6), plugin=plugin(precision, scaler=scaler))
         found.append(module.windows)
     assert len(found[0]) == 5
     for window, undisturbed in zip(found[1], found[0], strict=True):
@@ -359,7 +355,7 @@ def test_what_a_step_has_used_is_not_touched_by_the_update() -> None:
             used.append(self.fast.weight.grad.clone())  # type: ignore[union-attr]
 
     scaler = LossScaler("cpu", init_scale=16.0, growth_interval=1)
-    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)]).fit(Reads(sgd), loader(regression_batches(6)))
+    fit(Reads(sgd), regression_batches(6), plugin=AutocastPrecision("16-mixed", scaler=scaler))
     assert len(used) == 6
 
 
@@ -382,7 +378,7 @@ def test_a_weight_that_waits_for_two_optimizers_changes_with_the_scale_once() ->
     for interval in (1000, 1):
         module = Shared(sgd)
         scaler = LossScaler("cpu", init_scale=16.0, growth_interval=interval)
-        quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)]).fit(module, loader(regression_batches(4)))
+        fit(module, regression_batches(4), plugin=AutocastPrecision("16-mixed", scaler=scaler))
         found += module.windows
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-6)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from small_models import Regression, TokenModel, fused_adamw, loader, quiet_trainer, regression_batches, token_batches
+from small_models import (
+    Regression,
+    TokenModel,
+    fit,
+    fused_adamw,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    token_batches,
+)
 from torch import nn
 
 import lightning_mp
@@ -79,8 +88,7 @@ def test_the_walk_through_a_step_changes_files_seldom(kind: str) -> None:
         module = Regression(lambda parameters: torch.optim.AdamW(parameters, **{kind: True}))
         module.net = nn.Sequential(module.net, *[nn.Linear(1, 1) for _ in range(layers - 1)])
         plugin = Walked()
-        trainer = quiet_trainer(max_steps=4, plugins=[plugin], callbacks=[OverflowMonitor()], gradient_clip_val=0.5)
-        trainer.fit(module, loader(regression_batches(4)))
+        fit(module, regression_batches(4), OverflowMonitor(), max_steps=4, plugin=plugin, gradient_clip_val=0.5)
         assert len(plugin.walks) == 4
         counts.append([walk.changes for walk in plugin.walks[2:]])
         assert plugin.walks[-1].files[0] == "lightning_mp/precision/base.py"

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, RULES, WIDTH, Classifier, Evaluated, batches, failing, nothing_is_left, train
-from small_models import loader, quiet_trainer, sgd, weights
+from small_models import fit, loader, quiet_trainer, sgd, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -161,8 +161,7 @@ def test_a_second_fit_and_a_validation_work_with_the_same_plugin(capsys):
     plugin = AutocastPrecision("bf16-mixed", policy={"head": "fp32"})
     for _ in range(2):
         module = Evaluated()
-        trainer = quiet_trainer(plugins=[plugin], limit_val_batches=0)
-        trainer.fit(module, loader(batches()), loader(batches()))
+        trainer = fit(module, batches(), validation=batches(), plugin=plugin, limit_val_batches=0)
         trainer = quiet_trainer(plugins=[plugin])
         trainer.validate(module, loader(batches()), verbose=False)
         assert module.dtypes["logits"] == torch.float32
@@ -202,8 +201,7 @@ def test_evaluation_runs_in_its_own_precision(eval_precision: Any, dtype: torch.
     module, watch = Evaluated(), Watch()
     rules = PrecisionPolicy(policy) if policy else None
     plugin = AutocastPrecision("bf16-mixed", policy=rules, eval_precision=eval_precision)
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[watch], num_sanity_val_steps=1)
-    trainer.fit(module, loader(batches()), loader(batches()))
+    trainer = fit(module, batches(), watch, validation=batches(), plugin=plugin, num_sanity_val_steps=1)
     assert (watch.training, watch.validation) == (LOW, dtype)
     trainer.validate(module, loader(batches()), verbose=False)
     assert watch.validation == dtype

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, ByHand, dtypes_of_operations, failing, nothing_is_left
-from small_models import adamw, loader, quiet_trainer, weights
+from small_models import adamw, fit, loader, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -88,8 +88,7 @@ def plugin(policy: Any = RULES, recipe: str = "rowwise", **arguments: Any) -> Fl
 
 def train(module: Any = None, ours: Any = None, data: Any = None, **arguments: Any) -> Any:
     module = Net() if module is None else module
-    trainer = quiet_trainer(plugins=[ours or plugin()], **arguments)
-    trainer.fit(module, loader(batches() if data is None else data))
+    fit(module, batches() if data is None else data, plugin=ours or plugin(), **arguments)
     return module
 
 
@@ -287,8 +286,7 @@ def test_after_an_exception_nothing_is_left(where: str, kind: Any) -> None:
 def test_a_second_fit_and_a_test_follow_the_policy_too(capsys: pytest.CaptureFixture[str]) -> None:
     module, ours = Net(), plugin()
     for _ in range(2):
-        trainer = quiet_trainer(plugins=[ours])
-        trainer.fit(module, loader(batches()))
+        trainer = fit(module, batches(), plugin=ours)
         trainer.test(module, loader(batches()), verbose=False)
         assert (module.dtypes["logits"], module.dtypes["softmax"]) == (torch.float32, torch.float32)
         assert nothing_is_left(module)

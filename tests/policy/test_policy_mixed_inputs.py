@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from small_models import Regression, loader, quiet_trainer, regression_batches, sgd
+from small_models import Regression, fit, regression_batches, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -175,8 +175,7 @@ def test_spectral_norm_trains_under_a_policy(
         torch.manual_seed(0)
         model = Regression(sgd)
         model.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), normed(nn.Linear(16, 16)), nn.Linear(16, 1))
-        trainer = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed", policy=policy)])
-        trainer.fit(model, loader(regression_batches(3)))
+        fit(model, regression_batches(3), plugin=AutocastPrecision("bf16-mixed", policy=policy))
         return [value.clone() for value in model.state_dict().values()]
 
     same = [torch.equal(ours, stock) for ours, stock in zip(trained(policy), trained(None), strict=True)]

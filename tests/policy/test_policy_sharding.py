@@ -13,7 +13,7 @@ from gloo import FLOAT8, process_group, run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, nothing_is_left
-from small_models import adamw, loader, quiet_trainer, weights
+from small_models import adamw, fit, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -209,9 +209,7 @@ def fsdp2() -> ModelParallelStrategy:
 
 
 def train(module: Net, plugin: Any, **arguments: Any) -> Any:
-    trainer = quiet_trainer(plugins=[plugin], **arguments)
-    trainer.fit(module, loader(data()))
-    return trainer
+    return fit(module, data(), plugin=plugin, **arguments)
 
 
 @quiet_fsdp2

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
-from small_models import Regression, ResumableLoader, loader, quiet_trainer, regression_batches
+from small_models import Regression, ResumableLoader, fit, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -47,7 +47,7 @@ def rows(count: int = MICRO_BATCHES) -> list[Tensor]:
 def shares(micro_batches: int = MICRO_BATCHES, **arguments: Any) -> list[dict[int, float]]:
     """Of each step."""
     module = Shares()
-    quiet_trainer(**arguments).fit(module, loader(rows(micro_batches)))
+    fit(module, rows(micro_batches), **arguments)
     return module.steps
 
 
@@ -77,7 +77,7 @@ def test_the_mean_of_means_is_not_the_mean_over_tokens() -> None:
 
     def gradient(**arguments: Any) -> list[float]:
         module = Tokens()
-        quiet_trainer(**arguments).fit(module, loader(batches))
+        fit(module, batches, **arguments)
         return [round(-value, 4) for value in module.logits.tolist()]
 
     labels = torch.cat(batches)
@@ -167,10 +167,10 @@ def test_the_estimated_number_of_steps_ignores_the_scheduler() -> None:
             return super().configure_optimizers()
 
     scheduler, module = AccumulationScheduler({0: 4}), Asking()
-    quiet_trainer(callbacks=[scheduler], max_epochs=2).fit(module, loader(rows()))
+    fit(module, rows(), scheduler, max_epochs=2)
     assert (module.stock, module.ours, len(module.steps)) == (6, 6, 6)
     module = Asking()
-    quiet_trainer(callbacks=[GradientAccumulationScheduler({0: 4})], max_epochs=2).fit(module, loader(rows()))
+    fit(module, rows(), GradientAccumulationScheduler({0: 4}), max_epochs=2)
     assert (module.stock, len(module.steps)) == (24, 6)
 
 
@@ -212,8 +212,8 @@ def test_stochastic_weight_averaging_sets_the_accumulation() -> None:
 
     seen: list[tuple[int, int]] = []
     averaging = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
-    quiet_trainer(max_epochs=2, callbacks=[averaging, Note()]).fit(Normed(), loader(regression_batches(3)))
+    fit(Normed(), regression_batches(3), averaging, Note(), max_epochs=2)
     assert set(seen) == {(0, 1), (1, 1), (2, 4)}
     both = [StochasticWeightAveraging(swa_lrs=1e-2), AccumulationScheduler({0: 3})]
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="cannot be used with Stochastic"):
-        quiet_trainer(callbacks=both).fit(Shares(), loader(rows()))
+        fit(Shares(), rows(), callbacks=both)

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, ThroughputMonitor
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
-from small_models import TokenModel, loader, quiet_trainer, token_batches
+from small_models import TokenModel, fit, token_batches
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.flop_counter import FlopCounterMode
@@ -70,7 +70,7 @@ def test_the_throughput_monitor_waits_for_the_device_and_forgets_its_totals() ->
     stock, ours = ThroughputMonitor(batch_size_fn=len), MFUMonitor()
     module = TokenModel()
     module.flops_per_batch = 1  # type: ignore[assignment]
-    quiet_trainer(callbacks=[stock, ours]).fit(module, loader(token_batches([6, 6, 6])))
+    fit(module, token_batches([6, 6, 6]), stock, ours)
     assert stock.state_dict() == {}
     assert ours.state_dict() != {}
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from reductions_counter import ReductionsPerStep
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, regression_batches
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -59,8 +59,7 @@ class OneWeight(pl.LightningModule):
 
 def moved(plugin: Precision, batches: list[float], *, fused: bool, **arguments: Any) -> float:
     module = OneWeight(fused=fused)
-    trainer = quiet_trainer(plugins=[plugin], **arguments)
-    trainer.fit(module, loader([torch.tensor(value) for value in batches]))
+    fit(module, [torch.tensor(value) for value in batches], plugin=plugin, **arguments)
     return 1.0 - module.weight.item()
 
 
@@ -143,8 +142,7 @@ class Sharded(Regression):
 def reductions(module: pl.LightningModule, strategy: Any, callbacks: list[Callback], **arguments: Any) -> list[int]:
     """Per window."""
     counts = ReductionsPerStep()
-    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[counts, *callbacks], **arguments)
-    trainer.fit(module, loader(regression_batches(2 * WINDOW)))
+    fit(module, regression_batches(2 * WINDOW), counts, *callbacks, devices=2, strategy=strategy, **arguments)
     return counts.counts
 
 

@@ -14,7 +14,7 @@ from gradient_counter import CountGradientTraffic
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from small_models import Regression, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, fit, fused_adamw, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
@@ -52,8 +52,7 @@ class OneWeight(pl.LightningModule):
 
 def moved(module: OneWeight, plugin: Precision, batches: list[float], **arguments: Any) -> float:
     """How far the weight went down."""
-    trainer = quiet_trainer(plugins=[plugin], **arguments)
-    trainer.fit(module, loader([torch.tensor(value) for value in batches]))
+    fit(module, [torch.tensor(value) for value in batches], plugin=plugin, **arguments)
     return 1.0 - module.weight.item()
 
 
@@ -62,8 +61,7 @@ def test_a_skipped_step_advances_the_learning_rate() -> None:
 
     def rates(plugin: Precision) -> tuple[list[float], int]:
         module = Regression(sgd, scheduler=lambda o: LambdaLR(o, lambda step: 0.5**step), overflows=(1,))
-        trainer = quiet_trainer(plugins=[plugin])
-        trainer.fit(module, loader(regression_batches(4)))
+        trainer = fit(module, regression_batches(4), plugin=plugin)
         return [rate / 1e-2 for rate in module.learning_rates], trainer.global_step
 
     stock, ours = both(rates)
@@ -96,7 +94,7 @@ def test_weights_are_averaged_by_attempts(
         module = Regression(sgd, overflows=(1,))
         with noted_averages(monkeypatch, module) as found:
             average = EMAWeightAveraging(decay=0.5, update_every_n_steps=every)
-            quiet_trainer(plugins=[plugin], callbacks=[average]).fit(module, loader(regression_batches(4)))
+            fit(module, regression_batches(4), average, plugin=plugin)
         return found
 
     assert both(averages) == (stock, ours)
@@ -124,7 +122,7 @@ def test_the_second_optimizer_is_unscaled_by_another_scale() -> None:
 
     def second(plugin: Precision) -> float:
         module = TwoOptimizers()
-        quiet_trainer(plugins=[plugin]).fit(module, loader([torch.ones(())]))
+        fit(module, [torch.ones(())], plugin=plugin)
         assert module.bad.item() == 1.0
         return 1.0 - module.good.item()
 
@@ -154,10 +152,10 @@ def test_clipping_is_refused_with_a_fused_optimizer(precision: Any) -> None:
     ours = AutocastPrecision(precision, scaler=LossScaler(init_scale=SCALE) if fp16 else None)
     batches = regression_batches(1)
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        quiet_trainer(plugins=[stock], gradient_clip_val=1.0).fit(Regression(fused_adamw), loader(batches))
+        fit(Regression(fused_adamw), batches, plugin=stock, gradient_clip_val=1.0)
     module = Regression(fused_adamw)
     before = weights(module)
-    quiet_trainer(plugins=[ours], gradient_clip_val=1.0).fit(module, loader(batches))
+    fit(module, batches, plugin=ours, gradient_clip_val=1.0)
     assert not any(map(torch.equal, weights(module), before))
 
 
@@ -231,7 +229,7 @@ def test_autocast_casts_a_weight_at_every_use() -> None:
     def casts(plugin: Precision) -> int:
         module = Twice()
         counter = CountGradientTraffic(module)
-        quiet_trainer(plugins=[plugin], callbacks=[counter]).fit(module, loader(regression_batches(3)))
+        fit(module, regression_batches(3), counter, plugin=plugin)
         return counter.rows[-2].weight_casts
 
     assert both(casts) == (2 * 4, 2 * 4)
@@ -243,13 +241,11 @@ def test_another_plugins_scale_is_lost_on_resume(tmp_path: Any) -> None:
     class Renamed(MixedPrecision):
         pass
 
-    trainer = quiet_trainer(plugins=[PLUGINS["stock"]()])
-    trainer.fit(Regression(overflows=(0,)), loader(regression_batches(2)))
+    trainer = fit(Regression(overflows=(0,)), regression_batches(2), plugin=PLUGINS["stock"]())
     trainer.save_checkpoint(tmp_path / "stock.ckpt")
 
     def scale(plugin: Any) -> float:
-        resumed = quiet_trainer(plugins=[plugin], max_epochs=2)
-        resumed.fit(Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "stock.ckpt")
+        fit(Regression(), regression_batches(2), plugin=plugin, max_epochs=2, ckpt_path=tmp_path / "stock.ckpt")
         return float(plugin.scaler.get_scale())
 
     assert scale(Renamed("16-mixed", "cpu", GradScaler("cpu", init_scale=SCALE))) == SCALE

@@ -11,7 +11,7 @@ from fsdp2_runs import fsdp2, full_weights
 from gloo import process_group, run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import loader, quiet_trainer
+from small_models import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -165,8 +165,7 @@ class CalledAgain(pl.LightningModule):
 
 
 def called_again(rank: int) -> int:
-    trainer = quiet_trainer(devices=2, strategy=fsdp2(), callbacks=[OverflowMonitor()])
-    trainer.fit(CalledAgain(), loader(batches(rank)))
+    trainer = fit(CalledAgain(), batches(rank), OverflowMonitor(), devices=2, strategy=fsdp2())
     return trainer.global_step
 
 

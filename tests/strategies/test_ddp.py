@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from small_models import Regression, TokenModel, adamw, fused_adamw, loader, quiet_trainer, token_batches, weights
+from small_models import Regression, TokenModel, adamw, fit, fused_adamw, loader, quiet_trainer, token_batches, weights
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
 
@@ -142,9 +142,7 @@ def test_two_ranks_equal_one_process_in_fp16(clip: float | None) -> None:
 
     ours = run_ranks(train, 2)[0]
     single = Regression(fused_adamw)
-    quiet_trainer(plugins=plugin("16-mixed"), gradient_clip_val=clip).fit(
-        single, loader([[x, y] for x, y in zip(xs, ys, strict=True)])
-    )
+    fit(single, [[x, y] for x, y in zip(xs, ys, strict=True)], plugins=plugin("16-mixed"), gradient_clip_val=clip)
     for a, b in zip(ours, weights(single), strict=True):
         torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
 

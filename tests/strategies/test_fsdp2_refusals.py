@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -52,7 +52,7 @@ def test_parameters_that_ranks_would_train_apart_in_manual_optimization_are_refu
 ) -> None:
     def run(rank: int) -> None:
         with pytest.raises((MisconfigurationException, ValueError), match=says):
-            quiet_trainer(devices=2, strategy=fsdp2()).fit(make(), loader(regression_batches(1)))
+            fit(make(), regression_batches(1), devices=2, strategy=fsdp2())
 
     run_ranks(run, 2)
 
@@ -70,9 +70,9 @@ def test_an_optimizer_that_torch_cannot_step_shards_with_is_refused_at_set_up(
     def run(rank: int) -> str:
         stock = ModelParallelStrategy(process_group_backend="gloo")
         with pytest.raises(RuntimeError, match="DTensor|placement|aten"):
-            quiet_trainer(devices=2, strategy=stock).fit(Sharded(kind), loader(regression_batches(1)))
+            fit(Sharded(kind), regression_batches(1), devices=2, strategy=stock)
         with pytest.raises(ValueError, match="has sharded parameters") as caught:
-            quiet_trainer(devices=2, strategy=fsdp2()).fit(Regression(kind), loader(regression_batches(1)))
+            fit(Regression(kind), regression_batches(1), devices=2, strategy=fsdp2())
         return str(caught.value)
 
     if kind is torch.optim.Rprop and torch.__version__ >= "2.15":

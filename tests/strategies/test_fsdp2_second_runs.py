@@ -17,7 +17,7 @@ from fsdp2_runs import (
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -136,8 +136,7 @@ def test_a_step_method_that_the_module_itself_was_given_is_given_back() -> None:
             return Regression.training_step(module, batch, batch_idx)
 
         module.training_step = step
-        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[fp16()])
-        trainer.fit(module, loader(regression_batches(1)))
+        fit(module, regression_batches(1), devices=2, strategy=fsdp2("net.0"), plugin=fp16())
         return vars(module)["training_step"] is step
 
     assert run_ranks(run, 2) == [True, True]

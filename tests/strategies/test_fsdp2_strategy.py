@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reductions_counter import ReductionsPerStep
-from small_models import WIDTH, Regression, loader, quiet_trainer, regression_batches
+from small_models import WIDTH, Regression, fit, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -188,8 +188,7 @@ def test_only_what_autocast_casts_is_gathered_in_16_bit(policy: Any) -> None:
     def run(rank: int) -> Any:
         module = Watched()
         plugin = AutocastPrecision("bf16-mixed", policy=policy)
-        trainer = quiet_trainer(devices=2, strategy=fsdp2("Seen"), plugins=[plugin])
-        trainer.fit(module, loader(regression_batches(2)))
+        fit(module, regression_batches(2), devices=2, strategy=fsdp2("Seen"), plugin=plugin)
         seen = module.net[0].seen
         return seen, {p.dtype for p in module.parameters()}, [p.grad.dtype for p in module.parameters()]
 
@@ -209,7 +208,7 @@ def test_evaluation_in_fp32_is_not_fed_rounded_weights() -> None:
     def run(rank: int) -> Any:
         module = Watched()
         plugin = AutocastPrecision("bf16-mixed", eval_precision="32-true")
-        quiet_trainer(devices=2, strategy=fsdp2("Seen"), plugins=[plugin]).fit(module, loader(regression_batches(2)))
+        fit(module, regression_batches(2), devices=2, strategy=fsdp2("Seen"), plugin=plugin)
         return module.net[0].seen["product"]
 
     assert run_ranks(run, 2) == [torch.float32] * 2
@@ -312,9 +311,7 @@ def test_manual_optimization_steps_in_the_middle() -> None:
     def run(rank: int, devices: int) -> Any:
         module = Manual()
         strategy = fsdp2("net.2") if devices > 1 else "auto"
-        quiet_trainer(devices=devices, strategy=strategy, plugins=[fp16()], max_epochs=2).fit(
-            module, loader(regression_batches(4))
-        )
+        fit(module, regression_batches(4), devices=devices, strategy=strategy, plugin=fp16(), max_epochs=2)
         return full_weights(module)
 
     alone = run(0, 1)
@@ -331,7 +328,7 @@ def test_parameters_that_nothing_gathers_in_manual_optimization_are_refused() ->
 
     def run(rank: int) -> None:
         with pytest.raises(MisconfigurationException, match="in manual optimization: temperature of Own belongs to no"):
-            quiet_trainer(devices=2, strategy=fsdp2("net.2")).fit(Own(), loader(regression_batches(1)))
+            fit(Own(), regression_batches(1), devices=2, strategy=fsdp2("net.2"))
 
     run_ranks(run, 2)
 
@@ -434,8 +431,7 @@ def test_buffers_start_from_those_of_rank_zero() -> None:
     def run(rank: int) -> list[float]:
         module = Regression()
         module.register_buffer("offset", torch.full((3,), float(rank + 1)))
-        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[fp16()])
-        trainer.fit(module, loader(regression_batches(1)))
+        fit(module, regression_batches(1), devices=2, strategy=fsdp2("net.0"), plugin=fp16())
         return module.offset.tolist()
 
     assert run_ranks(run, 2) == [[1.0] * 3] * 2

@@ -20,7 +20,7 @@ from huggingface_models import (
     sgd,
     streamed_dicts,
 )
-from small_models import loader, quiet_trainer, weights
+from small_models import fit, loader, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -163,7 +163,7 @@ def test_a_model_that_does_not_shift_its_labels_is_counted_in_full(make_model: C
     module = LanguageModel(make_model(), sgd)
     model = deepcopy(module.model)
     budget = ChinchillaBudget(tokens=sum(int((batch["labels"] != IGNORED).sum()) for batch in batches) + 5)
-    quiet_trainer(max_epochs=-1, callbacks=[AccumulationScheduler({0: 5}), budget]).fit(module, loader(batches))
+    fit(module, batches, AccumulationScheduler({0: 5}), budget, max_epochs=-1)
     assert module.loss_bearing_tokens == budget.tokens_seen == budget.budget_tokens
     assert distance(module.gradients[0], token_mean_gradient(model, batches[:5], shifted=False)) < 3e-6
     assert distance(module.gradients[0], mean_of_means_gradient(model, batches[:5])) > 1e-3
@@ -175,7 +175,7 @@ def test_a_classifier_is_weighted_by_its_samples() -> None:
     batches[2] = {key: value[:1] for key, value in batches[2].items()}
     module = LanguageModel(BertForSequenceClassification(small_bert()), sgd)
     model = deepcopy(module.model)
-    quiet_trainer(callbacks=[AccumulationScheduler({0: 4})]).fit(module, loader(batches))
+    fit(module, batches, AccumulationScheduler({0: 4}))
     sums = [model(**batch).loss * len(batch["labels"]) for batch in batches]
     assert len(module.gradients) == 1
     assert distance(module.gradients[0], gradients_of(torch.stack(sums).sum() / 7, model)) < 3e-6

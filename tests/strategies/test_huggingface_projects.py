@@ -16,7 +16,7 @@ from huggingface_models import (
     project,
     streamed_dicts,
 )
-from small_models import loader, quiet_trainer, weights
+from small_models import fit, quiet_trainer, weights
 from transformers import BatchEncoding
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, OverflowMonitor, OverflowPostMortem
@@ -114,6 +114,6 @@ def test_landing_leaves_the_labels_of_the_data_set_alone() -> None:
     before = [batch["labels"].clone() for batch in batches]
     module = LanguageModel(llama())
     budget = ChinchillaBudget(tokens=label_tokens(batches[:3]) + 1)
-    quiet_trainer(max_epochs=-1, callbacks=[budget]).fit(module, loader(batches))
+    fit(module, batches, budget, max_epochs=-1)
     assert module.loss_bearing_tokens == budget.budget_tokens
     assert all(torch.equal(batch["labels"], labels) for batch, labels in zip(batches, before, strict=True))

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from small_models import loader, quiet_trainer
+from small_models import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -294,8 +294,7 @@ def measure(name: str, optimizer: str, plugin: Any) -> Measured:
     """A real run of two steps on the CPU."""
     measured = Measured()
     plugins = [] if plugin is None else [plugin]
-    trainer = quiet_trainer(max_steps=2, plugins=plugins, callbacks=[measured])
-    trainer.fit(Project(name, optimizer), loader([MODELS[name][1]() for _ in range(2)]))
+    fit(Project(name, optimizer), [MODELS[name][1]() for _ in range(2)], measured, max_steps=2, plugins=plugins)
     return measured
 
 

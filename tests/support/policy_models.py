@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from small_models import loader, quiet_trainer, sgd
+from small_models import fit, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -100,7 +100,7 @@ def batches(num_batches: int = 2) -> list[list[Tensor]]:
 def train(policy: Any, module: pl.LightningModule | None = None, **arguments: Any) -> Any:
     module = Classifier() if module is None else module
     plugin = AutocastPrecision("bf16-mixed", policy=policy)
-    quiet_trainer(plugins=[plugin], **arguments).fit(module, loader(batches()))
+    fit(module, batches(), plugin=plugin, **arguments)
     return module
 
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from cpu_fsdp import CpuFsdp
 from lightning.pytorch.plugins import MixedPrecision
-from small_models import WIDTH, loader, quiet_trainer, regression_batches, token_batches
+from small_models import WIDTH, fit, loader, quiet_trainer, regression_batches, token_batches
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from torch.nn import functional as F
@@ -455,11 +455,9 @@ PROJECTS: dict[str, Project] = {
 
 def write_checkpoints(folder: Path) -> None:
     """The checkpoints that projects resume from: of a finished run, of a run in fp16, and the first one edited."""
-    finished = quiet_trainer(max_steps=2)
-    finished.fit(Net(), loader(regression_batches(BATCHES)))
+    finished = fit(Net(), regression_batches(BATCHES), max_steps=2)
     finished.save_checkpoint(folder / "finished.ckpt")
-    fp16 = quiet_trainer(max_steps=1, **_stock_fp16())
-    fp16.fit(Net(), loader(regression_batches(1)))
+    fp16 = fit(Net(), regression_batches(1), max_steps=1, **_stock_fp16())
     fp16.save_checkpoint(folder / "fp16.ckpt")
     for name, edit in (("other_model", _reshape), ("other_rate", _raise_rate), ("other_groups", _drop_parameters)):
         content = torch.load(folder / "finished.ckpt", weights_only=True)

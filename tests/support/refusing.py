@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import loader, quiet_trainer, token_batches, weights
+from small_models import fit, loader, quiet_trainer, token_batches, weights
 
 Batches = list[Any]
 
@@ -34,8 +34,7 @@ def refused(message: str, module: pl.LightningModule, batches: Batches, **argume
 def trains(module: pl.LightningModule, batches: Batches, **arguments: Any) -> pl.Trainer:
     """Asserts that a fit, changed as a message says, moves the weights."""
     before = weights(module)
-    trainer = quiet_trainer(**arguments)
-    trainer.fit(module, loader(batches))
+    trainer = fit(module, batches, **arguments)
     assert not any(torch.equal(old, new) for old, new in zip(before, weights(module), strict=True))
     assert all(bool(p.isfinite().all()) for p in module.parameters())
     return trainer

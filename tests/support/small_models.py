@@ -151,3 +151,23 @@ def quiet_trainer(**arguments: Any) -> pl.Trainer:
 
 def weights(module: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters()]
+
+
+def fit(
+    module: pl.LightningModule,
+    batches: Any,
+    *callbacks: pl.Callback,
+    plugin: Any = None,
+    validation: Any = None,
+    ckpt_path: Any = None,
+    **arguments: Any,
+) -> pl.Trainer:
+    """A :func:`quiet_trainer` of these parts, after it has trained on ready batches or on a loader."""
+    if callbacks:
+        arguments["callbacks"] = list(callbacks)
+    if plugin is not None:
+        arguments["plugins"] = [plugin]
+    data = [loader(given) if hasattr(given, "__getitem__") else given for given in (batches, validation)]
+    trainer = quiet_trainer(**arguments)
+    trainer.fit(module, *data, ckpt_path=ckpt_path)
+    return trainer

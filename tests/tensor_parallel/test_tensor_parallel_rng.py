@@ -7,7 +7,7 @@ import torch
 from fsdp2_runs import fsdp2
 from gloo import process_group, run_ranks
 from huggingface_models import HuggingFace
-from small_models import loader, quiet_trainer
+from small_models import fit
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -53,7 +53,7 @@ def test_masks_on_what_all_ranks_have_are_the_same_without_a_common_seed() -> No
         module = Seeded("gpt2", dropout=0.5)
         torch.manual_seed(rank)
         module.train()
-        quiet_trainer(devices=2, strategy=fsdp2(tensor_parallel_size=2), max_steps=1).fit(module, loader([[IDS]]))
+        fit(module, [[IDS]], devices=2, strategy=fsdp2(tensor_parallel_size=2), max_steps=1)
         return module.masks[0]
 
     mine, theirs = run_ranks(run, 2)

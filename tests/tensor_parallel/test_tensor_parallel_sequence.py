@@ -12,7 +12,7 @@ from gloo import COMPILER, run_group, run_ranks
 from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
-from small_models import loader, quiet_trainer
+from small_models import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -194,8 +194,7 @@ def test_an_all_reduce_becomes_a_reduce_scatter_and_an_all_gather(kind: str) -> 
         else:
             module = HuggingFace("llama").train()
             rows = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))
-            trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[count], max_steps=1)
-            trainer.fit(module, loader([[rows]]))
+            fit(module, [[rows]], count, devices=2, strategy=strategy, max_steps=1)
         return Counter(c.name for c in count.counter.seen if c.payload_bytes == activations)
 
     # The embedding and the head's input; then two blocks with two modules each, forward and backward.

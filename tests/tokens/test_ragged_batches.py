@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from small_models import loader, quiet_trainer, weights
+from small_models import fit, loader, quiet_trainer, weights
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, GradientNoiseScale, MFUMonitor
@@ -78,7 +78,7 @@ def plain_loop(rows_of: str) -> list[Tensor]:
 def trained(order: tuple[str, ...], **arguments: Any) -> list[Tensor]:
     model = GraphModel()
     batches = [{key: batch[key] for key in order} for batch in graph_batches()]
-    quiet_trainer(callbacks=[AccumulationScheduler({0: 3}, **arguments)]).fit(model, loader(batches))
+    fit(model, batches, AccumulationScheduler({0: 3}, **arguments))
     return weights(model)
 
 
@@ -218,7 +218,7 @@ def test_a_batch_of_detection_is_weighed_by_its_images() -> None:
     optimizer.step()
     found = Detector()
     monitor = MFUMonitor(unit="sample", flops_per_token=1.0)
-    quiet_trainer(callbacks=[AccumulationScheduler({0: 3}), monitor]).fit(found, loader(batches))
+    fit(found, batches, AccumulationScheduler({0: 3}), monitor)
     torch.testing.assert_close(weights(found), weights(model))
     assert monitor.throughput.totals.input_tokens == 9
 
@@ -228,7 +228,7 @@ def test_monitors_that_count_samples_say_which_rows_they_take() -> None:
     for monitor in (MFUMonitor(unit="sample", flops_per_token=1.0), GradientNoiseScale()):
         scheduler = AccumulationScheduler({0: 2}, weight_by="batch")
         with pytest.warns(UserWarning, match=WARNING) as told:
-            quiet_trainer(callbacks=[scheduler, monitor]).fit(GraphModel(), loader(graph_batches()))
+            fit(GraphModel(), graph_batches(), scheduler, monitor)
         assert sum(WARNING in str(warning.message) for warning in told) == 1
 
 
@@ -241,7 +241,7 @@ def test_their_count_is_taken_and_nothing_is_said() -> None:
     counted = MFUMonitor(unit="sample", count=count_graphs, flops_per_token=1.0)
     for monitor in (counted, GradientNoiseScale(count=count_graphs)):
         scheduler = AccumulationScheduler({0: 2}, weight_by="batch")
-        quiet_trainer(callbacks=[scheduler, monitor]).fit(GraphModel(), loader(graph_batches()))
+        fit(GraphModel(), graph_batches(), scheduler, monitor)
     assert counted.throughput.totals.input_tokens == 14
 
 
@@ -253,8 +253,8 @@ class Packed(GraphModel):
 def test_packed_sequences_with_labels_say_nothing() -> None:
     """A row of several texts, whose ends stand in a tensor of another length: the labels are its tokens."""
     batch = {"input_ids": TOKENS, "labels": TOKENS, "cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32)}
-    quiet_trainer(callbacks=[AccumulationScheduler({0: 2}), GradientNoiseScale()]).fit(Packed(), loader([batch] * 4))
-    quiet_trainer(callbacks=[ChinchillaBudget(tokens=24)]).fit(Packed(), loader([batch] * 4))
+    fit(Packed(), [batch] * 4, AccumulationScheduler({0: 2}), GradientNoiseScale())
+    fit(Packed(), [batch] * 4, ChinchillaBudget(tokens=24))
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
