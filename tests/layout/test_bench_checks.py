@@ -8,7 +8,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import bench_gpu
 from bench_checks import WARM_UP_STEPS, SyncDebug, limit_between
 from bench_loss import BASELINE, _row
 
@@ -46,28 +45,3 @@ def test_the_memory_limit_lies_between_a_quarter_and_the_whole_batch() -> None:
     assert limit_between(4 * 2**30, 10 * 2**30) == 7 * 2**30
     with pytest.raises(ValueError, match=r"no limit lies between them. Give a larger --batch-size"):
         limit_between(2**30, 2**30)
-
-
-def test_only_takes_parts_by_a_word_of_their_title(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    titles = [part.title for part in bench_gpu.make_parts(bench_gpu.make_workload(False, 16), 3, toy=False)]
-    assert len(set(titles)) == len(titles)
-    heads = "1.3B, bf16-mixed, compiled by block"
-    wanted = [title for title in titles if bench_gpu.is_wanted(title, ["1.3B", "waits"])]
-    assert wanted == ["Waits for the device", *(f"{heads}, {n} per step" for n in ("1 micro-batch", "4 micro-batches"))]
-    wanted = [title for title in titles if bench_gpu.is_wanted(title, ["16-Mixed"])]
-    assert wanted == ["GPT-2 small, bf16-mixed and 16-mixed, eager"]  # and no other bf16-mixed
-    assert all(bench_gpu.is_wanted(title, None) for title in titles)
-    assert bench_gpu.main(["--toy", "--out", str(tmp_path), "--only", "fp4"]) == 2
-    refusal = capsys.readouterr().out
-    assert refusal.startswith("--only fp4: no title has a word that begins so. The titles: Waits for the device; ")
-    assert all(title in refusal for title in titles)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_second_run_of_a_day_overwrites_nothing(tmp_path: Path) -> None:
-    names = []
-    for _ in range(3):
-        stem = bench_gpu.free_stem(tmp_path, "bench_gpu_2026-01-02")
-        stem.with_name(stem.name + ".json").touch()
-        names.append(stem.name)
-    assert names == ["bench_gpu_2026-01-02", "bench_gpu_2026-01-02-2", "bench_gpu_2026-01-02-3"]

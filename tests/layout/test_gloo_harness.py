@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from gloo import RankError, process_group, run_ranks
+from gloo import RankError, run_ranks
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -47,20 +45,6 @@ def write_pid(path):
     path.with_suffix(".new").rename(path)
 
 
-def test_ranks_compute_together_and_return_in_order():
-    offset = 10  # a closure, which no other way of starting processes would carry
-
-    def add_up(rank):
-        with process_group():
-            value = torch.tensor(float(rank + offset))
-            dist.all_reduce(value)
-            return rank, value.item(), torch.get_num_threads(), torch.arange(100_000)
-
-    results = run_ranks(add_up, 3)
-    assert [result[:3] for result in results] == [(0, 33.0, 1), (1, 33.0, 1), (2, 33.0, 1)]
-    assert all(torch.equal(result[3], torch.arange(100_000)) for result in results)
-
-
 def test_ranks_find_what_the_test_has_set(tmp_path, monkeypatch):
     monkeypatch.setenv("SET_BY_THE_TEST", "1")
     monkeypatch.syspath_prepend(tmp_path)
@@ -82,27 +66,6 @@ def test_ranks_find_what_the_test_has_set(tmp_path, monkeypatch):
         assert found[4] == Known(rank), "a class of this file is the same on both sides"
 
 
-def test_filters_of_warnings_travel():
-    def warn(rank):
-        warnings.warn("this one is let through", stacklevel=1)
-        with pytest.raises(UserWarning, match="another"):
-            warnings.warn("another", stacklevel=1)
-        return rank
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "this one is .* through")
-        assert run_ranks(warn, 1) == [0]
-
-
-def test_what_ranks_print_is_the_output_of_the_test(capfd):
-    def speak(rank):
-        print("from a rank")
-        print("an error", file=sys.stderr)
-
-    run_ranks(speak, 1)
-    assert capfd.readouterr() == ("from a rank\n", "an error\n")
-
-
 def test_ranks_compute_where_the_test_process_could_not_be_forked():
     """A backward or a graph in the test process starts threads, which a fork of it would lack."""
 
@@ -114,19 +77,6 @@ def test_ranks_compute_where_the_test_process_could_not_be_forked():
     assert torch.equal(train(0), torch.full((3,), 2.0))
     assert all(torch.equal(found, torch.full((3,), 2.0)) for found in run_ranks(train, 2))
     assert run_ranks(lambda rank: os.getppid(), 2) != [os.getpid()] * 2
-
-
-def test_ranks_leave_their_process_group_together(tmp_path):
-    """Who has nothing to do waits for who has, instead of closing the connections."""
-
-    def work_on_zero(rank):
-        with process_group():
-            if rank == 0:
-                time.sleep(0.3)
-                (tmp_path / "done").touch()
-        return (tmp_path / "done").exists()
-
-    assert run_ranks(work_on_zero, 2) == [True, True]
 
 
 def test_lightning_takes_the_ranks_for_launched_ones():
@@ -157,19 +107,6 @@ def test_an_exception_names_its_rank_and_line():
         run_ranks(fail_on_one, 2)
 
 
-def test_a_failed_assertion_is_reported_like_any_exception():
-    def fail(rank):
-        assert rank == 5, "not five"
-
-    with pytest.raises(RankError, match=r"(?s)AssertionError: not five.*AssertionError: not five"):
-        run_ranks(fail, 2)
-
-
-def test_a_result_that_cannot_be_sent_is_an_error():
-    with pytest.raises(RankError, match=r"(?s)Rank 0 raised:.*pickle"):
-        run_ranks(lambda rank: (rank for _ in range(2)), 1)
-
-
 def test_a_hanging_rank_is_named_shown_and_ended(tmp_path):
     def hang_on_one(rank):
         (tmp_path / str(rank)).write_text(str(os.getpid()))
@@ -195,11 +132,6 @@ def test_a_killed_rank_is_named_and_does_not_make_the_others_wait_for_the_time_o
     assert not is_alive(int((tmp_path / "1").read_text()))
 
 
-def test_a_rank_that_exits_without_a_result_is_reported():
-    with pytest.raises(RankError, match=r"^Rank 0 exited with code 3 and no result\.$"):
-        run_ranks(lambda _: os._exit(3), 1)
-
-
 def test_an_interrupted_parent_leaves_nobody_behind(tmp_path):
     """A time limit of the test session raises out of the wait; the children end with it."""
 
@@ -220,25 +152,6 @@ def test_an_interrupted_parent_leaves_nobody_behind(tmp_path):
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert not is_alive(int((tmp_path / "pid").read_text()))
-
-
-@pytest.mark.full
-def test_a_killed_parent_takes_its_children_along(tmp_path):
-    def last_child(rank):
-        write_pid(tmp_path / "child")
-        time.sleep(600)
-
-    def parent_and_its_murderer(rank):
-        if rank == 0:
-            write_pid(tmp_path / "parent")
-            run_ranks(last_child, 1)
-        while not (tmp_path / "child").exists():
-            time.sleep(0.02)
-        os.kill(int((tmp_path / "parent").read_text()), signal.SIGKILL)
-
-    with pytest.raises(RankError, match="Rank 0 was ended by SIGKILL"):
-        run_ranks(parent_and_its_murderer, 2)
-    assert ends(int((tmp_path / "child").read_text()))
 
 
 @pytest.mark.full
@@ -271,29 +184,6 @@ MAY_FORK = {
     "test_gloo_harness.py",
     "test_strategy_launchers.py",
 }
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "os.fork()",
-        "from multiprocessing import Process",
-        'Trainer(strategy="ddp_fork")',
-        "Trainer(strategy='ddp_notebook_find_unused_parameters_false')",
-        'Pipeline(start_method="fork")',
-        "DataLoader(data, num_workers=2)",
-        'DataLoader(data, num_workers=2, multiprocessing_context="fork")',
-    ],
-)
-def test_a_fork_is_recognized(line):
-    assert FORKS.search(line)
-
-
-@pytest.mark.parametrize(
-    "line", ["DataLoader(data, num_workers=0)", 'DataLoader(data, num_workers=2, multiprocessing_context="spawn")']
-)
-def test_workers_that_are_not_forked_are_let_through(line):
-    assert not FORKS.search(line)
 
 
 def test_nothing_here_forks_but_the_server_of_ranks():
