@@ -35,19 +35,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
-# Fifty in all.
+# Thirty in all.
 RANDOM_KILLS = {
-    "single": 8,
-    "ddp": 8,
-    "fsdp1": 4,
-    "fsdp1, one file": 3,
-    "model parallel": 6,
-    "fsdp2": 6,
-    "fsdp2, one file": 4,
-    "fsdp2, tensor": 3,
-    "fsdp2, hybrid": 2,
-    "fsdp2, 2-D": 2,
-    "pipeline": 4,
+    "single": 6,
+    "ddp": 4,
+    "fsdp1": 2,
+    "fsdp1, one file": 2,
+    "model parallel": 3,
+    "fsdp2": 4,
+    "fsdp2, one file": 2,
+    "fsdp2, tensor": 2,
+    "fsdp2, hybrid": 1,
+    "fsdp2, 2-D": 1,
+    "pipeline": 3,
 }
 
 
@@ -66,20 +66,20 @@ def go_on(runs: Sequence[Run], straight: Result) -> None:
 @pytest.mark.parametrize(
     ("kind", "only_last", "victim", "numbers"),
     [
-        ("single", (False,), 0, (4, 6, 10)),
+        ("single", (False,), 0, (4, 10)),
         pytest.param("ddp", (False,), 0, (4,), marks=pytest.mark.full),
         pytest.param("model parallel", (False,), 1, (2,), marks=pytest.mark.full),
-        ("fsdp2", (True,), 0, (16,)),
+        pytest.param("fsdp2", (True,), 0, (16,), marks=pytest.mark.full),
         *[
-            # One process before every operation; the others before every sixth or eighth.
+            # One process before every second operation; the others before every eighth.
             pytest.param(kind, (False, True), 0, range(first, 60, stride), marks=pytest.mark.full)
             for kind, first, stride in (
-                ("single", 1, 1),
+                ("single", 1, 2),
                 ("fsdp1", 3, 8),
-                ("fsdp1, one file", 2, 6),
-                ("model parallel", 1, 6),
-                ("fsdp2", 2, 6),
-                ("fsdp2, one file", 1, 6),
+                ("fsdp1, one file", 2, 8),
+                ("model parallel", 1, 8),
+                ("fsdp2", 2, 8),
+                ("fsdp2, one file", 4, 8),
             )
         ],
     ],
@@ -131,7 +131,7 @@ def test_a_kill_in_the_middle_of_a_window(kind: str, uninterrupted: Callable[[st
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "kills"), RANDOM_KILLS.items())
 def test_kills_at_random_moments(kind: str, kills: int, uninterrupted: Callable[[str], Result], tmp_path: Path) -> None:
-    """Promise 6. Fifty times over all kinds, from outside, at any instant of the run, start and end included.
+    """Promise 6. Thirty times over all kinds, from outside, at any instant of the run, start and end included.
 
     Each second one is killed again in its restart. One that was done before it could be killed makes room for another.
     """
@@ -195,7 +195,7 @@ def test_without_atomic_checkpoints_a_kill_breaks_the_last_one(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["ddp", "fsdp1, one file", "model parallel", "fsdp2"])
+@pytest.mark.parametrize("kind", ["fsdp1, one file", "fsdp2"])
 def test_a_kill_when_all_steps_so_far_were_skipped(kind: str, tmp_path: Path) -> None:
     """Promise 6, where the first steps overflow: the optimizer's state in the checkpoint is empty."""
     straight = Run(kind, tmp_path / "straight" / "checkpoints", init_scale=2.0**18)

@@ -1,4 +1,4 @@
-"""The demo with every precision on every strategy: it trains as one process does, or says in one line why it cannot."""
+"""The demo with precisions on strategies, every second cell: it trains as one process does, or says why it cannot."""
 
 import contextlib
 import io
@@ -107,9 +107,11 @@ def _demo(*arguments: str) -> tuple[int, str]:
 
 
 def _row(precision: str, text: str, out: str, rank: int) -> dict[str, tuple[int, str]]:
-    """Exit code and error text of every strategy."""
+    """Exit code and error text of every second strategy."""
     results = {}
-    for strategy, (options, copies) in STRATEGIES.items():
+    for number, (strategy, (options, copies)) in enumerate(STRATEGIES.items(), list(PRECISIONS).index(precision)):
+        if number % 2:
+            continue
         batch = ("--devices", "2", "--batch-size", str(SEQUENCES // copies))
         results[strategy] = _demo(*_options(precision), *options, *batch, "--text", text, "--out", f"{out}/{strategy}")
     return results
@@ -148,7 +150,7 @@ def _history(out: str | Path) -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_strategy_ends_where_one_process_does_or_says_why_not(precision, text, single, tmp_path):
+def test_a_strategy_ends_where_one_process_does_or_says_why_not(precision, text, single, tmp_path):
     code, said, reference = single(precision)
     if precision == "tf32":
         assert (code, NO_TF32 in said) == (2, True)
@@ -212,7 +214,7 @@ def _second_half(out: str, wanted: int, rank: int) -> dict[str, tuple[int, str]]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true, remainder"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true, remainder"])
 def test_a_run_goes_on_on_other_devices_and_strategies(precision, text, single, tmp_path):
     _, _, reference = single(precision)
     for devices in (1, 2):

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, model, train
+from fsdp2_runs import assert_same, assert_same_on_ranks, fsdp2, model, train
 from gloo import COMPILER
 from gloo import run_ranks as run_any_ranks
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import Precision
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision, MasterWeightsPrecision
@@ -61,50 +60,40 @@ def compiled(
     return train(rank, ranks, fsdp2(**arguments), module=module, gradient_clip_val=0.5, **more)
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks", "arguments", "plugin", "validate"),
-    [
-        (blocks, 2, {}, bf16, True),
-        (blocks, 2, TENSOR, fp16, False),
-        (whole, 2, TENSOR, Precision, True),
-        (whole, 4, TENSOR, bf16, False),
-    ],
-)
-def test_it_equals_one_process(how: Any, ranks: int, arguments: dict[str, Any], plugin: Any, validate: bool) -> None:
+@pytest.mark.parametrize(("how", "ranks", "arguments", "validate"), [(blocks, 2, {}, True), (whole, 4, TENSOR, False)])
+def test_it_equals_one_process(how: Any, ranks: int, arguments: dict[str, Any], validate: bool) -> None:
     """Also where the table of embeddings and the head are in the compiled part; clipped by norm."""
 
     def run(rank: int) -> Any:
-        return compiled(how, rank, ranks, arguments, validate=validate, plugin=plugin(), steps=3)
+        return compiled(how, rank, ranks, arguments, validate=validate, plugin=bf16(), steps=3)
 
     found = run_ranks(run, ranks)
     assert_same_on_ranks(found)
-    alone = train(plugin=plugin(), steps=3, gradient_clip_val=0.5)
-    assert_same(found[0], alone, atol={Precision: 2e-6, bf16: 2e-3}.get(plugin, 3e-4))
+    alone = train(plugin=bf16(), steps=3, gradient_clip_val=0.5)
+    assert_same(found[0], alone, atol=2e-3)
 
 
-@pytest.mark.parametrize("arguments", [{}, TENSOR], ids=["FSDP2", "tensor"])
-def test_master_weights_equal_those_that_are_not_compiled(arguments: dict[str, Any]) -> None:
+def test_master_weights_equal_those_that_are_not_compiled() -> None:
     def run(rank: int) -> Any:
         plugin = MasterWeightsPrecision("bf16-true")
-        plain = train(rank, 2, fsdp2(**arguments), plugin=plugin, gradient_clip_val=0.5, steps=3)
-        return compiled(blocks, rank, 2, arguments, plugin=MasterWeightsPrecision("bf16-true"), steps=3), plain
+        plain = train(rank, 2, fsdp2(**TENSOR), plugin=plugin, gradient_clip_val=0.5, steps=3)
+        return compiled(blocks, rank, 2, TENSOR, plugin=MasterWeightsPrecision("bf16-true"), steps=3), plain
 
     found = run_ranks(run, 2)
     assert_same_on_ranks([ours for ours, _ in found])
     assert_same(*found[0], atol=2**-8)
 
 
-@pytest.mark.parametrize(("how", "ranks", "arguments"), [(blocks, 2, {}), (blocks, 2, SEQUENCE), (whole, 4, TENSOR)])
-def test_recomputed_blocks_and_windows_equal_one_process(how: Any, ranks: int, arguments: dict[str, Any]) -> None:
+def test_recomputed_blocks_and_windows_equal_one_process() -> None:
     """The compiler gives up at FSDP2's hooks inside of blocks, and the second run has the first one's attention."""
 
     def callbacks() -> list[Callback]:
         return [ActivationCheckpointing("Block"), AccumulationScheduler({0: 2})]
 
     def run(rank: int) -> Any:
-        return compiled(how, rank, ranks, arguments, plugin=bf16(), steps=2, callbacks=callbacks())
+        return compiled(blocks, rank, 2, SEQUENCE, plugin=bf16(), steps=2, callbacks=callbacks())
 
-    found = run_ranks(run, ranks)
+    found = run_ranks(run, 2)
     assert_same_on_ranks(found)
     alone = train(plugin=bf16(), steps=2, gradient_clip_val=0.5, callbacks=callbacks())
     assert_same(found[0], alone, atol=2e-3)
