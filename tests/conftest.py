@@ -4,7 +4,7 @@ import gc
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Set before anything imports torch, and inherited by the processes that tests start. The models are
@@ -38,6 +38,7 @@ RANKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make soak` gives these; without them the tests in tests/soak are short."""
     parser.addoption("--soak-steps", type=int, default=0, help="optimizer steps of tests/soak/test_soak.py, at least")
+    parser.addoption("--every-case", action="store_true", help="all combinations of parameters, not all pairs only")
     parser.addoption("--soak-fits", type=int, default=0, help="fits in one process of tests/soak/test_many_fits.py")
 
 
@@ -63,9 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no CUDA device, and let slow ones be slow on a slow machine."""
     longest_files.begin_with_the_longest(items)
+    if not config.option.every_case:
+        _leave_out_repeated_cases(config, items)
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
@@ -91,12 +94,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # or each collection would look through all that was imported
 
 
-def _most_of_a_grid_is_full(items: list[pytest.Item]) -> None:
+def _grids(items: list[pytest.Item], *, with_full: bool) -> Iterable[list[pytest.Function]]:
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("full"):
+        wanted = with_full or not item.get_closest_marker("full")
+        if wanted and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault((item.path, item.originalname), []).append(item)
-    for cases in tests.values():
+    return tests.values()
+
+
+def _leave_out_repeated_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    repeated = {case for cases in _grids(items, with_full=True) for case in quick_set.repeated_cases(cases)}
+    if repeated:
+        config.hook.pytest_deselected(items=[item for item in items if item in repeated])
+        items[:] = [item for item in items if item not in repeated]
+
+
+def _most_of_a_grid_is_full(items: list[pytest.Item]) -> None:
+    for cases in _grids(items, with_full=False):
         for case in quick_set.slow_cases(cases):
             case.add_marker("full")
 

@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-full`: most cases of a grid, and never a value of a parameter."""
+"""`make test` runs each value of a parameter, `make test-full` each pair of values of two."""
 
 import itertools
 from pathlib import Path
@@ -31,6 +31,19 @@ def test_a_marked_test_says_how_many_cases_are_enough(request, x, y):
     if len(cases) == 9:  # the full set
         assert len(slow_cases(cases)) == 9 - 2
     assert x == y or request.node.get_closest_marker("full")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("x", SIZES)
+@pytest.mark.parametrize("y", PRECISIONS)
+@pytest.mark.parametrize("z", STRATEGIES)
+def test_each_pair_of_values_has_a_case(request, x, y, z):
+    cases = [item for item in request.session.items if item.nodeid.split("[")[0] == request.node.nodeid.split("[")[0]]
+    if len(cases) > 1:  # not this one alone
+        values = [tuple(case.callspec.params[name] for name in "xyz") for case in cases]
+        assert {value[:2] for value in values} == set(itertools.product(SIZES, PRECISIONS))
+        assert {value[1:] for value in values} == set(itertools.product(PRECISIONS, STRATEGIES))
+        assert len(cases) == 24 if request.config.option.every_case else len(cases) <= 14
 
 
 def test_the_files_that_are_begun_first_are_there():

@@ -1,5 +1,6 @@
-"""Which cases of a parametrized test belong to the quick set; `conftest.py` marks the others `full`."""
+"""Which cases of a parametrized test are run: all pairs of values in the full set, all values in the quick one."""
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +24,18 @@ def covering_cases(values: Mapping[Case, set[Any]]) -> list[Case]:
         found.append(max(left, key=lambda case: len(left[case] & missing)))
         missing -= left.pop(found[-1])
     return found
+
+
+def repeated_cases(cases: Sequence[pytest.Function]) -> set[pytest.Function]:
+    """The cases of one test that no set runs: others already have each pair of their values.
+
+    Only a test with three `parametrize` or more has any. `--every-case` runs them nevertheless.
+    """
+    values = {case: _values(case) for case in cases}
+    if len(next(iter(values.values()))) < 3:
+        return set()
+    pairs = {case: set(itertools.combinations(sorted(of_case), 2)) for case, of_case in values.items()}
+    return set(cases).difference(covering_cases(pairs))
 
 
 def slow_cases(cases: Sequence[pytest.Function]) -> set[pytest.Function]:
