@@ -37,8 +37,8 @@ STEPS = 20
 class MuonAndAdamW(runs.Recorded):
     def configure_optimizers(self) -> Any:
         matrices, rest = matrices_and_rest(self)
-        # Newton-Schulz amplifies the last bit of a gradient, in which sums over 4 ranks differ: to 2e-7 of a weight in 20
-        # steps at this rate, to 1.7e-6 at 0.02.
+        # Newton-Schulz amplifies the last bit of a gradient, in which sums over 4 ranks differ: to 2e-7 of a weight in
+        # 20 steps at this rate, to 1.7e-6 at 0.02.
         return JointOptimizer([Muon(matrices, lr=0.005), AdamW(rest, lr=1e-3, eps=1e-3)], module=self)
 
 
