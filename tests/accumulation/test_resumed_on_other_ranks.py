@@ -308,7 +308,7 @@ def check_noise(name: str, saved_on: int, resumed_on: int, first: Found, second:
 QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1)]
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
 @pytest.mark.parametrize(("name", "saved_on", "resumed_on"), [*QUICK, *((name, 1, 1) for name in RECIPES)])
 def test_a_resumed_run_ends_as_one_that_did_not_stop(

@@ -250,6 +250,7 @@ def test_only_buffers_of_modules_that_change_theirs_are_kept() -> None:
     assert kept(lambda: model[0](torch.ones(1))) == ["runs", "same_runs"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "names"),
     [

@@ -63,6 +63,7 @@ def go_on(runs: Sequence[Run], straight: Result) -> None:
             assert not [path for path in run.folder.iterdir() if path.name.startswith(".")], "leftovers"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "only_last", "victim", "numbers"),
     [
@@ -114,6 +115,7 @@ class KillsItself(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [

@@ -43,6 +43,7 @@ def found():
     return compare()
 
 
+@pytest.mark.full
 def test_the_same_arithmetic_differs_by_exactly_nothing(found):
     """The one beside fp32 draws random numbers of its own; seeded once, shuffling and dropout would go other ways."""
     difference = found.quality["thirsty"].difference
@@ -304,6 +305,7 @@ def weights_of_their_own():
 COUNTER = iter(range(1000))
 
 
+@pytest.mark.full
 def test_pairs_that_are_none_are_refused(tmp_path):
     arguments = {"steps": 2, "rounds": 1, "accelerator": "cpu", "file": tmp_path / "runs.jsonl"}
     with pytest.raises(ValueError, match="pair the runs of seed 0: bf16-mixed had other data than 32-true. Pass"):

@@ -105,6 +105,7 @@ def uninterrupted(tmp_path_factory, text):
     return out
 
 
+@pytest.mark.full
 def test_a_run_lands_exactly_on_its_budget_and_leaves_its_files(uninterrupted):
     folder = uninterrupted / "version_0"
     summary = json.loads((folder / "summary.json").read_text())
@@ -312,6 +313,7 @@ def test_the_time_limit_is_told_with_the_way_to_go_on(text, capsys):
     assert "Go on with: lightning-mp demo --resume --out out/version_0" in output
 
 
+@pytest.mark.full
 def test_an_injected_overflow_is_skipped_named_and_holds_the_learning_rate(text, capsys):
     assert _run("out", text, inject_overflow=4) == 0
     steps = _history("out")["steps"]

@@ -119,6 +119,7 @@ def test_two_ranks_go_wrong_in_two_places(tmp_path: Path) -> None:
     assert places == [(0, "loss", "", "model"), (1, "forward", "body.1.place", "range")]
 
 
+@pytest.mark.full
 def test_fp32_is_tried_by_all_ranks_where_weights_are_gathered(tmp_path: Path) -> None:
     make = partial(Sharded, partial(TimesInForward, factor=1e6), rank=1)
     reports = run_ranks(lambda rank: train(rank, make, tmp_path)[0], 2)

@@ -210,6 +210,7 @@ def assert_alike(ranks: list[dict[str, Any]]) -> None:
             assert_equal(ours, theirs)
 
 
+@pytest.mark.full
 def test_fsdp2_has_the_statistics_of_ddp() -> None:
     """The running size is read by the training forward, so that ranks would train different functions."""
 
@@ -232,6 +233,7 @@ def resumed(rank: int, where: str, folder: Path, devices: int = 2) -> list[dict[
     return [run(), run(steps=4, save=path), run(resume=path)]
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_one_that_did_not_stop_from_folders_and_single_files(tmp_path: Path) -> None:
     def run(rank: int) -> list[list[dict[str, Any]]]:
         return [resumed(rank, where, tmp_path) for where in ("folder", "single file")]
@@ -248,6 +250,7 @@ def test_a_resumed_run_is_one_that_did_not_stop_from_folders_and_single_files(tm
         assert_equal({name: state[name] for name in half["buffers"]}, half["buffers"])
 
 
+@pytest.mark.full
 def test_copies_of_a_pipeline_are_alike_and_resume_exactly(tmp_path: Path) -> None:
     ranks = run_ranks(partial(resumed, where="pipeline", folder=tmp_path, devices=4), 4)
     saved = torch.load(tmp_path / "pipeline")["state_dict"]
@@ -262,6 +265,7 @@ def test_copies_of_a_pipeline_are_alike_and_resume_exactly(tmp_path: Path) -> No
     assert len({tuple(leg["validated"]) for rank in ranks for leg in rank[:1]}) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["hybrid", "TP"])
 def test_all_ranks_of_a_mesh_are_alike(where: str) -> None:
     assert_alike(run_ranks(partial(fit, where=where, devices=4, steps=3), 4))
@@ -280,6 +284,7 @@ class SavedInside(Callback):
             self.buffers = buffers_of(module)
 
 
+@pytest.mark.full
 def test_statistics_that_begin_to_change_inside_an_epoch_are_noticed_before_they_are_read(tmp_path: Path) -> None:
     def run(rank: int) -> list[dict[str, Any]]:
         validated = fit(rank, "folder", module=Frozen(), steps=5, val_check_interval=5)
@@ -297,6 +302,7 @@ def test_statistics_that_begin_to_change_inside_an_epoch_are_noticed_before_they
         assert not torch.equal(ours["after"][4][name], theirs["after"][4][name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["folder", "pipeline"])
 def test_models_without_such_buffers_pay_nothing(where: str) -> None:
     class Callbacks(Normed):

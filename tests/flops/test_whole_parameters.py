@@ -83,7 +83,7 @@ def expected_of(layout: Layout) -> tuple[Any, ...]:
     return shapes, products, tokens_for(sum(p.numel() for p in whole.parameters()), 0.25)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("which", ["all", "trainable", "non_embedding"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_budget_under_fsdp1_counts_what_one_process_counts(which: Counted, tied: bool) -> None:

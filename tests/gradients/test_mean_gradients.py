@@ -77,7 +77,7 @@ def test_two_buckets_are_on_their_way_at_a_time():
     assert waited == [2, 3, 4, 5, 6, 6]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "per_window"), [(PipelinedMLP, 1), (PipelinedGPT, 2)])
 def test_a_window_is_reduced_once(model, per_window):
     """Promise 5: one mean over the copies per window, and one sum where a parameter is tied over stages."""

@@ -37,6 +37,7 @@ def imported() -> tuple[set[str], set[str]]:
     return set(before), set(extra)
 
 
+@pytest.mark.full
 def test_importing_the_package_adds_only_its_own_modules(imported):
     _, extra = imported
     foreign = {name for name in extra if name.split(".")[0] != "lightning_mp"}

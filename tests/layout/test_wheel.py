@@ -118,6 +118,7 @@ def wheel(request, tmp_path_factory) -> Path:
     return build_wheel(checkout, into, with_pip=request.param is keep_links)
 
 
+@pytest.mark.full
 def test_wheel_holds_every_module_and_data_file(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

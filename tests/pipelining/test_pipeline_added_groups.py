@@ -96,6 +96,7 @@ def assert_close(ours, theirs, **tolerance):
             torch.testing.assert_close(one[name], value, **tolerance)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "where", ["first stage", *(pytest.param(w, marks=pytest.mark.full) for w in ("last stage", "both stages"))]
 )
@@ -153,6 +154,7 @@ class Anew(Callback):
             trainer.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=1e-2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["set-up", "assigned"])
 @pytest.mark.parametrize("when", [(1, 0), (1, 1)], ids=["start of an epoch", "inside of an epoch"])
 def test_an_optimizer_that_was_made_anew_is_saved_as_in_one_process(way, when, tmp_path):

@@ -85,6 +85,7 @@ def test_a_resumed_pipeline_ends_as_one_that_was_not_stopped(model, precision, c
         assert whole.get(key) == resumed.get(key)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", [PipelinedGPT, pytest.param(PipelinedMLP, marks=pytest.mark.full)])
 def test_a_checkpoint_is_laid_out_as_that_of_one_process(model, tmp_path):
     run(model, "one process", "32-true", tmp_path / "one.ckpt", max_epochs=1)
@@ -116,6 +117,7 @@ def test_another_number_of_stages_goes_on_from_a_checkpoint(before, after, tmp_p
     assert first + resumed == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_epoch_whose_last_batch_was_saved_is_ended_by_the_resumed_run(tmp_path):
     """D59: validated, too; with the strategy alone, and no callback that sees to it."""
 

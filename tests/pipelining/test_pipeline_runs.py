@@ -56,6 +56,7 @@ def test_all_stages_skip_when_one_rank_overflows(ranks, stages, fused):
             assert outcomes == results[0][0]
 
 
+@pytest.mark.full
 def test_a_batch_is_the_same_in_any_number_of_microbatches():
     """Also in one that does not divide it, and when rows have different numbers of labels, or none at all."""
 
@@ -155,6 +156,7 @@ class Frozen(PipelinedMLP):
             self.layers[1].requires_grad_(True)
 
 
+@pytest.mark.full
 def test_frozen_layers_may_thaw_at_an_epoch():
     def rank(_, strategy, devices):
         module = Frozen()

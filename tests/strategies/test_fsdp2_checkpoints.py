@@ -102,6 +102,7 @@ def test_a_run_goes_on_with_another_kind_of_parallelism(
         assert_same(last[kind], straight)
 
 
+@pytest.mark.full
 def test_one_file_goes_to_one_device_and_back(straight: dict[str, Any], tmp_path: Path) -> None:
     """The optimizer has norms in a second group, so its order is not that of the model."""
     alone, sharded = tmp_path / "alone.ckpt", tmp_path / "sharded.ckpt"
@@ -258,6 +259,7 @@ def test_weights_are_validated_without_an_optimizer_from_what_an_ended_run_left(
     assert run_ranks(run, 2) == [True, True]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.full)])
 def test_validated_weights_are_those_of_the_checkpoint_afterwards(kind: str, tmp_path: Path) -> None:
     """The plugin holds them in 16 bit meanwhile; neither the rounding nor earlier weights may stay."""

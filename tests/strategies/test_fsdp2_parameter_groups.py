@@ -125,6 +125,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names", [list(SETTINGS)[:2], pytest.param(list(SETTINGS)[2:], marks=pytest.mark.full)], ids=["quick", "others"]
 )
@@ -155,6 +156,7 @@ def test_settings_of_groups_come_back_as_from_a_single_file(names: list[str], tm
 # -- which groups ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -196,6 +198,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full
 def test_other_groups_are_refused_before_anything_is_loaded_into_the_optimizer(tmp_path: Path) -> None:
     def run(rank: int) -> None:
         for groups in {saved for saved, _ in REFUSED}:

@@ -135,6 +135,7 @@ OTHERS = ("32-true", "16-mixed", "bf16-true")
 PRECISIONS = pytest.mark.parametrize("precisions", [QUICK, pytest.param(OTHERS, marks=pytest.mark.full)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("both", "last", "precisions"),
     [

@@ -110,6 +110,7 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks: int, arguments: dict[str, A
     assert all(torch.isfinite(value).all() for value in found[0]["weights"].values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sync", ["window", pytest.param("micro_batch", marks=pytest.mark.full)])
 def test_gradients_are_reduced_once_per_window_or_micro_batch(sync: Any) -> None:
     """D37, D53: two blocks with their norms apart, and the rest: five reductions."""
@@ -125,6 +126,7 @@ def test_gradients_are_reduced_once_per_window_or_micro_batch(sync: Any) -> None
     assert found[0]["reductions"] == ([5, 5, 5] if sync == "window" else [10, 10, 10])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "precision", [*(pytest.param(name, marks=pytest.mark.full) for name in ("32-true", "bf16-true")), "master"]
 )
@@ -179,6 +181,7 @@ class Watched(Regression):
         self.net = nn.Sequential(Seen(), Seen(), nn.Linear(WIDTH, 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy", [None, pytest.param({"class:Seen": "low"}, marks=pytest.mark.full)], ids=["bare", "policy"]
 )
@@ -217,6 +220,7 @@ def test_evaluation_in_fp32_is_not_fed_rounded_weights() -> None:
 # -- set-up ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_model_on_the_meta_device_starts_from_the_same_weights_on_any_number_of_ranks() -> None:
     """Tied weights stay tied; no rank draws the numbers of another's shard."""
 
@@ -307,6 +311,7 @@ class Manual(Regression):
         return loss
 
 
+@pytest.mark.full
 def test_manual_optimization_steps_in_the_middle() -> None:
     def run(rank: int, devices: int) -> Any:
         module = Manual()

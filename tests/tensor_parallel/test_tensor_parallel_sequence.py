@@ -53,6 +53,7 @@ class Tokens(Callback):
             )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "plugin", "arguments"),
     [
