@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from gradient_counter import CountGradientTraffic
 from huggingface_models import LanguageModel, collated_by_transformers, gpt2, sgd
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from planted_oom import Limited, out_of_memory
-from small_models import fused_adamw, loader, quiet_trainer, regression_batches, weights
+from small_models import fit, fused_adamw, loader, regression_batches, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
@@ -19,12 +18,6 @@ from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, M
 from lightning_mp.accumulation.microbatch_logs import merge_logged
 from lightning_mp.accumulation.oom_retry import is_out_of_memory
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
-
-
-def fit(model: pl.LightningModule, batches: Any, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
-    trainer = quiet_trainer(callbacks=list(callbacks), **arguments)
-    trainer.fit(model, batches)
-    return trainer
 
 
 def assert_close(a: Any, b: Any, rtol: float) -> None:

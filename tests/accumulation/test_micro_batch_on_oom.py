@@ -12,18 +12,12 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_oom import Limited, microbatched_loop, out_of_memory
-from small_models import TokenModel, loader, quiet_trainer, regression_batches, token_batches, weights
+from small_models import TokenModel, fit, loader, quiet_trainer, regression_batches, token_batches, weights
 from torch import nn
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
 from lightning_mp.accumulation.oom_retry import forget_attempt
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
-
-
-def fit(model: pl.LightningModule, batches: list[Any], *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
-    trainer = quiet_trainer(callbacks=list(callbacks), **arguments)
-    trainer.fit(model, loader(batches))
-    return trainer
 
 
 def equal(a: Any, b: Any) -> bool:

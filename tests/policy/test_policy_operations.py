@@ -23,7 +23,6 @@ from lightning_mp.policy.operations import (
 )
 
 LOW = torch.bfloat16
-FP32_FAMILIES = ("norms", "softmaxes", "losses")
 
 
 def classes(x: Tensor) -> Tensor:

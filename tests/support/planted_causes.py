@@ -168,10 +168,6 @@ def _spoil(index: int, value: float) -> Callable[[list[Tensor]], None]:
     return spoil
 
 
-def _larger(factor: float) -> Callable[[list[Tensor]], None]:
-    return lambda batch: batch[0].mul_(factor) and None
-
-
 def _dies(
     verdict: str, phase: str, module: str, make: Callable[[], pl.LightningModule], **settings: Any
 ) -> PlantedCause:

@@ -284,7 +284,6 @@ def test_a_model_in_evaluation_mode_is_trained_whole_with_a_warning() -> None:
 
 
 BLOCKS = {"*.blocks": "sequence"}
-NORMS = {"*_norm": "sequence"}
 WHOLE = {"*.attention": "whole_sequence", "*.mlp": "whole_sequence"}
 CUT = {"*.query_key_value": "column_qkv", "*.output": "row", "*.up": "column", "*.down": "row"}
 
