@@ -210,14 +210,16 @@ class JointOptimizer(Optimizer):
                 handle.remove()
 
     def _load_parts(self, state_dict: dict[str, Any], owners: Sequence[int]) -> None:
+        # Numbers, or names in a state that was read from shards.
+        owned = {name for group in state_dict["param_groups"] for name in group["params"]}
         for index, optimizer in enumerate(self.optimizers):
             groups = [
                 {**group, _OWNER: index}
                 for group, owner in zip(state_dict["param_groups"], owners, strict=True)
                 if owner == index
             ]
-            numbers = {number for group in groups for number in group["params"]}
-            state = {k: v for k, v in state_dict["state"].items() if k in numbers or not isinstance(k, int)}
+            others = owned.difference(*(group["params"] for group in groups))
+            state = {name: value for name, value in state_dict["state"].items() if name not in others}
             optimizer.state = defaultdict(dict)
             before = [optimizer.defaults.keys() & group for group in optimizer.param_groups]
             optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})

@@ -133,6 +133,7 @@ def test_each_strategy_trains_the_weights_of_one_process(name: str) -> None:
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_two_ranks_train_the_weights_of_one_process_with_torchs_iteration(name: str) -> None:
     """The sum of two gradients has one order, so that nothing rounds otherwise in bf16."""
@@ -147,6 +148,7 @@ class PipelinedMuon(PipelinedGPT):
         return JointOptimizer([Muon(matrices, lr=0.02), AdamW(rest, lr=1e-3, eps=1e-3)], module=self)
 
 
+@pytest.mark.full
 def test_pipeline_stages_train_their_part_of_both_optimizers() -> None:
     """A stage may hold no parameter of one of them."""
 
@@ -255,23 +257,23 @@ class SavedEachStep(pl.Callback):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp16", "remainder"])
-@pytest.mark.parametrize("strategy", ["ddp"])
+@pytest.mark.parametrize("precision", PLUGINS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_killed_run_resumes_to_the_bit(strategy: str, precision: str, tmp_path: Path) -> None:
-    """Killed twice, each time resumed from the latest complete checkpoint in new processes."""
+    """Killed twice, each time resumed from the latest complete checkpoint: the second one is of a resumed run."""
 
-    def run(kill_after: int | None, folder: Path) -> list[dict[str, torch.Tensor]]:
-        path = latest_checkpoint(folder)
+    def run(kill_after: int | None = None, *, saves: bool = True) -> list[dict[str, torch.Tensor]]:
+        path = latest_checkpoint(tmp_path) if saves else None
 
         def on_rank(rank: int) -> dict[str, torch.Tensor]:
-            callbacks = [AtomicCheckpoints(), SavedEachStep(folder, kill_after)]
+            callbacks = [AtomicCheckpoints(), SavedEachStep(tmp_path, kill_after)] if saves else []
             arguments = {"plugin": PLUGINS[precision](), "callbacks": callbacks, "ckpt_path": path}
-            return train(rank, 2, STRATEGIES[strategy][1](), steps=9, **arguments)
+            return train(rank, 2, STRATEGIES[strategy][1](), steps=6, **arguments)
 
         return run_ranks(on_rank, 2)
 
-    for kill_after in (3, 6):
+    for kill_after in (2, 4):
         with pytest.raises(RankError, match="was ended by SIGKILL"):
-            run(kill_after, tmp_path / "killed")
-    for resumed, straight in zip(run(None, tmp_path / "killed"), run(None, tmp_path / "straight"), strict=True):
+            run(kill_after)
+    for resumed, straight in zip(run(), run(saves=False), strict=True):
         assert all(torch.equal(straight[name], resumed[name]) for name in straight)

@@ -131,7 +131,7 @@ def storages(values: object) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize("matrices", [2, 16])
+@pytest.mark.parametrize("matrices", [2, pytest.param(16, marks=pytest.mark.full)])
 def test_under_fsdp2_each_matrix_is_orthogonalised_on_one_rank_and_exchanged_by_two_collectives(matrices: int) -> None:
     """Each has a shape of its own, which says whose turn it is; nothing is gathered on all ranks."""
     shapes = [(64 + 2 * index, 64) for index in range(matrices)]
