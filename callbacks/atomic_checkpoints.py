@@ -163,10 +163,9 @@ def _refuse_without_state(patches: Patches, strategy: FSDPStrategy) -> None:
         path = Path(strategy.broadcast(checkpoint_path))
         if is_sharded_checkpoint(path) and not has_optimizer_state(path):
             raise MisconfigurationException(
-                f"The checkpoint {path} contains no optimizer state: all steps before it were skipped, or the"
-                " optimizer has none, like plain SGD. FSDPStrategy with state_dict_type='sharded' cannot resume from"
-                " it. If the steps were skipped, nothing is lost: start again without it, with a lower loss scale."
-                " Otherwise use state_dict_type='full', or FSDP2Strategy."
+                f"FSDPStrategy(state_dict_type='sharded') cannot resume from {path}, which has no optimizer state. If"
+                " all its steps were skipped, start again with a lower loss scale. If the optimizer has no state, like"
+                " plain SGD, use state_dict_type='full' or FSDP2Strategy."
             )
         checkpoint: dict[str, Any] = loading.original(path, weights_only)
         return checkpoint

@@ -133,7 +133,7 @@ class BudgetForecast(SettingsRepr, Callback):
         low, middle, high = (
             timedelta(seconds=round(each)) for each in (self.time.low, self.time.seconds, self.time.high)
         )
-        rank_zero_info(f"Forecast: {self.loss}. The budget ends in {middle} ({low} to {high}).")
+        rank_zero_info(f"BudgetForecast: {self.loss}. The budget ends in {middle} ({low} to {high}).")
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Says so if the loss was never seen."""

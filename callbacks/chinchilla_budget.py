@@ -210,12 +210,12 @@ class ChinchillaBudget(SettingsRepr, Callback):
             if self.tokens_per_parameter is not None:
                 tokens = tokens_for(parameters, self.tokens_per_parameter)
                 how = f"{self.tokens_per_parameter:g} tokens x {parameters:,} parameters ({which})"
-                targets.append((tokens, f"Chinchilla budget: {how} = {tokens:,} tokens."))
+                targets.append((tokens, f"ChinchillaBudget: {how} = {tokens:,} tokens."))
             if self.flops is not None:
                 tokens = max(1, int(self.flops / (FLOPS_PER_PARAMETER_AND_TOKEN * met)))
                 which += "; of a mixture the experts that a token is sent to" if met < parameters else ""
                 how = f"{self.flops:.4g} FLOPs / (6 x {met:,} parameters ({which}))"
-                targets.append((tokens, f"Chinchilla budget: {how} = {tokens:,} tokens."))
+                targets.append((tokens, f"ChinchillaBudget: {how} = {tokens:,} tokens."))
         return targets
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -233,7 +233,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self._ended_before = self.reached
         trainer.should_stop = trainer.should_stop or self.reached
 
-    # Not `state_dict`, of which Lightning allows one of a class: two budgets shall meet our own words.
+    # Not `state_dict`, of which Lightning allows one of a class: two budgets get our own message.
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -266,27 +266,27 @@ class ChinchillaBudget(SettingsRepr, Callback):
         window = self._controller.state.window.planned
         for found in schedulers_longer_than(2 * math.ceil(left / max(1, window * per_batch)), trainer):
             rank_zero_warn(
-                f"{found.name}({found.setting}={found.planned:,}) is planned for many more optimizer steps than the"
-                f" budget has, about {left // max(1, window * per_batch):,} from here: the learning rate hardly falls."
-                " Use TokenLearningRate(WarmupCosine()), which follows the budget, in place of the scheduler."
+                f"ChinchillaBudget: {found.name}({found.setting}={found.planned:,}) plans many more optimizer steps"
+                f" than the budget allows, about {left // max(1, window * per_batch):,} from here, so the learning"
+                " rate hardly falls. Use TokenLearningRate(WarmupCosine()) in its place."
             )
         max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
         if max_epochs != -1 and trainer.num_training_batches != float("inf"):
             batches = int(trainer.num_training_batches) * (max_epochs - trainer.current_epoch)
             if batches * per_batch < left:
                 rank_zero_warn(
-                    f"The data end before the budget: max_epochs={max_epochs} leaves {batches:,} micro-batches of about"
-                    f" {per_batch:,} tokens, {batches * per_batch:,} of {left:,} tokens to go. Use"
-                    " Trainer(max_epochs=-1), or more data."
+                    f"ChinchillaBudget: the data end before the budget. max_epochs={max_epochs} leaves {batches:,}"
+                    f" micro-batches of about {per_batch:,} tokens, {batches * per_batch:,} of the {left:,} tokens"
+                    " that remain. Use Trainer(max_epochs=-1), or more data."
                 )
         if trainer.max_steps != -1:
             steps = trainer.max_steps - trainer.global_step
             tokens = steps * window * per_batch
             if tokens < left:
                 rank_zero_warn(
-                    f"max_steps={trainer.max_steps} ends before the budget: {steps:,} steps of {window} micro-batches"
-                    f" of about {per_batch:,} tokens make {tokens:,} of {left:,} tokens to go. Leave max_steps out, or"
-                    " accumulate more micro-batches."
+                    f"ChinchillaBudget: max_steps={trainer.max_steps} ends before the budget. {steps:,} steps of"
+                    f" {window} micro-batches of about {per_batch:,} tokens make {tokens:,} of the {left:,} tokens"
+                    " that remain. Leave max_steps out, or accumulate more micro-batches."
                 )
 
     def on_train_batch_end(
@@ -330,15 +330,16 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self._has_reported = True
         if self._ended_before:
             rank_zero_info(
-                f"The budget was spent before this fit, which made no step: {self.tokens_seen:,} tokens,"
-                f" {self.device_seconds / 3600:.3g} device hours. Give a larger budget to train on."
+                f"ChinchillaBudget: the budget was spent before this fit, which made no step: {self.tokens_seen:,}"
+                f" tokens, {self.device_seconds / 3600:.3g} device hours. Give a larger budget to train on."
             )
             return
         by_tokens = self.budget_tokens is not None and not self._out_of_time
         if by_tokens and self.landing == "exact" and self.tokens_spent != self.budget_tokens:
             rank_zero_warn(
-                f"The run ended on {self.tokens_spent:,} tokens instead of {self.budget_tokens:,}: its last"
-                " micro-batches had fewer than two tokens per rank, or one was several times longer than all before it."
+                f"ChinchillaBudget: the run ended on {self.tokens_spent:,} tokens instead of {self.budget_tokens:,},"
+                " because its last micro-batches had fewer than two tokens per rank, or one was several times longer"
+                " than all before it."
             )
         saved = ""
         if self.save and trainer.checkpoint_callbacks:
@@ -358,8 +359,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
         else:
             spent = f"{self.fraction:.1%} of its {self.device_hours:g} device hours"
         rank_zero_warn(
-            f"The run ended after {spent}: {cause}. Use Trainer(max_epochs=-1) and resume from the last checkpoint to"
-            " spend the rest."
+            f"ChinchillaBudget: the run ended after {spent}: {cause}. To spend the rest, resume from the last"
+            " checkpoint with Trainer(max_epochs=-1)."
         )
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -43,7 +43,7 @@ class ExactResume(SettingsRepr, Callback):
     indices that were used, and loads none of their samples. Loaders with a ``state_dict``, such as torchdata's
     ``StatefulDataLoader``, and iterable datasets with one (without workers), continue from that.
 
-    A run is changed in two places: each batch that a worker process loads has a seed of its own, so that augmentation
+    A run is changed in two places: each batch that a worker process loads has its own seed, so that augmentation
     does not depend on what the worker had loaded before; and a validation loader with ``persistent_workers`` no longer
     advances the random numbers of the process when it starts its workers.
 

@@ -45,7 +45,7 @@ class MFUMonitor(SettingsRepr, Callback):
     mp/goodput                   tokens that are neither padding nor in a skipped step, over all tokens
     ===========================  ========================================================================
 
-    Where samples are counted (``unit``), ``mp/samples_per_second`` stands in place of the first two, and every figure
+    Where samples are counted (``unit``), ``mp/samples_per_second`` replaces the first two, and every figure
     is per sample.
 
     MFU and HFU count all tokens, because the devices multiply padding as well; times goodput they are the share of the

@@ -258,10 +258,9 @@ def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
     known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not is_pipelined(trainer)
     if not known or strategy.handles_gradient_accumulation:
         raise MisconfigurationException(
-            f"MicroBatchOnOOM works on a single device and with DDP, not with {type(strategy).__name__}: where weights"
-            " or layers are spread over ranks, every forward and backward gathers or sends them, and a rank that"
-            " repeats one alone waits for the other ranks forever. Find a size that fits on one device first, or"
-            " recompute activations; then remove the callback."
+            f"MicroBatchOnOOM works on a single device and with DDP, not with {type(strategy).__name__}: a rank that"
+            " repeats a forward alone would wait for the others forever. Find a batch size that fits on one device and"
+            " remove the callback."
         )
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(

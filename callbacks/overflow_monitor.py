@@ -158,13 +158,13 @@ class OverflowMonitor(SettingsRepr, Callback):
         """What to do about skips."""
         if not self._has_scale:
             return (
-                " There is no loss scale that could be too large, so the loss or the weights are at fault: lower the"
-                " learning rate, clip gradients, and look for bad batches and log or division of 0."
+                " Without a loss scale, the cause is the loss or the weights: lower the learning rate, clip gradients,"
+                " and look for bad batches and log or division of 0."
             )
         return (
-            f" The loss scale is {self.loss_scale:g}. If it only had to come down, start there"
-            " (LossScaler(init_scale=...)); otherwise look at the last losses and learning rates."
-            " OverflowPostMortem(replay=True) tells whether the scale or the model is at fault."
+            f" The loss scale is {self.loss_scale:g}. If it only had to come down, use LossScaler(init_scale=...);"
+            " otherwise look at the last losses and learning rates. OverflowPostMortem(replay=True) tells the two"
+            " apart."
         )
 
     def _forget_run(self) -> None:
@@ -268,7 +268,7 @@ class OverflowMonitor(SettingsRepr, Callback):
 
 
 def _unhealthy_streak(scaler: object) -> int:
-    """Skips in a row, so many that no healthy run meets them: about twice what a scale needs to fall all the way.
+    """Skips in a row, more than any healthy run has: about twice what a scale needs to fall all the way.
 
     >>> import torch
     >>> _unhealthy_streak(None)

@@ -115,7 +115,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         """Starts afresh."""
         if StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
-                f"OverflowPostMortem is told about skipped steps by the precision plugins of lightning_mp. With"
+                "OverflowPostMortem gets skipped steps from the precision plugins of lightning_mp. With"
                 f" {type(trainer.precision_plugin).__name__} add lightning_mp.OverflowMonitor() to the callbacks."
             )
         if self.replay and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):

@@ -156,7 +156,7 @@ def _of_all_stages(
 
 
 def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> RequestedPrecision:
-    """What the precision plugin was asked for; its policy and its fp8 layers by their public attributes."""
+    """The precision that the plugin has; its policy and its fp8 layers by their public attributes."""
     plugin = trainer.precision_plugin
     policy = getattr(plugin, "policy", None)
     layers = plugin.layers if isinstance(plugin, Float8Precision) else []

@@ -76,7 +76,7 @@ class Preflight(SettingsRepr, Callback):
 
 
 def _report(trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> PreflightReport:
-    # Importing the package should not cost what nobody may ask for.
+    # Importing the package should not cost what may never be used.
     from lightning_mp.preflight_checks.data_facts import FoundData
     from lightning_mp.preflight_checks.preflight import TrainerInspection
 

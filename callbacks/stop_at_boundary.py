@@ -69,9 +69,8 @@ class StopAtBoundary(SettingsRepr, Callback):
         uncatchable = [name for name in names if name in ("SIGKILL", "SIGSTOP")]
         if uncatchable:
             raise ValueError(
-                f"StopAtBoundary(signals={list(names)!r}): the system ends or stops the process on"
-                f" {' and '.join(uncatchable)}, and no program can take that. Leave it out; AtomicCheckpoints() is for"
-                " runs that are killed."
+                f"StopAtBoundary(signals={list(names)!r}): no program can catch {' and '.join(uncatchable)}. Leave it"
+                " out; AtomicCheckpoints() is for runs that are killed."
             )
         if not names and max_seconds is None:
             raise ValueError(
@@ -134,10 +133,12 @@ class StopAtBoundary(SettingsRepr, Callback):
             return
         asked = self._asked_by is not None
         self._agreement.ask(asked, pl_module.device)
-        # On several processes an answer is told by the next question.
+        # On several processes the answer comes with the next question.
         if self._agreement.ask(asked, pl_module.device):
             self.stopped_by = self._asked_by or "another rank"
-            rank_zero_info(f"Stopped by {self.stopped_by} at the end of the run; no further checkpoint is written.")
+            rank_zero_info(
+                f"StopAtBoundary: {self.stopped_by} came at the end of the run; no further checkpoint is written."
+            )
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Gives the signals back."""
@@ -177,5 +178,6 @@ class StopAtBoundary(SettingsRepr, Callback):
             trainer.save_checkpoint(self.path)
             trainer.should_stop = True
             rank_zero_info(
-                f"Stopped by {self.stopped_by} after optimizer step {trainer.global_step}; saved {self.path}."
+                f"StopAtBoundary: stopped by {self.stopped_by} after optimizer step {trainer.global_step}; saved"
+                f" {self.path}."
             )

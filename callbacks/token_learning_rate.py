@@ -140,7 +140,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         if (tokens is None) == (fraction is None):
             raise ValueError(
                 "TokenLearningRate.cooldown_now needs one of tokens and fraction, for instance fraction=0.2; only"
-                f" WarmupStableDecay has a fraction of its own, and this schedule is {self.schedule!r}."
+                f" WarmupStableDecay has a default fraction, and this schedule is {self.schedule!r}."
             )
         if tokens is not None:
             self._request.amount = whole_tokens(tokens, "tokens", "TokenLearningRate.cooldown_now")
@@ -164,8 +164,9 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._controller.end_at(self._end_tokens)
         assert self._run.cooldown is not None
         rank_zero_info(
-            f"Cooldown: after {trained:,} tokens the learning rate falls from {self._run.cooldown.start:.3g} to"
-            f" {self._run.cooldown.final:.3g} of its peak, over {length:,} tokens; the run ends there."
+            f"TokenLearningRate: the cooldown begins after {trained:,} tokens; the learning rate falls from"
+            f" {self._run.cooldown.start:.3g} to {self._run.cooldown.final:.3g} of its peak, over {length:,} tokens;"
+            " the run ends there."
         )
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ COOLDOWN_KINDS = {"amount": AMOUNT, "sums": listed_of(AMOUNT, 2)}
 class CooldownRequest:
     """How long a cooldown is to be: a number of tokens from 1, or below 1 a fraction of the whole run.
 
-    Ranks add up what they ask for when a window opens, and know their mean when the next one does.
+    Ranks add up their requests when a window opens, and know their mean when the next one does.
     """
 
     def __init__(self) -> None:
@@ -370,6 +371,6 @@ class CooldownRequest:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state; what was requested since then stays."""
-        state = checked_state(state, COOLDOWN_KINDS, "a cooldown that was asked for")
+        state = checked_state(state, COOLDOWN_KINDS, "a requested cooldown")
         self.amount = self.amount or state["amount"]
         self._asked.load(state["sums"])

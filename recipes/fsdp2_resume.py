@@ -1,11 +1,11 @@
-"""FSDP2 that is stopped and goes on with another number of ranks.
+"""FSDP2 that is stopped and resumes with another number of ranks.
 
 When: a model whose weights, gradients and moments do not fit on one device, on machines that come and go. Each start
 trains 10 more optimizer steps from the latest complete checkpoint, on as many ranks as it is given; with equally many
 samples in a step the run is the same up to rounding.
 
     python recipes/fsdp2_resume.py --devices 2           # two processes, on any CPU
-    python recipes/fsdp2_resume.py --devices 1           # goes on where these ended
+    python recipes/fsdp2_resume.py --devices 1           # continues where these ended
     torchrun --nproc-per-node=8 recipes/fsdp2_resume.py --devices 8 --full
 
 What you should see, apart from the numbers, from the second start on:
@@ -31,7 +31,7 @@ FOLDER = Path("runs/fsdp2_resume")
 
 
 class Data(pl.LightningDataModule):
-    """This rank's part of every batch. The loader has a state, so a resumed run goes on with the next batch."""
+    """This rank's part of every batch. The loader has a state, so a resumed run continues with the next batch."""
 
     def __init__(self, block_tokens: int):
         super().__init__()

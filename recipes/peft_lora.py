@@ -14,10 +14,9 @@ What you should see, apart from the numbers:
     loss in fp32: 5.49 -> 0.17
     the adapters, merged and reloaded, generate the same: True
 
-Checkpoints hold the adapters and the optimizer; the frozen base is read again by `from_pretrained`. A
-plain `DataLoader` begins its epoch again after a kill. Merging happens in
-fp32, since adding the adapters to 16-bit weights would round them. `merged/` is an ordinary folder of transformers, in
-safetensors.
+Checkpoints hold the adapters and the optimizer; the frozen base is read again by `from_pretrained`. After a kill
+`ExactResume` continues with the next batch. Merging happens in fp32, since adding the adapters to 16-bit weights would
+round them. `merged/` is an ordinary folder of transformers, in safetensors.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from lightning_mp import AtomicCheckpoints, AutocastPrecision, OverflowMonitor
+from lightning_mp import AtomicCheckpoints, AutocastPrecision, ExactResume, OverflowMonitor
 from lightning_mp.checkpoints import latest_checkpoint
 
 TINY = {
@@ -116,6 +115,7 @@ def main(model: str | None, file: Path | None, out: Path, kill_at: int | None) -
         callbacks=[
             ModelCheckpoint(out / "checkpoints", every_n_train_steps=20, save_last=True),
             AtomicCheckpoints(),
+            ExactResume(),
             OverflowMonitor(),
         ],
         gradient_clip_val=1.0,

@@ -2,12 +2,12 @@
 
 .. code-block:: bash
 
-    make evidence                       # about an hour on 2 cores; goes on where it was stopped
+    make evidence                       # about an hour on 2 cores; continues where it was stopped
     make evidence ARGS="--quick"        # a few minutes: shows that it works, and says little
 
 Real text and the demo's model, at two learning rates; a small vision transformer on scikit-learn's handwritten digits,
 where that package is installed; adapters on a model that was trained on code, tuned on prose. The page, with its
-pictures and the results as JSON, is written from the files of ``--out``. Failed and unclear results stand there like
+pictures and the results as JSON, is written from the files of ``--out``. Failed and unclear results are there like
 the others.
 """
 
@@ -221,7 +221,7 @@ def with_adapters(module: LanguageModel) -> LanguageModel:
 def compared(
     make_module: Callable[[], pl.LightningModule], data: Any, sizes: Sizes, file: Path, val_data: Any = None
 ) -> dict[str, Any]:
-    """Runs or goes on with the pairs of one part, and draws its picture beside the page."""
+    """Runs or resumes the pairs of one part, and draws its picture beside the page."""
     found = compare_precisions(
         make_module,
         data,
@@ -321,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run_parts(given.parts, sizes, out, quick=given.quick, command=command)
     except KeyboardInterrupt:
-        print(f"\nInterrupted. Finished runs are in {out}; the same command goes on.", file=sys.stderr)
+        print(f"\nInterrupted. Finished runs are in {out}; the same command continues from them.", file=sys.stderr)
         return 130
     write_page(out, given.page, PARTS)
     print(f"The page is {given.page}.")

@@ -142,7 +142,7 @@ def shard_model(
 
 
 def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precision) -> list[ShardingUnit]:
-    """The units with the dtypes that a precision plugin wants, inner ones first."""
+    """The units with the dtypes that a precision plugin sets, inner ones first."""
     precision = str(plugin.precision)
     policy = getattr(plugin, "policy", None)
     low = low_dtype(precision)

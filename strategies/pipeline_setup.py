@@ -74,15 +74,15 @@ def check_earlier_split(earlier: StageSplit, stage: int, stages: int, split_poin
     """A second run of the same module keeps its stages."""
     if (earlier.stages, earlier.stage) != (stages, stage):
         raise MisconfigurationException(
-            f"The model was split into {earlier.stages} stages by an earlier run, and this one wants {stages}. Make a"
-            " new model and load its checkpoint."
+            f"PipelineParallelStrategy: the model was split into {earlier.stages} stages by an earlier run, and this"
+            f" one uses {stages}. Make a new model and load its checkpoint."
         )
     if split_points is not None and named_split_points(earlier.layer_names, split_points, stages) != list(
         earlier.first_layers
     ):
         begins = [earlier.layer_names[first] for first in earlier.first_layers[1:]]
         raise MisconfigurationException(
-            f"The model was split before {begins} by an earlier run, and this one wants"
+            f"PipelineParallelStrategy: the model was split before {begins} by an earlier run, and this one has"
             f" split_points={list(split_points)!r}. Make a new model and load its checkpoint."
         )
 

@@ -242,7 +242,7 @@ def _slice(value: Any, start: int, stop: int) -> Any:
 def _rebuild_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
     if not isinstance(like, MutableMapping):
         return content
-    # A copy keeps what the class knows besides its entries; its constructor may want other arguments.
+    # A copy keeps what the class knows besides its entries; its constructor may take other arguments.
     rebuilt = copy(like)
     for key in like:
         if key in content:

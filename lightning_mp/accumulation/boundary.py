@@ -34,8 +34,8 @@ def repeated_losses(optimizers: Sequence[Optimizer]) -> MisconfigurationExceptio
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     return MisconfigurationException(
         f"AccumulationScheduler, ChinchillaBudget, MFUMonitor and TokenLearningRate cannot be used with {names}, which"
-        " evaluates the loss several times in one step: tokens and windows would be counted more than once. Use another"
-        " optimizer, or remove those of them that are among the callbacks."
+        " evaluates the loss several times per step: tokens and windows would be counted more than once. Use another"
+        " optimizer, or remove these callbacks."
     )
 
 
@@ -167,10 +167,9 @@ class DeferredCheckpoints:
             return
         self._has_reported = True
         rank_zero_warn(
-            f"ModelCheckpoint(monitor={checkpoint.monitor!r}): validation came inside an accumulation window, and the"
-            " checkpoint is written at its end, so the file contains weights from one optimizer step after those that"
-            " were validated. Validate at the ends of windows (val_check_interval a multiple of the micro-batches per"
-            " step), save_weights_only=True, or use AccumulationScheduler(save_partial_gradients=True)."
+            f"ModelCheckpoint(monitor={checkpoint.monitor!r}) validated inside an accumulation window and saves at its"
+            " end, one optimizer step later. Make val_check_interval a multiple of the micro-batches per step, or use"
+            " save_weights_only=True or AccumulationScheduler(save_partial_gradients=True)."
         )
 
 
@@ -261,8 +260,8 @@ class DeclinedBatches:
             reason = why_gradients_are_elsewhere(self._trainer)
             if reason:
                 rank_zero_warn(
-                    f"on_train_batch_start returned -1 inside an accumulation window, which continues in the next"
-                    f" epoch or, after the last one, is lost: {reason} Return -1 where a window opens, or use"
+                    "Gradient accumulation: on_train_batch_start returned -1 inside a window, which continues in the"
+                    f" next epoch or, after the last one, is lost: {reason} Return -1 where a window opens, or use"
                     " DDPStrategy."
                 )
             else:

@@ -43,7 +43,7 @@ __all__ = ["AccumulationController"]
 class AccumulationController(Callback):
     r"""Opens and closes accumulation windows, weighs their micro-batches, and ends the run on its token budget.
 
-    ``AccumulationScheduler`` and ``ChinchillaBudget`` tell it what they want; it puts itself first among the Trainer's
+    ``AccumulationScheduler`` and ``ChinchillaBudget`` give it their settings; it puts itself first among the Trainer's
     callbacks, so their order never matters. For every micro-batch it trims, counts, opens or closes, and stops, in that
     order. The gradient of a window with micro-batches ``i`` on ranks ``r`` becomes the exact mean
 
@@ -81,7 +81,7 @@ class AccumulationController(Callback):
         # Of a checkpoint, until training starts.
         self._saved_window: PartialAccumulation | None = None
 
-    # -- who asks for what ---------------------------------------------------------------------------------------------
+    # -- what callbacks need -------------------------------------------------------------------------------------------
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "AccumulationController | None":

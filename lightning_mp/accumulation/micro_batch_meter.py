@@ -118,18 +118,18 @@ def inspect_first_loss(
     if len(found) > 1:
         numbers = " and ".join(f"{float(average.count(loss) or 0):g}" for average in found)
         rank_zero_warn(
-            f"The loss adds means over different numbers, {numbers} in the first micro-batch, so the gradient of"
-            f" several micro-batches is not that of one large batch: they {by_default}. Divide the sums of all"
-            " terms by the same number, or use one micro-batch per step."
+            f"Gradient accumulation: the loss adds means over {numbers} items, so no single weight makes micro-batches"
+            f" equal to one large batch; they {by_default}. Divide all sums by the same number, or use one micro-batch"
+            " per step."
         )
     elif shows:
         counted = float(found[0].count(loss) or 0)
         is_same = asked.weight_by == "auto" and counted == float(measure.items)
         what = f"their number of {weighting.weight_by}s" if is_same else "what their loss averages over"
-        rank_zero_info(f"Micro-batches that make a step together are weighted by {what}, {counted:g} in the first one.")
+        rank_zero_info(f"Gradient accumulation: micro-batches are weighted by {what}, {counted:g} in the first one.")
     else:
         rank_zero_info(
-            f"Micro-batches that make a step together {by_default}: the loss does not show what it averages over"
-            " (a sum, or compiled). AccumulationScheduler(count=...) weights them by a number that you count."
+            f"Gradient accumulation: micro-batches {by_default}, because the loss does not show what it averages over"
+            " (it is a sum, or compiled). To weight them by your own count, use AccumulationScheduler(count=...)."
         )
     return found[0] if shows else None, None

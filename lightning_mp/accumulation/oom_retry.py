@@ -59,8 +59,7 @@ def advice_when_out_of_memory(sizes: list[int], min_size: int) -> str:
     """The note that is added to the error of a run that could not be saved."""
     tried = ", ".join(str(size) for size in sizes)
     return (
-        f"MicroBatchOnOOM: out of memory with at most {tried} samples at a time, one after the other;"
-        f" min_size={min_size} allows nothing smaller. Other remedies: recompute activations instead of keeping them,"
-        " shorten the longest samples, use a lower precision or a leaner optimizer, or shard the model"
-        " (strategy='fsdp')."
+        f"MicroBatchOnOOM: out of memory with at most {tried} samples at a time, and min_size={min_size} allows no"
+        " fewer. Use ActivationCheckpointing(...), shorter samples, a lower precision, an optimizer with less state,"
+        " or strategy='fsdp' without this callback."
     )

@@ -65,9 +65,9 @@ class PartialAccumulation:
         reason = why_gradients_are_elsewhere(trainer)
         if reason:
             raise ValueError(
-                f"This checkpoint was written inside an accumulation window and holds the gradient of its first"
-                f" {partial.position} of {partial.planned} micro-batches, which cannot be restored here: {reason}"
-                " Resume with the strategy and plugin that wrote it, or from a checkpoint at the end of a window."
+                f"This checkpoint holds the gradient of the first {partial.position} of {partial.planned}"
+                f" micro-batches of a window, which cannot be restored here: {reason} Resume with the strategy and"
+                " plugin that wrote it, or from a checkpoint at the end of a window."
             )
         partial._check_gradients(module)
         return partial
@@ -142,16 +142,16 @@ def why_gradients_are_elsewhere(trainer: "pl.Trainer") -> str:
         return f"{type(trainer.strategy).__name__} has only those of its own stage on each rank."
     if getattr(trainer.precision_plugin, "fp32_gradients", False):
         plugin = type(trainer.precision_plugin).__name__
-        return f"{plugin}(fp32_gradients=True) keeps the gradients of an open window in buffers of its own."
+        return f"{plugin}(fp32_gradients=True) keeps the gradients of an open window in separate buffers."
     return ""
 
 
 def warn_about_lost_gradient(planned: int, position: int) -> None:
     """A checkpoint is written inside a window and holds nothing of it."""
     rank_zero_warn(
-        f"This checkpoint is written inside an accumulation window: the gradient of its first {position} of {planned}"
-        " micro-batches is not saved, and a run that resumes from it loses them. Save at the end of a window, as"
-        " ModelCheckpoint does by itself, or use AccumulationScheduler(save_partial_gradients=True)."
+        "This checkpoint is written inside an accumulation window, so a run that resumes from it loses the gradient of"
+        f" its first {position} of {planned} micro-batches. Save at the end of a window, as ModelCheckpoint does, or"
+        " use AccumulationScheduler(save_partial_gradients=True)."
     )
 
 

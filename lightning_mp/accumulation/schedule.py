@@ -39,7 +39,7 @@ class WindowSchedule(Protocol):
 
     @property
     def has_target(self) -> bool:
-        """Whether it asks for a batch of some size, however many micro-batches that takes."""
+        """Whether it targets a batch of some size, however many micro-batches that takes."""
         ...
 
     def micro_batches(self, progress: Progress) -> int:
@@ -162,9 +162,8 @@ def estimate_steps(
     """
     if "token" in schedule.units:
         raise ValueError(
-            "The number of optimizer steps of a schedule in tokens is not known before the run: how many tokens a"
-            " batch has is known only once it is loaded. Let the learning rate follow tokens too, or give a schedule"
-            " in steps or samples."
+            "AccumulationScheduler: a schedule in tokens does not determine the number of optimizer steps before the"
+            " batches are loaded. Use TokenLearningRate, or give a schedule in steps or samples."
         )
     if max_epochs == -1 and max_steps == -1:
         return math.inf

@@ -87,10 +87,9 @@ class WatchedBuffers:
         if lost:
             names = ", ".join(map(self.name_of, lost))
             rank_zero_warn(
-                f"ActivationCheckpointing: a forward of {self._class_name} changed its buffer {names}, which its first"
-                " forward did not change. In this micro-batch the recomputation sees the new value, and gradients may"
-                " differ from those without checkpoints; from the next one on they do not. Leave the module out of"
-                " ActivationCheckpointing if that one micro-batch matters."
+                f"ActivationCheckpointing: {self._class_name} changed its buffer {names} for the first time after its"
+                " first forward. Gradients of this micro-batch may differ from those without checkpoints; later ones"
+                " do not. If that matters, do not checkpoint this module."
             )
 
 

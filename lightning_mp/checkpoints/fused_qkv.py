@@ -157,10 +157,9 @@ def _converted(
                 if value.shape != parameter.shape:
                     raise ValueError(
                         f"FSDP2Strategy: the state of {type(optimizer).__name__} holds {name!r} of shape"
-                        f" {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)} whose queries, keys"
-                        " and values are one matrix, and its order cannot be known. Split that layer as 'column_gather'"
-                        " and the one after it as 'row_split', or use an optimizer with tensors of the parameter's"
-                        " shape."
+                        f" {tuple(value.shape)} for fused queries, keys and values of shape {tuple(parameter.shape)};"
+                        " its order is not known. Plan that layer as 'column_gather' and the next as 'row_split', or"
+                        " use another optimizer."
                     )
                 value = order.from_checkpoint(value) if inward else order.to_checkpoint(value)
             converted[name] = value

@@ -24,7 +24,7 @@ class ResumableProgress(Callback):
     .. code-block:: text
 
         written                       Lightning                                here
-        after a batch at which        does not validate                        validates, then goes on
+        after a batch at which        does not validate                        validates, then continues
         validation is due
         after an epoch's last batch   skips the next epoch, or counts it with  ends the epoch, validation and
                                       the one before; a second restart in it   on_train_epoch_end included, and
@@ -36,7 +36,7 @@ class ResumableProgress(Callback):
         with a loader that has no     loses the batch that was fetched ahead   saves the loader's state before
         length, or on an exception    or was in work                           that fetch
         inside a later epoch, with    goes on in the order of the first epoch  sets the sampler's epoch before the
-        a sampler like                                                         loader goes on
+        a sampler like                                                         loader continues
         DistributedSampler
         in on_train_epoch_start       finds the loader at its end, and skips   begins the epoch
                                       the epoch

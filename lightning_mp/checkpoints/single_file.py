@@ -84,10 +84,9 @@ def _split(name: str, value: Any, parameter: Tensor) -> Any:
         return value
     if value.shape != parameter.shape:
         raise ValueError(
-            f"The checkpoint holds {name!r} of shape {tuple(value.shape)} in the optimizer's state of a parameter of"
-            f" shape {tuple(parameter.shape)}, and only tensors of the parameter's own shape can be split like it. Use"
-            " the model and the optimizer that it was written with; for optimizers with other tensors in their state,"
-            " use save_distributed_checkpoint=True."
+            f"The checkpoint holds {name!r} of shape {tuple(value.shape)} for a parameter of shape"
+            f" {tuple(parameter.shape)}; only state of the parameter's shape can be sharded. Resume with the model and"
+            " optimizer that wrote it, or write it with save_distributed_checkpoint=True."
         )
     whole = value.to(parameter.device)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -120,9 +119,9 @@ def refuse_other_groups(saved: Sequence[int], own: Sequence[int], *, difference:
     if list(saved) != list(own) or difference:
         raise ValueError(
             f"The checkpoint's optimizer has parameter groups of {list(saved)} parameters, and configure_optimizers"
-            f" made groups of {list(own)}{difference and f': {difference}'}. Use the model that it was written with, or"
-            " load its weights only. If groups were added during the run, as BackboneFinetuning does, make them in"
-            " configure_optimizers of the run that goes on, and unfreeze their parameters there."
+            f" made groups of {list(own)}{difference and f': {difference}'}. Resume with the model that wrote it, or"
+            " load its weights only. Groups added in that run, as by BackboneFinetuning, must be made in"
+            " configure_optimizers."
         )
 
 

@@ -31,7 +31,7 @@ examples:
     --file runs.jsonl --plot comparison.png
 
   example() returns (module, data) or (module, data, val_data): a LightningModule; a LightningDataModule, a loader or
-  one batch; a loader to validate on. It is called once for each run, so that each seed has initial weights of its own.
+  one batch; a loader to validate on. It is called once for each run, so that each seed has its own initial weights.
 
 precisions, the baseline first: {", ".join(PRECISION_NAMES)}"""
 
@@ -104,7 +104,8 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         found, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _compare(arguments))
     except KeyboardInterrupt:
-        where = f"Finished runs are in {arguments.file}; the same command goes on" if arguments.file else "Nothing kept"
+        kept = f"Finished runs are in {arguments.file}; the same command continues from them"
+        where = kept if arguments.file else "Nothing was kept"
         print(f"\nInterrupted. {where}.", file=sys.stderr)
         return 130
     if arguments.json:

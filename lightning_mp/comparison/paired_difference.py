@@ -124,7 +124,7 @@ def differences_of(candidate: Sequence[float], baseline: Sequence[float]) -> tup
     if not all(map(math.isfinite, baseline)):
         count = sum(not math.isfinite(loss) for loss in baseline)
         raise ValueError(
-            f"{count} of {len(baseline)} runs of the baseline diverged, so there is nothing to compare with. Lower the"
+            f"{count} of {len(baseline)} baseline runs diverged, so there is nothing to compare with. Lower the"
             " learning rate, or put another precision first."
         )
     pairs = zip(candidate, baseline, strict=True)

@@ -54,10 +54,7 @@ def plugin_factories(
     factories: dict[str, PluginFactory] = {}
     for name, precision in named:
         if name in factories:
-            raise ValueError(
-                f"`precisions` has {name!r} twice. Give them names of their own: "
-                f'precisions={{"first": ..., "second": ...}}.'
-            )
+            raise ValueError(f'`precisions` has {name!r} twice. Name them: precisions={{"first": ..., "second": ...}}.')
         factories[name] = _factory(precision, device_type)
     if len(factories) < 2:
         raise ValueError(

@@ -53,8 +53,8 @@ class PrecisionComparison:
         found = self.quality.get(precision)
         if found is None or found.difference is None:
             raise ValueError(
-                f"There is no verdict on {precision!r}: pass steps= for paired runs, and ask for one of "
-                f"{', '.join(self.candidates)}."
+                f"There is no verdict on {precision!r}: pass steps= for paired runs, and name one of"
+                f" {', '.join(self.candidates)}."
             )
         return found.difference.verdict
 

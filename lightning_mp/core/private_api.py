@@ -121,7 +121,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.autograd, "_get_sequence_nr", "marks the parts of a forward, to recognise them in its backward"),
     (torch.autograd.graph.Node, "_sequence_nr", "the same mark of a node of the graph"),
     (torch._C, "DisableTorchFunction", "what a layer does inside is no business of rules about operations"),
-    (torch._C, "DisableTorchFunctionSubclass", "calls torch for a subclass of Tensor, while modes go on"),
+    (torch._C, "DisableTorchFunctionSubclass", "calls torch for a subclass of Tensor, while modes stay on"),
     (torch.Tensor, "_make_wrapper_subclass", "a tensor of which this rank has a part only"),
     (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
     (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
@@ -135,16 +135,16 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
     (fit_loop, "_FitLoop", "the loop of the next name"),
     (fit_loop._FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
-    (fit_loop._FitLoop, "_load_combined_loader_states", "the moment before loaders are asked for their first batch"),
+    (fit_loop._FitLoop, "_load_combined_loader_states", "the moment before loaders load their first batch"),
     (training_epoch_loop, "_TrainingEpochLoop", "the loop of the next name"),
-    (training_epoch_loop._TrainingEpochLoop, "_on_before_fetch", "the moment before a loader is asked for a batch"),
+    (training_epoch_loop._TrainingEpochLoop, "_on_before_fetch", "the moment before a loader loads a batch"),
     (training_epoch_loop._TrainingEpochLoop, "_should_check_val_fx", "whether validation follows this batch"),
     (fabric_data, "_set_sampler_epoch", "calls set_epoch wherever a loader keeps its sampler"),
     (progress, "_ProcessedTracker", "how many epochs were begun and ended"),
     (CombinedLoader, "_state_dicts", "the states of the training loaders, as a checkpoint holds them"),
     (CombinedLoader, "_load_state_dicts", "puts them back where Lightning does not"),
     (DataLoader, "_get_iterator", "the moment in which a loader makes an iterator"),
-    (DataLoader, "_index_sampler", "what a loader asks for indices"),
+    (DataLoader, "_index_sampler", "what gives a loader its indices"),
     (DataLoader, "_auto_collation", "whether those are indices of batches"),
     (fit_loop._FitLoop, "_results", "what a training epoch has logged so far"),
     (Precision, "_clip_gradients", "runs the module's configure_gradient_clipping hook"),
@@ -373,7 +373,7 @@ def has_unscaled(scaler: "GradScaler") -> bool:
 
 
 def has_stepped(scaler: "GradScaler", optimizer: Optimizer | None = None) -> bool:
-    """Whether a step was made since the last ``scaler.update()``; None asks for any optimizer's."""
+    """Whether a step was made since the last ``scaler.update()``; None means any optimizer's."""
     states = scaler._per_optimizer_states
     if not states:
         return False
@@ -424,7 +424,7 @@ def replace_clipping(plugin: Precision, replacement: Callable[..., None]) -> Pat
 
 
 def is_compiled(module: "pl.LightningModule") -> bool:
-    """Whether torch.compile was asked for the module or anything inside of it: whole, in place or as a wrapper."""
+    """Whether torch.compile was called on the module or anything inside of it: whole, in place or as a wrapper."""
     return getattr(module, "_compiler_ctx", None) is not None or any(
         inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
         for name, inner in module.named_modules()

@@ -188,7 +188,7 @@ def fetches_ahead(trainer: "pl.Trainer") -> bool:
 
 
 def before_each_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None], *, always: bool) -> None:
-    """Calls ``function`` with the states of the training loaders before one is asked for a batch.
+    """Calls ``function`` with the states of the training loaders before one loads a batch.
 
     Not for the first batch of a fit; and only where loaders are fetched from ahead, unless ``always``.
     """
@@ -204,7 +204,7 @@ def before_each_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, 
 def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None]) -> None:
     """Calls ``function`` with the states that the training loaders are about to continue from, none for new ones.
 
-    That is whenever loaders are made, before the first of them is asked for a batch.
+    That is whenever loaders are made, before the first of them loads a batch.
     """
     loop = trainer.fit_loop
 
@@ -245,7 +245,7 @@ def average_model_of(callback: Callback) -> torch.nn.Module | None:
 
 
 def index_sampler(loader: "DataLoader[Any]") -> Any:
-    """What a loader asks for indices: of batches, or of samples where it makes no batches."""
+    """What gives a loader its indices: of batches, or of samples where it makes no batches."""
     return loader._index_sampler
 
 

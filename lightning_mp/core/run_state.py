@@ -24,7 +24,7 @@ class RunState:
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "RunState":
-        """That of a Trainer; made when it is first asked for."""
+        """That of a Trainer; made at the first call."""
         state = vars(trainer).get(_KEY)
         if not isinstance(state, cls):
             vars(trainer)[_KEY] = state = cls(trainer)

@@ -28,7 +28,7 @@ class SettingsRepr:
         return f"{type(self).__name__}({', '.join(self._shown_settings())})"
 
     def _shown_settings(self) -> Iterator[str]:
-        own = vars(self)  # not properties: they may be aliases, or ask for a Trainer
+        own = vars(self)  # not properties: they may be aliases, or need a Trainer
         for name, parameter in inspect.signature(type(self)).parameters.items():
             value = own.get(name, own.get(f"_{name}"))
             if value is None:

@@ -108,9 +108,9 @@ def _new_run(out: Path) -> Path:
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not there.is_dir():
         where = "" if there == out else f" is below {there}, which"
-        raise ValueError(f"--out {out}{where} is a file: give a folder, which is made if it is missing.")
+        raise ValueError(f"--out {out}{where} is a file: give a folder, which is created if it is missing.")
     if not _can_be_written(there):
-        raise ValueError(f"--out {out} cannot be written: nothing can be made in {there}. Give another folder.")
+        raise ValueError(f"--out {out} cannot be written: {there} is not writable. Give another folder.")
     return Path(CSVLogger(out, name="").log_dir)
 
 
@@ -153,8 +153,8 @@ def _resumed(given: Mapping[str, Any], out: Path, accelerator: str, max_seconds:
     corpus, text = load_text(settings.text), history["facts"]["text"]
     if text["digest"] != corpus.digest:
         raise ValueError(
-            f"the text ({corpus.source}) is not the one that the run of {path} began with ({text['source']}): bring "
-            "that back, or start a new run without --resume."
+            f"the text ({corpus.source}) is not the one that the run of {path} was trained on ({text['source']}):"
+            " restore that one, or start a new run without --resume."
         )
     folder, tokens = path.parent.parent, history["steps"]["tokens"][-1]
     return Job(settings, corpus, folder, accelerator, max_seconds, resumed_from=path, resumed_tokens=tokens)

@@ -36,7 +36,7 @@ _CHECKPOINTS = 10
 _WARNINGS_ABOUT_NOTHING = (
     r"Checkpoint directory .* exists and is not empty",  # a resumed run writes where it read
     r"FSDP2-wrapped module .* returned a view tensor",  # of fp8 layers; the model changes none in place
-    r"The run ended after .* budgeted tokens",  # the demo says so itself
+    r"ChinchillaBudget: the run ended after .* budgeted tokens",  # the demo says so itself
 )
 
 
@@ -173,7 +173,7 @@ def _conclude(job: Job) -> int:
         return 130
     summary = _show(job, history)
     if stopped_by == "time":
-        say(f"The time of --max-minutes is over. {_how_to_continue(job)}")
+        say(f"Stopped after --max-minutes. {_how_to_continue(job)}")
     comparison_file = job.folder / "comparison.txt"
     if job.settings.compare and stopped_by is None and not comparison_file.exists():
         say("\nOnce more with Lightning's own plugin, for --compare:")
@@ -222,7 +222,7 @@ def _announce(job: Job) -> None:
         f"{job.accelerator}. Budget: {plan.budget_tokens:,} tokens in about {plan.optimizer_steps:,} optimizer steps."
     )
     if job.resumed_from is not None:
-        say(f"Going on after {job.resumed_tokens:,} tokens, from {job.resumed_from}.")
+        say(f"Resuming after {job.resumed_tokens:,} tokens, from {job.resumed_from}.")
     if on_cpu and settings.precision == "fp8":
         say("On a CPU fp8 is emulated: operands are rounded to fp8 and multiplied in fp32, which is slow.")
     elif on_cpu and "16" in settings.precision:
@@ -235,4 +235,4 @@ def _how_to_continue(job: Job) -> str:
     checkpoint = latest_checkpoint(job.folder / "checkpoints")
     if checkpoint is None:
         return "No checkpoint had been written yet."
-    return f"The last checkpoint is {checkpoint}. Go on with: lightning-mp demo --resume --out {job.folder}"
+    return f"The last checkpoint is {checkpoint}. Resume with: lightning-mp demo --resume --out {job.folder}"

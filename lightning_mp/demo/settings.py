@@ -140,8 +140,8 @@ class Settings:
         for name, value in given.items():
             if name not in layout and getattr(kept, name) != value:
                 raise ValueError(
-                    f"{flag(name)} {value} differs from the run to resume, which has {getattr(kept, name)}: leave "
-                    f"{flag(name)} out to go on with that run, or start a new one without --resume."
+                    f"{flag(name)} {value} differs from the run to resume, which has {getattr(kept, name)}: leave"
+                    f" {flag(name)} out to resume that run, or start a new one without --resume."
                 )
         going_on = replace(kept, **{name: given[name] for name in layout & given.keys()}, batch_size=1)
         batch_size, left = divmod(kept.batch_size * kept.replicas, going_on.replicas)

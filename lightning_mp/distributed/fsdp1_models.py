@@ -50,9 +50,9 @@ class FSDP1Model:
             if len({id(unit_of.get(id(module))) for _, module in several}) > 1:
                 (first, _), (second, _), *_ = several
                 raise MisconfigurationException(
-                    f"FSDPStrategy: {first} and {second} are one parameter (tied weights), and auto_wrap_policy puts"
-                    " them into two units, each of which would free what the other needs. Leave the modules that share"
-                    " it out of auto_wrap_policy, so that the model itself holds them, or use strategy='ddp'."
+                    f"FSDPStrategy: {first} and {second} are one parameter (tied weights) in two units of"
+                    " auto_wrap_policy, each of which would free what the other needs. Leave both modules out of"
+                    " auto_wrap_policy, or use strategy='ddp'."
                 )
 
 

@@ -103,7 +103,6 @@ def _refuse_a_mixture(name: str, dtype: torch.dtype, dtypes: set[torch.dtype]) -
     if dtypes != {dtype}:
         others = ", ".join(sorted(str(other) for other in dtypes - {dtype}))
         raise MisconfigurationException(
-            f"FSDP2Strategy: {name or 'the model itself'} holds parameters in {dtype} beside others in {others}, and"
-            " FSDP2 reduces what it gathers together in one dtype. Put those parameters into a module of their own,"
-            " give all of them one dtype, or use strategy='ddp'."
+            f"FSDP2Strategy: {name or 'the model itself'} holds parameters in {dtype} and in {others}, and FSDP2"
+            " reduces a unit in one dtype. Give them one dtype, put them into separate modules, or use strategy='ddp'."
         )

@@ -32,9 +32,9 @@ def read_shard(shard: Shard) -> tuple[ModulePattern, ...] | int | Literal["auto"
         return as_patterns(shard, _OWNER)  # type: ignore[arg-type]  # it says no to what it cannot read
     except ValueError:
         raise ValueError(
-            f"{_OWNER}(shard={shard!r}): it must be a subclass of torch.nn.Module, its name ('Block' or"
-            " 'my_project.model.Block'), a glob over names of modules ('model.blocks.*'), a list or set of these, a"
-            " number of parameters of 1 or more (each module of that size is a unit), or 'auto'."
+            f"{_OWNER}(shard={shard!r}): it must be a subclass of torch.nn.Module, its name ('Block'), a glob over"
+            " names of modules ('model.blocks.*'), a list or set of these, the smallest number of parameters of a"
+            " unit, or 'auto'."
         ) from None
 
 

@@ -79,7 +79,7 @@ CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
                 name="megatron",
                 formula="6 N + 6 L H Q T",
                 parameters="all weights of matmuls, the output layer included and tables not; of a mixture of experts "
-                "those that one token meets",
+                "those that one token uses",
                 source="num_floating_point_operations in Megatron-LM, which halves the attention of "
                 "Korthikanti et al. 2022, arXiv:2205.05198, for the causal mask",
                 attention=_causal_attention,

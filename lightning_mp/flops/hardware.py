@@ -126,7 +126,7 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
     Args:
         device_name: As in :func:`find_chip`.
         dtype: "fp32" (no tensor cores), "tf32", "bf16", "fp16" or "fp8", or a torch dtype. ``torch.float32`` means
-            "fp32": a run with TF32 matmuls must ask for "tf32".
+            "fp32": a run with TF32 matmuls must pass "tf32".
 
     Raises:
         ValueError: The chip is not in the table, or has no figure for this format.

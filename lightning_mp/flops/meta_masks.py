@@ -1,4 +1,4 @@
-"""Attention masks of Hugging Face models on fake tensors, of which their shortcuts ask for numbers.
+"""Attention masks of Hugging Face models on fake tensors, whose shortcuts read numbers.
 
 Their mask functions look whether positions restart or padding is there (``bool(padding.all())``), to leave a mask out.
 On the meta device that question fails; of fake tensors they do not ask it and keep the mask, as if a graph was being

@@ -18,7 +18,7 @@ class MatmulParameters:
     """How many weights take part in matrix products."""
 
     total: int
-    """Those that a token meets: all with two dimensions or more but embedding tables; a tied head counts, and of a
+    """Those that a token uses: all with two dimensions or more but embedding tables; a tied head counts, and of a
     mixture of experts the experts that a token is sent to."""
     frozen: int
     """Those of them that do not learn."""
@@ -74,9 +74,9 @@ def _share_of_experts(module: nn.Module) -> tuple[int, int]:
             if met and experts:
                 return int(met), int(experts)
     raise ValueError(
-        "This module is a mixture of experts, of which each token uses a part, and no Hugging Face configuration of it"
-        " has num_experts_per_tok and num_local_experts, num_experts or n_routed_experts. A convention that counts all"
-        " parameters would be too high: use 'exact', or give the number itself."
+        "This mixture of experts has no Hugging Face configuration with num_experts_per_tok and num_local_experts,"
+        " num_experts or n_routed_experts, so counting all parameters would be too high. Use 'exact', or give the"
+        " number of FLOPs."
     )
 
 

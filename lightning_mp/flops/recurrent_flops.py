@@ -3,7 +3,7 @@ r"""Operations of fused recurrent layers: ``_cudnn_rnn``, ``miopen_rnn`` and ``m
 Where no fused kernel serves (a GRU on the CPU, the meta device), a layer runs as products that are counted one by one.
 A fused kernel multiplies each weight matrix, of the input, of the hidden state and of the projection (``proj_size``),
 with every token: 2 x tokens x elements, summed over layers and directions. Its backward takes that twice, for the
-gradients of weights and of what they are multiplied with. Gradients that nobody asks for are no part of the model's
+gradients of weights and of what they are multiplied with. Gradients that nobody needs are not part of the model's
 operations: those of frozen weights, of an input without gradient, and of the initial hidden state.
 """
 
@@ -30,7 +30,7 @@ def _backward(
     from_hidden: Sequence[Tensor],
     asked: tuple[bool, bool, bool],
 ) -> int:
-    """Both gradients of each product, less those that nobody asks for."""
+    """Both gradients of each product, less those that nobody needs."""
     rows = _rows(input)
     input_asked, hidden_asked, weights_asked = asked
     total = _products(matrices, rows) * (1 + weights_asked)

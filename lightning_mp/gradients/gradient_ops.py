@@ -85,10 +85,9 @@ def replicas(gradient: Tensor, *, ranks_per_parameter: int, plain_replicas: int)
     mesh = gradient.device_mesh
     if ranks_per_parameter % mesh.size():
         raise ValueError(
-            f"A gradient lies on a mesh of {mesh.size()} ranks {tuple(mesh.shape)}, and {ranks_per_parameter} ranks are"
-            " declared to have the same parameters: it must be a multiple. Give the number of ranks of one pipeline"
-            " stage, or of the process group that steps together"
-            " (lightning_mp.gradients.replication.GradientReplication)."
+            f"GradientReplication(ranks_per_parameter={ranks_per_parameter}): it must be a multiple of {mesh.size()},"
+            f" the ranks of a gradient's mesh {tuple(mesh.shape)}. Give the number of ranks of one pipeline stage, or"
+            " of the process group that steps together."
         )
     copies = [mesh.size(axis) for axis, placement in enumerate(gradient.placements) if placement.is_replicate()]
     return math.prod(copies) * (ranks_per_parameter // mesh.size())

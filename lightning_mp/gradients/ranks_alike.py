@@ -147,13 +147,9 @@ class AgreedUnits:
     def _difference(self, gathered: Sequence[int]) -> str:
         ran = list(dict.fromkeys(self._names[index] or "the model itself" for index in gathered))
         return (
-            "Ranks have run different sharding units, or in a different order, or have gradients for different"
-            f" parameters within one. Rank {dist.get_rank()} has run {listed(ran) or 'none'}; other ranks'"
-            " messages name theirs. FSDP gathers and reduces a unit on all ranks together, so ranks received weights"
-            " and gradients of the wrong units, and the losses of this step are wrong. Make every rank run the same"
-            " layers in every micro-batch: decide (experts, dropped layers, tasks) from values that are equal on all"
-            " ranks, or run every layer and multiply what is not wanted by 0. Or keep the whole model on every rank:"
-            " strategy='ddp_find_unused_parameters_true'."
+            "FSDP: ranks ran different layers, or have gradients for different parameters, so this step is wrong. Rank"
+            f" {dist.get_rank()} ran {listed(ran) or 'none'}. Make every rank run the same layers in the same order,"
+            " or use strategy='ddp_find_unused_parameters_true'."
         )
 
 
@@ -161,7 +157,7 @@ class RanksAlike:
     """Sharded ranks run the same units; DDP reduces every parameter that is trained.
 
     Both are looked at between the last backward of a step and the step, until the run ends. Any part of the pack may
-    ask for it; the first one is heard.
+    install it; the first one counts.
     """
 
     def __init__(self, trainer: "pl.Trainer", optimizers: Sequence[Optimizer]) -> None:
@@ -224,10 +220,7 @@ class UnreducedParameters:
         trained = [unfrozen[p] for group in optimizer.param_groups for p in group["params"] if p in unfrozen]
         if trained:
             raise MisconfigurationException(
-                f"{listed(trained)} were frozen when DDP was set up and are trained now. DDP reduces only what"
-                " required a gradient then, so each rank would train them on its own samples and ranks would drift"
-                " apart, silently under plain Lightning. Freeze them after DDP's set-up"
-                " (requires_grad_(False) in on_train_start) under strategy='ddp_find_unused_parameters_true'; or train"
-                " in two fits, the second with all of them unfrozen before it begins; or use"
-                " strategy=FSDP2Strategy(), which reduces whatever requires a gradient."
+                f"DDP does not reduce {listed(trained)}, which were frozen when it was set up, so ranks would drift"
+                " apart. Freeze them in on_train_start under strategy='ddp_find_unused_parameters_true', unfreeze them"
+                " before a second fit, or use strategy=FSDP2Strategy()."
             )

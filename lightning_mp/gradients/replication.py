@@ -37,7 +37,7 @@ class GradientReplication:
         half of the ranks         that half   that half            that half
 
     A strategy whose ranks hold different parameters says so in a method ``gradient_replication()`` that returns one of
-    these; our precision plugins ask for it.
+    these; our precision plugins read it.
 
     >>> GradientReplication.every_rank()
     GradientReplication(group=None, ranks_per_parameter=1, plain_replicas=1)

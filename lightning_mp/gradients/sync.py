@@ -44,10 +44,9 @@ class _StaticGraphDDP:
     def begin(self, *, closes: bool) -> None:
         if not closes and not self._learnt:
             raise MisconfigurationException(
-                "DDPStrategy(static_graph=True) must reduce gradients in the first micro-batch of a run, and"
-                " AccumulationScheduler begins with a window of several micro-batches, which reduces them in the last"
-                " one. Leave static_graph out, or begin with a window of one: AccumulationScheduler({0: 1, 1: 8},"
-                " unit='step')."
+                "DDPStrategy(static_graph=True) must reduce gradients in the first micro-batch of a run, but the first"
+                " window of AccumulationScheduler reduces them in its last. Leave static_graph out, or begin with a"
+                " window of one: AccumulationScheduler({0: 1, 1: 8}, unit='step')."
             )
         self._learnt = True
 
@@ -110,8 +109,8 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
         if sync == "micro_batch":
             raise MisconfigurationException(
                 "AccumulationScheduler(sync='micro_batch') is for sharded gradients, and"
-                f" {type(trainer.strategy).__name__} does not shard them: every rank holds them whole, and reducing"
-                " them more than once per window would cost time for nothing. Leave sync out."
+                f" {type(trainer.strategy).__name__} does not shard them. Leave sync out: gradients are then reduced"
+                " once per window."
             )
         static = isinstance(model, DistributedDataParallel) and model.static_graph
         return _StaticGraphDDP() if static else None

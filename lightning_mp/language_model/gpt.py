@@ -64,8 +64,8 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
     smallest = GPTConfig(1, 1, _WIDTHS[0], block_tokens, vocab)
     if parameters < smallest.parameters:
         raise ValueError(
-            f"a model of {parameters} parameters cannot be built: the smallest has {smallest.parameters} (1 layer, "
-            f"width {smallest.width}, {vocab} token ids, blocks of {block_tokens}); ask for at least that many."
+            f"a model of {parameters} parameters cannot be built: the smallest has {smallest.parameters} (1 layer,"
+            f" width {smallest.width}, {vocab} token ids, blocks of {block_tokens}); use at least that many."
         )
 
     def deepened(width: int) -> GPTConfig:

@@ -70,8 +70,8 @@ def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) 
     files.pop(b"", None)
     if len(files) < VALIDATION_SHARE:
         raise ValueError(
-            f"{root} holds {len(files)} Python source files, and at least {VALIDATION_SHARE} are needed: "
-            "this Python comes without its library's source; give a file of your own as `text`."
+            f"{root} holds {len(files)} Python source files, and at least {VALIDATION_SHARE} are needed: this Python"
+            " comes without its library's source; give a file as `text`."
         )
     train = [content for index, content in enumerate(files, start=1) if index % VALIDATION_SHARE]
     validation = list(files)[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]

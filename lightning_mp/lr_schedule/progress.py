@@ -90,7 +90,7 @@ class ScheduleRun:
 
 
 def missed_end(schedule: TokenSchedule, horizon_tokens: int, run_tokens: int) -> str | None:
-    """What is wrong if a schedule of ``horizon_tokens`` meets a run of ``run_tokens``; None if nothing is.
+    """What is wrong with a schedule of ``horizon_tokens`` in a run of ``run_tokens``; None if nothing is.
 
     A cosine may be up to 25% too long or too short; one that is longer costs loss (Hoffmann et al. 2022, appendix B,
     figure A1, https://arxiv.org/abs/2203.15556). The cooldown of a :class:`WarmupStableDecay` must have room.

@@ -33,6 +33,6 @@ def class_forward(module: nn.Module) -> Callable[..., Any] | None:
     >>> class_forward(nn.Linear(2, 2)) is nn.Linear.forward, class_forward(nn.ModuleList())
     (True, None)
     """
-    # The class of a TorchScript module raises when it is asked for `forward`.
+    # The class of a TorchScript module raises when its `forward` is read.
     forward: Callable[..., Any] | None = type(module).forward if takes_hooks(module) else None
     return None if forward is nn.Module.forward else forward

@@ -58,8 +58,8 @@ class StagePlaceholder(nn.Module):
         name, stages, split, _ = self.__dict__["_placed"]
         return (
             f"{name} is on stage {', '.join(map(str, stages))} of the pipeline, and this rank has stage {split.stage}."
-            " Under PipelineParallelStrategy layers are run by lightning_mp.pipelining.pipelined_loss(self, batch);"
-            " whatever needs weights of all stages has to be done before trainer.fit or on a checkpoint."
+            " Call lightning_mp.pipelining.pipelined_loss(self, batch), which runs all layers; use weights of all"
+            " stages before trainer.fit or from a checkpoint."
         )
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:

@@ -14,7 +14,7 @@ from lightning_mp.core.nested_tensors import tensors_in
 def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of a module that holds stand-ins; parameters stay parameters, and what is tied stays tied.
 
-    The numbers of the module are not copied: the copy is told beforehand what stands for each tensor.
+    The numbers of the module are not copied: the stand-in of each tensor is given beforehand.
 
     >>> copy = module_with(nn.Linear(3, 2), lambda tensor: tensor.detach().to("meta"))
     >>> copy.weight.device.type, type(copy.weight).__name__

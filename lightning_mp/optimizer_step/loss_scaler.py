@@ -323,10 +323,9 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
 
     def _raise_at_floor(self, overflows: int) -> None:
         message = (
-            f"The loss scale is at its floor {self._min_scale:g} and the last {overflows} steps in a row still"
-            " overflowed: the gradients are not finite at any scale. Look for the cause in the model or the data"
-            " (OverflowPostMortem names the parameters), or train in bf16. LossScaler(on_floor='warn') continues"
-            " instead."
+            f"LossScaler: the last {overflows} steps overflowed with the loss scale at its floor, {self._min_scale:g}:"
+            " no scale makes these gradients finite. OverflowPostMortem(replay=True) names the layer; or train in"
+            " bf16. To continue regardless, use LossScaler(on_floor='warn')."
         )
         if self._on_floor == "raise":
             raise LossScaleFloorError(message)
@@ -378,8 +377,9 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         scale = min(max(state_dict["scale"], low), high)
         if scale != state_dict["scale"]:
             rank_zero_warn(
-                f"The checkpoint's loss scale {state_dict['scale']:g} is outside [{self._min_scale:g},"
-                f" {self._max_scale:g}]; going on with {scale:g}. Widen min_scale or max_scale to keep it."
+                f"LossScaler: the checkpoint's loss scale {state_dict['scale']:g} is outside [{self._min_scale:g},"
+                f" {self._max_scale:g}], so the run continues with {scale:g}. To keep it, widen min_scale or"
+                " max_scale."
             )
         super().load_state_dict({**state_dict, "scale": scale})
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)

@@ -76,7 +76,7 @@ def refuse_unguardable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def several_evaluations(optimizer: Optimizer) -> MisconfigurationException:
-    """For LBFGS at set-up, and for others once they ask for a second evaluation: no guard could undo the first."""
+    """For LBFGS at set-up, and for others once they evaluate a second time: no guard could undo the first."""
     return MisconfigurationException(
         f"OverflowMonitor(guard=True) cannot be used with {type(optimizer).__name__}, which evaluates gradients several"
         " times in one step. Leave guard out, or use another optimizer."

@@ -72,7 +72,7 @@ class ScaleState:
 def update_scale_(state: ScaleState, found_inf: Tensor, rule: ScaleRule, known_scale: float | None = None) -> None:
     """One update of the loss scale, in place and without reading anything on the host.
 
-    With ``hysteresis=1`` and bounds that are never met this is, bit for bit, the rule of ``torch.amp.GradScaler``:
+    With ``hysteresis=1`` and bounds that are never reached this is, bit for bit, the rule of ``torch.amp.GradScaler``:
 
     .. code-block:: text
 

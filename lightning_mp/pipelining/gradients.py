@@ -55,7 +55,7 @@ class StageGradients:
             self._holds_local = True
             yield
             return
-        # A sum over ranks may not be taken twice, so gradients that have been reduced stand aside.
+        # A sum over ranks may not be taken twice, so gradients that have been reduced are set aside.
         for parameter, _ in finished:
             parameter.grad = None
         yield

@@ -187,9 +187,9 @@ def loss_of(module: nn.Module, output: Any, batch: Any) -> dict[str, Tensor]:
     own = getattr(module, "pipeline_loss", None)
     if own is None:
         raise MisconfigurationException(
-            f"{type(module).__name__} has no loss for its pipeline. Define `def pipeline_loss(self, output, batch)`:"
-            " from what the last layer returns and the microbatch to the mean loss, or to a mapping with it under"
-            " 'loss' and other scalars, such as an accuracy, beside it."
+            f"{type(module).__name__} has no loss for its pipeline. Define `def pipeline_loss(self, output, batch)`,"
+            " which takes what the last layer returns and the microbatch, and returns the mean loss, or a mapping with"
+            " 'loss' and other scalars."
         )
     returned = own(output, batch)
     values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}

@@ -19,7 +19,7 @@ ScheduleName = Literal["1f1b", "gpipe"]
 def microbatches_of(batch: Any, most: int) -> list[list[Microbatch]]:
     """The microbatches of a batch, those of one size together: one run through the stages for each size.
 
-    A number of samples that ``most`` divides gives one run. Any other gives two at most, as the stages want tensors of
+    A number of samples that ``most`` divides gives one run. Any other gives two at most, as the stages need tensors of
     one shape within a run.
 
     >>> import torch
@@ -72,11 +72,9 @@ def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any
     if any(digest != digests[0] for digest in digests):
         different = _first_difference(digests)
         raise MisconfigurationException(
-            f"PipelineParallelStrategy: stages of one pipeline got different batches (stage 0 and stage {different}),"
-            " so inputs and labels would not belong together. All of them need the same data in the same order:"
-            " leave use_distributed_sampler on, or give a sampler of your own the rank and number of"
-            " trainer.strategy.distributed_sampler_kwargs and one seed; for an iterable dataset, draw with a seed that"
-            " does not depend on the rank."
+            f"PipelineParallelStrategy: stages 0 and {different} of one pipeline got different batches. Leave"
+            " use_distributed_sampler on, give your sampler trainer.strategy.distributed_sampler_kwargs and one seed,"
+            " or seed an iterable dataset alike on all ranks."
         )
     return [word for _, word in told]
 

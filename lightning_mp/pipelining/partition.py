@@ -118,10 +118,9 @@ def _stages_of_parameters(module: nn.Module, stages_of: dict[str, set[int]]) -> 
     homeless = [name for name, parameter in every if id(parameter) not in of_parameter]
     if homeless:
         raise MisconfigurationException(
-            f"{type(module).__name__}.pipeline_layers: {listed(homeless)} "
-            f"{'are' if len(homeless) > 1 else 'is'} in no layer, so no stage would train it. Put its module into the"
-            " layer that uses it: PipelineLayer(function, *modules). What the loss uses belongs to the last layer; a"
-            " parameter of the LightningModule itself belongs in a module of its own."
+            f"{type(module).__name__}.pipeline_layers: {listed(homeless)} {'are' if len(homeless) > 1 else 'is'} in no"
+            " layer, so no stage would train it. Put its module into the layer that uses it, PipelineLayer(function,"
+            " *modules), or into the last layer if the loss uses it."
         )
     first_names = module.named_parameters()
     return {name: tuple(sorted(of_parameter[id(p)])) for name, p in first_names if len(of_parameter[id(p)]) > 1}

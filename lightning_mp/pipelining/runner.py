@@ -186,7 +186,7 @@ class PipelineRunner:
             with self._rng.drawn(*self._rng_devices) if self._pipeline.stages > 1 else nullcontext():
                 return step(*first, target=target, return_outputs=return_outputs, microbatch=numbers)
         finally:
-            # Evaluation leaves what backwards would want.
+            # Evaluation leaves what backwards would need.
             made.stage.clear_runtime_states()
             made.module.end()
             self._microbatches = []
@@ -227,7 +227,7 @@ class PipelineRunner:
             group=pipeline.group,
             backward_context=self._backward_context,
         )
-        # 1F1B wants a microbatch for every stage; with fewer both do the same.
+        # 1F1B needs a microbatch for every stage; with fewer both do the same.
         kind_of_schedule = (
             Schedule1F1B if pipeline.schedule == "1f1b" and len(run) >= pipeline.stages else ScheduleGPipe
         )

@@ -1,4 +1,4 @@
-"""One stage of a pipeline, as torch.distributed.pipelining wants it."""
+"""One stage of a pipeline, as torch.distributed.pipelining takes it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

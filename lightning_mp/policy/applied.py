@@ -55,7 +55,7 @@ def read_policy(policy: PolicyLike | None, scaler: object, instead: str) -> Prec
     if scaler is None and torch.float16 in policy.dtypes:
         rules = ", ".join(str(rule) for rule in policy.rules if rule.dtype == torch.float16)
         raise MisconfigurationException(
-            f"The policy asks for fp16 ({rules}), and without a loss scale small gradients vanish in fp16. Use"
+            f"PrecisionPolicy: rules set fp16 ({rules}), in which small gradients vanish without a loss scale. Use"
             f" {instead}, or 'bf16' in the rules."
         )
     return policy
@@ -64,7 +64,7 @@ def read_policy(policy: PolicyLike | None, scaler: object, instead: str) -> Prec
 def fsdp_mixed_precision(low: torch.dtype, policy: PrecisionPolicy | None) -> "FSDPMixedPrecision":
     """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 
-    FSDP1 has one dtype for all parameters. A policy that asks for another one in some modules gets fp32 parameters,
+    FSDP1 has one dtype for all parameters. A policy that sets another one in some modules gets fp32 parameters,
     which autocast casts at their use: twice the bytes to gather. Under rules about operations parameters come in 16
     bit, and fp32 operations cast them up.
     """

@@ -55,7 +55,7 @@ def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable
     """The rules that autocast on this device type does not carry out by itself, by the function they are about.
 
     With them come the operations that autocast on CUDA gives inputs of one dtype, the widest: a rule brings dtypes
-    together that do not meet without it.
+    together that fail without it.
     """
     rules: dict[Callable[..., Any], OperationRule] = {}
     for operation, number in policy.operations.items():
@@ -172,8 +172,8 @@ def _returns_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     needed = bool(kwargs.get("need_weights", args[position] if len(args) > position else True))
     if needed and not torch.compiler.is_compiling():
         rank_zero_warn(
-            "The policy wants softmax in fp32, but nn.MultiheadAttention computes it together with its products inside"
-            " one function of torch when it returns attention weights: all of it runs in fp32 now. Pass"
-            " need_weights=False for fused 16-bit attention."
+            "PrecisionPolicy: softmax is to run in fp32, and nn.MultiheadAttention computes it in one function with"
+            " its products when it returns attention weights, so all of it runs in fp32. Pass need_weights=False for"
+            " fused 16-bit attention."
         )
     return needed

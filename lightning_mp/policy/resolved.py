@@ -44,8 +44,8 @@ class ResolvedPolicy:
     def leaves_to_autocast(self, operation: str, device_type: str) -> bool:
         """Whether a rule to 16 bit covers an operation without naming it, and autocast on this device type has it fp32.
 
-        That is so for the product of a matrix and a vector. Its 16-bit result would meet fp32 vectors where it does not
-        without a policy, as in the power iteration of ``spectral_norm``; only inputs of two dtypes are cast.
+        That is so for the product of a matrix and a vector. Its 16-bit result would be combined with fp32 vectors, as
+        never without a policy: in the power iteration of ``spectral_norm``, say. Only inputs of two dtypes are cast.
 
         >>> from lightning_mp import PrecisionPolicy
         >>> policy = PrecisionPolicy([("mv", "low"), ("matmuls", "low")]).resolve(torch.nn.Identity())

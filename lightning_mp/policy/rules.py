@@ -87,9 +87,9 @@ def _parse_rule(pattern: Any, dtype: Any) -> Rule:
         return Rule("class", pattern, parsed, f"class:{pattern.__name__}")
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(
-            f"The rule {pattern!r}: {dtype!r} matches nothing that a policy knows. The left side is a glob over names"
-            " of modules, 're:' and a regular expression, a subclass of torch.nn.Module, 'class:' and the name of one,"
-            " or 'op:' and a functional operation."
+            f"The rule {pattern!r}: {dtype!r} is not a pattern. Write a glob over names of modules, 're:' with a"
+            " regular expression, a subclass of torch.nn.Module, 'class:' with its name, or 'op:' with a functional"
+            " operation."
         )
     prefix, _, rest = pattern.partition(":")
     if rest and prefix in get_args(_Kind):

@@ -24,11 +24,11 @@ class ShardingUnit(NamedTuple):
 
 
 def sharding_units(policy: ResolvedPolicy, units: Sequence[str], low: torch.dtype) -> list[ShardingUnit]:
-    """Splits the units that a user wants so that each gathers its parameters in one dtype.
+    """Splits the units of a user so that each gathers its parameters in one dtype.
 
     A unit gathers in the dtype in which most of its own modules use their weights; modules inside it that use another
     one become their own unit, all of one dtype together. Gradients are reduced in fp32. Neither inputs nor outputs
-    are cast: autocast does that where an operation wants it.
+    are cast: autocast does that where an operation needs it.
     """
     known = {module.name for module in policy.modules}
     if unknown := sorted(set(units) - known):

@@ -187,7 +187,7 @@ class AutocastPrecision(FullWeightsPrecision):
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
         """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 
-        FSDP1 has one dtype for all parameters. A policy that asks for another one in some modules gets fp32 parameters,
+        FSDP1 has one dtype for all parameters. A policy that sets another one in some modules gets fp32 parameters,
         which autocast casts at their use: twice the bytes to gather. Under rules about operations parameters come in 16
         bit, and fp32 operations cast them up.
 

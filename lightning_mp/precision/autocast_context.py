@@ -97,10 +97,9 @@ def _check_low_dtype(model: nn.Module, low: torch.dtype) -> None:
     if found:
         names = listed([name or "the model" for name, _ in found])
         raise MisconfigurationException(
-            f"The plugin computes in {low}, and {names} were sharded by fully_shard with"
-            f" MixedPrecisionPolicy(param_dtype={found[0][1]}): operations would get weights of one format and inputs"
-            f" of the other. In configure_model give param_dtype={low} or None, or choose the precision that fits the"
-            " policy."
+            f"The precision plugin computes in {low}, but fully_shard gathers {names} in {found[0][1]}, and operations"
+            f" would mix the two. In configure_model set MixedPrecisionPolicy(param_dtype={low}) or None, or choose"
+            " the precision that matches."
         )
 
 
@@ -110,9 +109,9 @@ def _check_what_is_gathered(policy: ResolvedPolicy, model: nn.Module, low: torch
         name, wanted, gathered = found[0]
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise MisconfigurationException(
-            f"The policy wants {name or 'the model'}{others} in {wanted}, and fully_shard(mp_policy=...) gathers the"
-            f" weights there in {gathered}. In configure_model shard the units that"
-            " lightning_mp.policy.sharding_units.sharding_units makes of the policy, each with its mp_policy."
+            f"PrecisionPolicy: {name or 'the model'}{others} runs in {wanted}, but fully_shard(mp_policy=...) gathers"
+            f" its weights in {gathered}. In configure_model shard the units that"
+            " lightning_mp.policy.sharding_units.sharding_units returns, each with its mp_policy."
         )
 
 

@@ -87,7 +87,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     before the step of a fused optimizer.
     """
 
-    scaler: torch.amp.GradScaler | None  # type: ignore[assignment]  # FSDPPrecision wants a ShardedGradScaler
+    scaler: torch.amp.GradScaler | None  # type: ignore[assignment]  # FSDPPrecision has a ShardedGradScaler
 
     weight_by: Literal["loss"] | None = "loss"
 
@@ -122,7 +122,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             MisconfigurationException: names the argument for plugins.
         """
         raise MisconfigurationException(
-            f"{self!r} is a precision plugin and was given among the callbacks. Use Trainer(plugins=[...])."
+            f"{type(self).__name__} is a precision plugin and was given among the callbacks. Use"
+            " Trainer(plugins=[...])."
         )
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
@@ -288,12 +289,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self._in_run is not None:
             return self._steps_in(loop)
         if self._carried.device_type is None:
-            raise no_trainer(self, "is asked for its context outside of a Trainer's run")
+            raise no_trainer(self, "has no context outside of a Trainer's run")
         reason = self._why_not_after_a_run()
         if reason is not None:
             raise MisconfigurationException(
-                f"{self} is asked for its context after the run, and {reason}. Use trainer.predict, trainer.validate or"
-                " trainer.test, or a torch.autocast of your own."
+                f"{self}: its context was entered after the run, and {reason}. Use trainer.predict, trainer.validate"
+                " or trainer.test, or torch.autocast."
             )
         return self._steps_in(loop)
 
@@ -469,9 +470,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 self.load_state_dict(checkpoint[key])
                 return
         rank_zero_warn(
-            f"The checkpoint holds no loss scale under {type(self).__qualname__!r}, {_STOCK_STATE_KEYS[0]!r} or"
-            f" {_STOCK_STATE_KEYS[1]!r} (was it trained in another precision?): the scale starts again at"
-            f" {self.scaler.get_scale():g}."
+            f"{type(self).__name__}: the checkpoint holds no loss scale, so the scale starts again at"
+            f" {self.scaler.get_scale():g}. That is expected if the run had another precision."
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

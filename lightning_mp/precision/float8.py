@@ -132,7 +132,7 @@ class Float8Precision(FullWeightsPrecision):
             before ``fully_shard``. Such layers stay converted.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
             another dtype. "low" is fp8 for the chosen layers and bf16 for everything else; a layer for which a rule
-            asks for "bf16" or "fp32" is left out of fp8. What it resolved to is printed at set-up.
+            sets "bf16" or "fp32" is left out of fp8. What it resolved to is printed at set-up.
         weight_by: see :class:`~lightning_mp.AutocastPrecision`.
 
     Attributes:
@@ -224,7 +224,7 @@ class Float8Precision(FullWeightsPrecision):
                 " skip_first_and_last=False, or use AutocastPrecision('bf16-mixed')."
             )
         self._conversion, self._converted_module = convert_to_float8(self.layers, self._config), module
-        rank_zero_info(f"fp8 ({self.recipe}{', emulated' if self.emulate else ''}): {summary}.")
+        rank_zero_info(f"Float8Precision({self.recipe!r}{', emulate=True' if self.emulate else ''}): {summary}.")
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

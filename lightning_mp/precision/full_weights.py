@@ -1,4 +1,4 @@
-"""Plugins that train fp32 weights: they refuse others, and go on from the masters of a run that had 16-bit weights."""
+"""Plugins that train fp32 weights: they refuse others, and continue from the masters of a 16-bit run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,11 +64,10 @@ class TrainedWeights:
     def _refuse_fp16(self, parameters: list[Tensor], trained: int) -> None:
         if parameters:
             raise MisconfigurationException(
-                f"{self._plugin} trains fp32 weights, and {len(parameters)} of {trained} trainable parameters are fp16:"
-                f" {self._listed(parameters)}. The optimizer would step them in fp16, where Adam's epsilon and small"
-                " second moments are 0 and weights become NaN. Load the model in fp32 (from_pretrained(...,"
-                " dtype=torch.float32), or module.float()), or use MasterWeightsPrecision('16-true'), which keeps fp32"
-                " masters of fp16 weights. Frozen weights may stay in fp16."
+                f"{self._plugin} trains fp32 weights, but {len(parameters)} of {trained} trainable parameters are"
+                f" fp16: {self._listed(parameters)}. Adam would make NaN of them. Load the model in fp32"
+                " (from_pretrained(..., dtype=torch.float32), or module.float()), or use"
+                " MasterWeightsPrecision('16-true'). Frozen weights may stay fp16."
             )
 
     def _warn_about_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -81,11 +80,10 @@ class TrainedWeights:
             # A warm-up starts from zero.
             lost += lost_updates(weight, float(group.get("initial_lr", group.get("lr", 0.0))))
         rank_zero_warn(
-            f"{self._plugin} trains fp32 weights, and {len(trained)} parameters that the optimizer trains are bf16:"
-            f" {self._listed([parameter for parameter, _ in trained])}. A step of the size of the learning rate is"
-            f" rounded away in {lost:,} of their {elements:,} elements. Load the model in fp32"
-            " (from_pretrained(..., dtype=torch.float32), or module.float()), or use"
-            " MasterWeightsPrecision('bf16-true')."
+            f"{self._plugin} trains fp32 weights, but {len(trained)} trainable parameters are bf16:"
+            f" {self._listed([parameter for parameter, _ in trained])}. A step is rounded away in {lost:,} of"
+            f" {elements:,} elements. Load the model in fp32 (from_pretrained(..., dtype=torch.float32), or"
+            " module.float()), or use MasterWeightsPrecision('bf16-true')."
         )
 
 

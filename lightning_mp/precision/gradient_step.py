@@ -199,7 +199,7 @@ def _evaluate_again(
     closure: Callable[[], Any],
     context: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """Evaluates the loss once more, for an optimizer that asks for it inside of its step.
+    """Evaluates the loss once more, for an optimizer that calls its closure again inside a step.
 
     See ``enable_reevaluation``.
     """

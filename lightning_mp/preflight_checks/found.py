@@ -19,7 +19,7 @@ class FoundPrecision:
     has_masters: bool = False  # 16-bit weights have fp32 masters
     has_scaler: bool = False  # losses are scaled by the plugin
     needs_closure: bool = False  # the plugin makes a step only where `optimizer.step` is given the closure
-    emulates_fp8: bool = False  # fp8 was asked for without the units
+    emulates_fp8: bool = False  # fp8 was set without the units
     own_scalers: tuple[str, ...] = ()  # attributes of the module that are enabled `GradScaler` objects
     of_strategy: str = ""  # a second setting for precision, at the strategy; "" for none
 

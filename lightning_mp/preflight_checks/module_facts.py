@@ -99,7 +99,7 @@ def own_scalers(module: nn.Module) -> tuple[str, ...]:
 
 
 def untied_embeddings(module: nn.Module) -> tuple[str, ...]:
-    """Of Hugging Face models whose config asks for tied embeddings: those that are not."""
+    """Of Hugging Face models whose config ties embeddings: those that are not."""
     found = []
     for name, part in named_modules(module):
         if "PreTrainedModel" not in {cls.__name__ for cls in type(part).__mro__}:

@@ -6,8 +6,8 @@ from lightning_mp.core.messages import listed
 from lightning_mp.preflight_checks.found import Found
 from lightning_mp.preflight_checks.report import PreflightFinding
 
-# NVIDIA, Matrix Multiplication Background User's Guide, table 1: tensor cores want multiples of 16 bytes; on A100 and
-# later they are most efficient with multiples of 128 bytes. torch._scaled_mm wants multiples of 16 in fp8.
+# NVIDIA, Matrix Multiplication Background User's Guide, table 1: tensor cores need multiples of 16 bytes; on A100 and
+# later they are most efficient with multiples of 128 bytes. torch._scaled_mm needs multiples of 16 in fp8.
 _MULTIPLE_OF = {"fp16": 8, "bf16": 8, "fp8": 16}
 _BEST_MULTIPLE = 64
 # Sizes below the first come from the data as a rule (channels of an image, classes); padding up to the second multiple
@@ -18,7 +18,7 @@ _SMALLEST_SIZE, _SMALLEST_LARGE_SIZE = 64, 1024
 def check_device(found: Found) -> Iterator[PreflightFinding]:
     """Whether the device multiplies in the format that was requested."""
     device, precision = found.device, found.precision
-    what = f"{precision.plugin} asks for {precision.base}, and {device.name}"
+    what = f"{precision.plugin} needs {precision.base}, and {device.name}"
     if device.accelerator == "mps":
         if precision.base in ("fp64", "fp8"):
             yield PreflightFinding(
@@ -66,7 +66,7 @@ def check_scaler(found: Found) -> Iterator[PreflightFinding]:
         yield PreflightFinding(
             "error",
             "scaler_superfluous",
-            f"{precision.plugin} scales the loss, and the module has a GradScaler of its own"
+            f"{precision.plugin} scales the loss, and so does a GradScaler in the module"
             f" ({listed(precision.own_scalers)}): losses are scaled twice and gradients unscaled once.",
             "Remove the module's GradScaler and its calls; give the plugin its settings: scaler=LossScaler(...).",
         )
@@ -142,7 +142,7 @@ def check_tensor_cores(found: Found) -> Iterator[PreflightFinding]:
         yield PreflightFinding(
             "advice",
             "tensor_cores",
-            f"{dimension} of {listed(names, 3)} is {size}, no multiple of {wanted}: "
+            f"{dimension} of {listed(names, 3)} is {size}, not a multiple of {wanted}: "
             + (
                 "tensor cores are not used, or in part only."
                 if wanted == multiple

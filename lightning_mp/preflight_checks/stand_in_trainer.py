@@ -79,7 +79,7 @@ def attach_stand_in(module: nn.Module, trainer: StandInTrainer) -> None:
         if isinstance(part, pl.LightningModule):
             stand_in: Any = trainer
             part.trainer = stand_in
-            # Where stand-ins of tensors are; what is made with device=self.device is to meet them.
+            # Where stand-ins of tensors are; what is made with device=self.device is combined with them.
             private_loop_api.set_device_property(part, torch.device("cpu"))
             for name in ("log", "log_dict", "print"):
                 setattr(part, name, _do_nothing)

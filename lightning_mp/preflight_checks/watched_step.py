@@ -33,8 +33,8 @@ _OF_ONE_DTYPE = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.
 class OperationNotes:
     """Sees every operation, as :func:`lightning_mp.core.private_api.observe_dispatch` shows them.
 
-    Where a checkpoint restores the random state for what it runs again, as it should, random operations meet states
-    that were met in the forward. Fake tensors draw none, so each random operation moves the generator here.
+    Where a checkpoint restores the random state for what it runs again, as it should, random operations see states
+    that they saw in the forward. Fake tensors draw none, so each random operation moves the generator here.
 
     >>> from lightning_mp.core.private_api import observe_dispatch
     >>> notes = OperationNotes()

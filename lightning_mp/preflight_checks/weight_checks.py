@@ -8,7 +8,7 @@ from lightning_mp.preflight_checks.report import PreflightFinding
 
 
 def check_untrained_weights(found: Found) -> Iterator[PreflightFinding]:
-    """Whether parameters that want a gradient are trained by an optimizer."""
+    """Whether parameters that require a gradient are trained by an optimizer."""
     if found.weights and not any(weight.is_trainable for weight in found.weights):
         yield PreflightFinding(
             "error",

@@ -45,7 +45,7 @@ _KINDS = {
     "is_over": FLAG,
     "loader": _MAPPING,
 }
-# These draw all numbers of an epoch when they are first asked, or from a generator of their own.
+# These draw all numbers of an epoch at the first index, or from their own generator.
 _REPEATABLE = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _LOOKED_AT = 16
 
@@ -53,8 +53,8 @@ _LOOKED_AT = 16
 class LoaderPosition:
     """Gives a map-style ``DataLoader`` a ``state_dict`` and ``load_state_dict`` for the time of a run.
 
-    The order of an epoch is what its sampler makes of the random state in which it is first asked for an index. That
-    state is kept when the epoch begins. To continue, it is put back, the sampler is asked for the indices of the
+    The order of an epoch is what its sampler makes of the random state in which its first index is drawn. That
+    state is kept when the epoch begins. To continue, it is put back, the sampler draws the indices of the
     batches that are done, and the global random numbers are put back to where they were. No sample is loaded for it.
     The indices of the last batch are compared with those that were saved.
 
@@ -83,7 +83,7 @@ class LoaderPosition:
         self._skipped = 0
         self._last_hash: str | None = None
         self._handed_out: deque[tuple[int, Any]] = deque(maxlen=2 + (loader.prefetch_factor or 0) * loader.num_workers)
-        # What the next iterator continues from. While one is being made, indices are asked for once or twice.
+        # What the next iterator continues from. While one is being made, indices are drawn once or twice.
         self._resume: Mapping[str, Any] | None = None
         self._is_being_made = False
         #: Called when an iterator that continues was made, to put random numbers back for what is fetched ahead.
@@ -159,7 +159,7 @@ class LoaderPosition:
         except (TypeError, NotImplementedError):
             length = None
         batch_size = loader.batch_size if loader.batch_size is not None else getattr(self._sampler, "batch_size", None)
-        # Where a generator stands depends on how many batches are fetched ahead.
+        # The state of a generator depends on how many batches are fetched ahead.
         workers = loader.num_workers if self._generators() else min(loader.num_workers, 1)
         return {
             "the dataset's length": length,
@@ -223,7 +223,7 @@ class LoaderPosition:
             last = next(rest, _END)
             self._handed_out.append((number, last))
         if not resume["batches"]:
-            # Most samplers draw the order when they are asked for the first index.
+            # Most samplers draw the order with the first index.
             first = next(rest, _END)
             rest = rest if first is _END else chain([first], rest)
         restore(now, _CPU)

@@ -29,7 +29,7 @@ _TOKENS = Shard(1)
 class SharedInput:
     """The input of several layers, made whole once: queries, keys and values take the same.
 
-    Its gradients then meet before they are reduced over the ranks, also once.
+    Its gradients then add up before they are reduced over the ranks, also once.
     """
 
     def __init__(self) -> None:

@@ -74,9 +74,8 @@ def resolve_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
             )
         if chosen == "vocabulary" and (why_not := why_not_in_parts(modules[name])) is not None:
             raise ValueError(
-                f"{_OWNER}(tensor_parallel_plan=...): {name} has {why_not}, for which a rank would have to see the ids"
-                " and rows of all others, so it cannot be split as 'vocabulary'. Leave that out, or let it be 'whole',"
-                " and a head that is tied to it as well."
+                f"{_OWNER}(tensor_parallel_plan=...): {name} has {why_not}, which needs the ids and rows of all ranks,"
+                " so it cannot be split as 'vocabulary'. Leave that out, or plan it and a head tied to it as 'whole'."
             )
         if chosen != "whole" and _can_be_split(modules[name]):
             _refuse_other_parameters(name, modules[name])
@@ -93,9 +92,9 @@ def check_divisible(model: nn.Module, styles: Mapping[str, Style], tensor_parall
         size = modules[name].weight.shape[split_dimension(modules[name], style)]  # type: ignore[index]
         if style == "column_qkv" and size % _FUSED:
             raise ValueError(
-                f"{owner}: {name} is split as 'column_qkv', which is for queries, keys and values of one size in one"
-                f" matrix, and it has {size} outputs, no multiple of {_FUSED}. Split it as 'column_gather' and the"
-                " layer after the attention as 'row_split'."
+                f"{owner}: {name} is split as 'column_qkv', for queries, keys and values of one size in one matrix,"
+                f" but has {size} outputs, not a multiple of {_FUSED}. Split it as 'column_gather' and the layer after"
+                " the attention as 'row_split'."
             )
         parts = size // _FUSED if style == "column_qkv" else size
         if parts % tensor_parallel_size:
@@ -108,9 +107,8 @@ def check_divisible(model: nn.Module, styles: Mapping[str, Style], tensor_parall
         if number % tensor_parallel_size:
             raise ValueError(
                 f"{owner}: {name} has {heads}={number}, which {tensor_parallel_size} ranks do not divide; each rank"
-                " computes whole heads. Use another tensor_parallel_size, or split the layers before the attention"
-                " (queries, keys and values, all of them) as 'column_gather' and the one after it as 'row_split',"
-                " which lets every rank compute all heads."
+                " computes whole heads. Use another tensor_parallel_size, or let every rank compute all heads:"
+                " queries, keys and values as 'column_gather', the layer after them as 'row_split'."
             )
 
 

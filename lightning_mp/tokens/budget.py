@@ -174,9 +174,9 @@ class BudgetLimiter:
             )
         if not batch_tokens.replaceable_labels(batch):
             raise MisconfigurationException(
-                f"landing='exact' must hide surplus labels in the last batch, but a batch of type"
-                f" {type(batch).__name__!r} has no labels that can be replaced. Give batches as a list"
-                " [inputs, labels] or a dict with 'labels', give trim=, or choose landing='floor' or landing='ceil'."
+                f"landing='exact' must hide surplus labels, but a batch of type {type(batch).__name__!r} has no labels"
+                " that can be replaced. Give batches as a list [inputs, labels] or a dict with 'labels', give trim=,"
+                " or choose landing='floor' or landing='ceil'."
             )
 
 

@@ -39,11 +39,9 @@ def counted_unit(unit: CountUnit, counted: int, batch: Any, *, is_counted: bool)
     if unit == "sample" or not fewest <= counted <= numbers:
         allowed = f"{samples} samples" + ("" if unit == "sample" else f", or {fewest} to {numbers} tokens")
         raise MisconfigurationException(
-            f"`count` gives {counted} for the first batch, of type {type(batch).__name__!r} with {allowed}. len() of"
-            " a list or mapping is its number of entries, not of samples. Count samples by"
-            " count=lambda batch: len(batch[0]) or unit='sample', or tokens by their tensor's numel(). Fewer tokens"
-            " than samples want unit='token', and samples that are not the rows of the first tensor (graphs)"
-            " unit='sample'."
+            f"`count` gives {counted} for the first batch, of type {type(batch).__name__!r} with {allowed}. Count"
+            " samples with count=lambda batch: len(batch[0]), tokens with their tensor's numel(). Say which they are"
+            " with unit='sample' or unit='token' where the number alone is not clear."
         )
     return "token"
 

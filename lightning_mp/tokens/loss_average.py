@@ -119,9 +119,9 @@ class CountCheck:
             return
         self._left = 0
         rank_zero_warn(
-            f"Micro-batches are weighted by {self._weight}, {first[1]:g} and {weight:g} in two of them, but their"
-            f" losses average over {first[0]:g} and {counted:g}, so the step's gradient is that of neither mean. Use"
-            " weight_by='auto' without count= to weight by what the loss averages over."
+            f"Gradient accumulation: micro-batches are weighted by {self._weight}, {first[1]:g} and {weight:g} in two"
+            f" of them, but their losses average over {first[0]:g} and {counted:g}. To weight by what the loss"
+            " averages over, use weight_by='auto' without count=."
         )
 
 

@@ -52,15 +52,14 @@ class Weighting:
             raise MisconfigurationException(
                 "MFUMonitor(unit='sample') has the run counted in samples, and weight_by='token', a budget or a"
                 " schedule in tokens has it counted in tokens. A run is counted in one of them: use MFUMonitor() for"
-                " figures per token, or take what asks for tokens out."
+                " figures per token, or remove what counts tokens."
             )
         has_tokens = self.count is not None or batch_tokens.find_labels(first_batch) is not None
         if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
-                f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: there is no integer"
-                " tensor with two dimensions or more at batch['labels'] or batch[1]. Give the labels that place in the"
-                " batch, or pass count=, a function from a batch to its number of tokens; with it ChinchillaBudget also"
-                " needs landing='ceil' or landing='floor', or trim=."
+                f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: batch['labels'] or"
+                " batch[1] must be an integer tensor of two dimensions or more. Or pass count=, a function from a"
+                " batch to its tokens (ChinchillaBudget: with landing='ceil')."
             )
         weight_by = self.weight_by
         if weight_by == "auto":

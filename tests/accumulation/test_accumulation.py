@@ -175,7 +175,7 @@ def test_a_fused_step_divides_by_the_count_without_writing_gradients() -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.filterwarnings("ignore:The data end before the budget")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. the data end before the budget")
 @pytest.mark.parametrize("waits_expected", [0])
 def test_token_weights_add_no_host_wait(waits_expected: int) -> None:
     from gradient_counter import CountGradientTraffic
@@ -340,7 +340,7 @@ def test_a_checkpoint_inside_a_window_warns(tmp_path: Any) -> None:
             trainer.save_checkpoint(tmp_path / "inside.ckpt")
 
     trainer = quiet_trainer(callbacks=[AccumulationScheduler({0: 4}), SaveInside()], limit_train_batches=2)
-    with pytest.warns(UserWarning, match="first 1 of 4 micro-batches is not saved"):
+    with pytest.warns(UserWarning, match="loses the gradient of its first 1 of 4 micro-batches"):
         trainer.fit(Regression(), loader(regression_batches(4)))
 
 

@@ -66,8 +66,8 @@ def test_one_refusal_whatever_the_precision(name: str, callback: str, precision:
     module = Counting(REFUSED[name])
     expected = (
         f"AccumulationScheduler, ChinchillaBudget, MFUMonitor and TokenLearningRate cannot be used with {name}, which"
-        " evaluates the loss several times in one step: tokens and windows would be counted more than once. Use another"
-        " optimizer, or remove those of them that are among the callbacks."
+        " evaluates the loss several times per step: tokens and windows would be counted more than once. Use another"
+        " optimizer, or remove these callbacks."
     )
     with pytest.raises(MisconfigurationException) as error:
         fit(module, regression_batches(6), CALLBACKS[callback](), **PRECISIONS[precision]())

@@ -30,7 +30,7 @@ from lightning_mp.tokens.budget import LandingMode
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:FSDP2-wrapped module .* returned a view tensor",
-    "ignore:The run ended after .* it was interrupted",
+    "ignore:ChinchillaBudget. the run ended after .* it was interrupted",
     "ignore:FSDP.state_dict_type:FutureWarning",
 )
 
@@ -309,7 +309,9 @@ QUICK = [("target batch", 1, 2), ("partial gradient of a target batch", 2, 1)]
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
+@pytest.mark.filterwarnings(
+    "ignore:ChinchillaBudget. the run ended after", "ignore:ChinchillaBudget. max_steps=8 ends before the budget"
+)
 @pytest.mark.parametrize(("name", "saved_on", "resumed_on"), [*QUICK, *((name, 1, 1) for name in RECIPES)])
 def test_a_resumed_run_ends_as_one_that_did_not_stop(
     name: str, saved_on: int, resumed_on: int, both_legs: Callable[..., Legs]
@@ -325,7 +327,9 @@ CHANGES = [
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The run ended after", "ignore:max_steps=8 ends before the budget")
+@pytest.mark.filterwarnings(
+    "ignore:ChinchillaBudget. the run ended after", "ignore:ChinchillaBudget. max_steps=8 ends before the budget"
+)
 @pytest.mark.parametrize(("strategy", "saved_on", "resumed_on"), CHANGES)
 def test_on_any_ranks_a_resumed_run_ends_as_one_that_did_not_stop(
     strategy: str, saved_on: int, resumed_on: int, both_legs: Callable[..., Legs]
@@ -345,7 +349,7 @@ def test_a_partial_gradient_is_refused_where_it_cannot_be_put_back(tmp_path: Pat
             devices=2, strategy=STRATEGIES["fsdp2"](2), callbacks=[AccumulationScheduler({0: 4})], max_epochs=-1
         )
         with pytest.raises(
-            ValueError, match="gradient of its first 2 of 4 micro-batches, which cannot be restored"
+            ValueError, match="gradient of the first 2 of 4 micro-batches of a window, which cannot"
         ) as e:
             trainer.fit(Recorded(), Stream(rank, 2, 2, 24), ckpt_path=path, weights_only=True)  # type: ignore[arg-type]
         return str(e.value)
@@ -368,7 +372,7 @@ def test_a_landing_holds_when_batches_become_many_times_as_large(landing: Any, t
         return ChinchillaBudget(tokens=200, landing=landing, save=False)
 
     saved = quiet_trainer(callbacks=[budget()], max_steps=40, max_epochs=-1)
-    with pytest.warns(UserWarning, match="The run ended after 160 of 200"):
+    with pytest.warns(UserWarning, match="the run ended after 160 of 200"):
         saved.fit(TokenModel(), Batches(batches, 1))  # type: ignore[arg-type]
     saved.save_checkpoint(tmp_path / "x.ckpt")
 
@@ -425,7 +429,7 @@ def test_a_smaller_budget_than_was_spent_ends_the_run_with_the_reason(
     with caplog.at_level("INFO"):
         again, budget = spend(200, path, resumes=True)
     assert (again.global_step, budget.tokens_seen) == (first.global_step, 300)
-    assert "The budget was spent before this fit, which made no step: 300 tokens" in caplog.text
+    assert "ChinchillaBudget: the budget was spent before this fit, which made no step: 300 tokens" in caplog.text
 
 
 # -- the controller's state -------------------------------------------------------------------------------------------

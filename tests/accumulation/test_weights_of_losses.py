@@ -263,7 +263,7 @@ def test_means_over_different_numbers_are_reported() -> None:
         logits = in_fp32(net, batch[0])
         return F.cross_entropy(logits, batch[1]) + F.cross_entropy(logits[:2], batch[1][:2])
 
-    with pytest.warns(UserWarning, match="adds means over different numbers, 5 and 2 in the first micro-batch"):
+    with pytest.warns(UserWarning, match="adds means over 5 and 2 items"):
         fitted(loss, labelled((5, 3)), accumulate_grad_batches=2)
 
 
@@ -273,7 +273,9 @@ def test_a_loss_that_shows_nothing_is_reported(caplog: pytest.LogCaptureFixture)
 
     with caplog.at_level("INFO"):
         fitted(loss, labelled((5, 3)), accumulate_grad_batches=2)
-    assert "weigh the same: the loss does not show what it averages over (a sum, or compiled)" in caplog.text
+    assert (
+        "weigh the same, because the loss does not show what it averages over (it is a sum, or compiled)" in caplog.text
+    )
 
 
 def test_auxiliary_means_over_elements_do_not_count() -> None:

@@ -92,7 +92,7 @@ def test_a_declined_batch_under_sharding_is_warned_of() -> None:
     def train(rank: int) -> int:
         module = Declines(7)
         trainer = quiet_trainer(strategy=CpuFsdp(), devices=2, max_epochs=2, callbacks=[AccumulationScheduler({0: 3})])
-        match = "returned -1 inside an accumulation window, which continues in the next epoch.*CpuFsdp keeps"
+        match = "returned -1 inside a window, which continues in the next epoch.*CpuFsdp keeps"
         if rank == 0:
             with pytest.warns(UserWarning, match=match):
                 trainer.fit(module, loader(regression_batches(10)))
@@ -208,7 +208,7 @@ def best(checkpoint: ModelCheckpoint, scheduler: Callback, every: int) -> tuple[
 
 def test_a_file_with_other_weights_than_those_that_were_scored_is_warned_of(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss")
-    with pytest.warns(UserWarning, match=r"monitor='val_loss'\): validation came inside .* one optimizer step after"):
+    with pytest.warns(UserWarning, match=r"monitor='val_loss'\) validated inside .* one optimizer step later"):
         score, score_of_file = best(checkpoint, AccumulationScheduler({0: 4}), 5)
     assert score != score_of_file
 
@@ -244,7 +244,7 @@ def test_a_budget_that_is_not_reached_is_said_after_an_interrupt() -> None:
     trainer = quiet_trainer(callbacks=[ChinchillaBudget(tokens=100), Interrupts()], max_epochs=-1)
     with (
         pytest.raises((KeyboardInterrupt, SystemExit)),
-        pytest.warns(UserWarning, match=r"The run ended after \d+ of 100 budgeted tokens .*: it was interrupted"),
+        pytest.warns(UserWarning, match=r"the run ended after \d+ of 100 budgeted tokens .*: it was interrupted"),
     ):
         trainer.fit(TokenModel(), loader(token_batches([5] * 6)))
 
@@ -255,7 +255,7 @@ def test_a_budget_that_is_not_reached_is_said_where_no_step_was_made(tmp_path: P
         trainer.fit(TokenModel(), ResumableLoader(token_batches([5] * 6)), **arguments)
         return trainer
 
-    with pytest.warns(UserWarning, match="max_steps=3 ends before the budget|The run ended after 15 of 100"):
+    with pytest.warns(UserWarning, match="max_steps=3 ends before the budget|the run ended after 15 of 100"):
         fit().save_checkpoint(tmp_path / "x.ckpt")
     with pytest.warns(UserWarning, match="max_steps or max_epochs was reached before this fit"):
         fit(ckpt_path=tmp_path / "x.ckpt", weights_only=True)

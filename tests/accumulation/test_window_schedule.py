@@ -148,7 +148,7 @@ def test_a_run_without_a_limit_has_no_estimate() -> None:
 
 def test_a_schedule_in_tokens_cannot_be_estimated() -> None:
     scheduler = AccumulationScheduler({0: 2}, unit="token")
-    with pytest.raises(ValueError, match="a schedule in tokens is not known before the run"):
+    with pytest.raises(ValueError, match="a schedule in tokens does not determine the number of optimizer steps"):
         fit(Asking(scheduler), regression_batches(2), scheduler)
 
 

@@ -35,7 +35,9 @@ def fit(forecast: BudgetForecast, *more: Any, data: Any = None, **arguments: Any
     return trainer
 
 
-@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget|The run ended after")
+@pytest.mark.filterwarnings(
+    "ignore:ChinchillaBudget. max_steps=.* ends before the budget|ChinchillaBudget. the run ended after"
+)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_points_pair_the_tokens_of_a_window_with_its_loss(micro_batches: int) -> None:
     forecast = BudgetForecast("train/loss")
@@ -45,7 +47,9 @@ def test_points_pair_the_tokens_of_a_window_with_its_loss(micro_batches: int) ->
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget|The run ended after")
+@pytest.mark.filterwarnings(
+    "ignore:ChinchillaBudget. max_steps=.* ends before the budget|ChinchillaBudget. the run ended after"
+)
 def test_the_forecast_is_that_of_the_law_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     forecast = BudgetForecast("train/loss", every_n_steps=50)
     with caplog.at_level("INFO"):
@@ -57,7 +61,7 @@ def test_the_forecast_is_that_of_the_law_and_is_logged(caplog: pytest.LogCapture
     assert trainer.callback_metrics["mp/forecast_seconds"] > 0
     assert "after 12K tokens" in caplog.text
     assert "The budget ends in 0:0" in caplog.text
-    assert "Forecast: loss 2.27" in caplog.text
+    assert "BudgetForecast: loss 2.27" in caplog.text
 
 
 def test_the_points_of_a_long_run_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +74,9 @@ def test_the_points_of_a_long_run_are_thinned(monkeypatch: pytest.MonkeyPatch) -
     assert forecast.tokens == sorted(forecast.tokens)
 
 
-@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget|The run ended after|You.re resuming")
+@pytest.mark.filterwarnings(
+    "ignore:ChinchillaBudget. max_steps=.* ends before the budget|ChinchillaBudget. the run ended after|You.re resuming"
+)
 def test_points_survive_a_resume(tmp_path: Path) -> None:
     trainer = fit(BudgetForecast("train/loss"), max_steps=8, data=ResumableLoader(BATCHES))
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -81,7 +87,9 @@ def test_points_survive_a_resume(tmp_path: Path) -> None:
     assert len(again.tokens) > 8
 
 
-@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget|The run ended after")
+@pytest.mark.filterwarnings(
+    "ignore:ChinchillaBudget. max_steps=.* ends before the budget|ChinchillaBudget. the run ended after"
+)
 def test_a_loss_that_nobody_logs_is_told_of() -> None:
     with pytest.warns(UserWarning, match=r"BudgetForecast\('loss'\) saw no loss: the module logs .*train/loss"):
         fit(BudgetForecast("loss"), max_steps=4)

@@ -97,7 +97,7 @@ def test_a_run_that_breaks_off_logs_what_it_knew(interrupt: type[BaseException])
     assert (step, row["skipped_steps"]) == (6, monitor.skipped_steps)
 
 
-@pytest.mark.filterwarnings("ignore:The data end before the budget")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. the data end before the budget")
 def test_the_last_row_is_what_the_terminal_says(capsys: Any) -> None:
     logger, budget = MemoryLogger(), ChinchillaBudget(tokens=70)
     trainer = quiet_trainer(callbacks=[budget], logger=logger, max_epochs=-1)

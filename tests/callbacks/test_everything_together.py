@@ -113,7 +113,7 @@ def test_with_every_monitor_on_a_healthy_step_costs_what_it_costs_without(
         ],
         gradient_clip_val=clip,
     )
-    with pytest.warns(UserWarning, match="The data end before the budget|The run ended after"):
+    with pytest.warns(UserWarning, match="the data end before the budget|the run ended after"):
         trainer.fit(module, loader(token_batches(LENGTHS)))
     # The first window is looked at by the audit and the underflow monitor, and sets the reference count.
     steps = [row for row in counter.rows[4:-2] if row.kernels]

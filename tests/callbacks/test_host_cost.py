@@ -12,7 +12,9 @@ from lightning_mp import AutocastPrecision
 STOCK = MixedPrecision("bf16-mixed", "cpu")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget", "ignore:The run ended after"),
+    pytest.mark.filterwarnings(
+        "ignore:ChinchillaBudget. max_steps=.* ends before the budget", "ignore:ChinchillaBudget. the run ended after"
+    ),
     pytest.mark.filterwarnings("ignore:TokenLearningRate. the horizon is"),
 ]
 

@@ -161,7 +161,7 @@ def test_it_saves_what_callbacks_after_it_in_the_list_have_counted(tmp_path: Pat
     [
         (
             {"signals": ["SIGTERM", "SIGKILL"]},
-            "the system ends or stops the process on SIGKILL, and no program can take",
+            "no program can catch SIGKILL. Leave it out",
         ),
         ({"signals": []}, "without a signal and without max_seconds nothing would ever stop the run"),
         ({"signals": ["TERM"]}, "'TERM' is not a signal on this platform; give names such as 'SIGTERM'"),

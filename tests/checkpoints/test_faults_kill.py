@@ -27,7 +27,7 @@ pytestmark = [
     # A restart writes where the run before it wrote.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     # One that is asked to end has not spent its budget.
-    pytest.mark.filterwarnings("ignore:The run ended after .* budgeted tokens"),
+    pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after .* budgeted tokens"),
     # Lightning's FSDP1 and torch under it call what torch has deprecated.
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated"),

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     # Lightning counts the steps of an epoch itself, and takes a loader in the middle of one for one without a state.
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-    pytest.mark.filterwarnings("ignore:The run ended after .* budgeted tokens"),
+    pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after .* budgeted tokens"),
 ]
 
 STREAMS = {"with a length": SizedStream, "without one": Stream, "with a sampler": TurningStream}

@@ -168,7 +168,7 @@ def test_fsdp1_says_that_it_cannot_go_on_from_a_folder_without_state(tmp_path: P
             return trainer
 
         run(1).save_checkpoint(tmp_path / "skipped.ckpt")
-        with pytest.raises(MisconfigurationException, match="skipped.ckpt contains no optimizer state: all steps"):
+        with pytest.raises(MisconfigurationException, match="skipped.ckpt, which has no optimizer state"):
             run(18, tmp_path / "skipped.ckpt")
         run(17).save_checkpoint(tmp_path / "later.ckpt")
         assert run(18, tmp_path / "later.ckpt").global_step == 18

@@ -326,7 +326,7 @@ class NoBatches:
         ({"precisions": "bf16-mixed"}, r'must be several, got .bf16-mixed.. Pass \("32-true", .bf16-mixed.\)'),
         ({"precisions": ["32-true"]}, "must be two or more, the baseline first, got 1"),
         ({"precisions": ["32-true", "bf16"]}, "has 'bf16'. Known names are 64-true, 32-true"),
-        ({"precisions": ["32-true", "32-true"]}, "has '32-true' twice. Give them names of their own"),
+        ({"precisions": ["32-true", "32-true"]}, "has '32-true' twice. Name them: "),
         ({"precisions": ["32-true", 16]}, "has 16 of type int. Pass a name, a precision plugin, or a function"),
         ({"steps": 0}, "`steps` must be a positive whole number, got 0"),
         ({"seeds": 0}, "`seeds` must be a positive number of pairs, or different whole numbers, got 0"),

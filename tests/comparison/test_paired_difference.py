@@ -106,7 +106,7 @@ def test_refusals(arguments, message):
 
 
 def test_a_baseline_that_diverged_is_refused():
-    with pytest.raises(ValueError, match="1 of 2 runs of the baseline diverged"):
+    with pytest.raises(ValueError, match="1 of 2 baseline runs diverged"):
         differences_of((1.0, 1.0), (math.nan, 1.0))
 
 

@@ -147,7 +147,7 @@ def test_an_out_that_is_a_file_is_refused(capsys, tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused_before_the_text_is_read(capsys, monkeypatch):
     monkeypatch.setattr("lightning_mp.demo.prepare.load_text", lambda path: pytest.fail("the text was read"))
     refused = _refusal(capsys, "--out", "/proc/run")
-    assert "--out /proc/run cannot be written: nothing can be made in /proc. Give another folder" in refused
+    assert "--out /proc/run cannot be written: /proc is not writable. Give another folder" in refused
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_resuming_with_a_changed_text_is_refused(capsys, finished_run, text):
     message = _refusal(capsys, "--resume", "--out", str(finished_run))
     Path(text).write_bytes(content)
     assert "is not the one that the run of" in message
-    assert "bring that back, or start a new run without --resume" in message
+    assert "restore that one, or start a new run without --resume" in message
 
 
 def test_resuming_from_an_unusable_checkpoint_is_refused(capsys, finished_run):

@@ -200,7 +200,7 @@ def test_piped_output_has_lines_only(text, capsys):
 @pytest.mark.parametrize("stop_at", [0, 5, 7, 40], ids=lambda micro_batch: f"micro-batch {micro_batch}")
 def test_ctrl_c_and_resume_equal_no_stop_bit_for_bit(uninterrupted, text, capsys, stop_at):
     assert _run("out", text, _At(stop_at, _interrupt)) == 130
-    assert "Go on with: lightning-mp demo --resume --out out/version_0" in capsys.readouterr().out
+    assert "Resume with: lightning-mp demo --resume --out out/version_0" in capsys.readouterr().out
     window_end = stop_at if stop_at < 6 else stop_at + 2 - stop_at % 3
     assert _history("out")["steps"]["tokens"][-1] == 512 * (window_end + 1)
     assert _run("out", text, resume=True) == 0
@@ -265,7 +265,7 @@ def test_the_second_ctrl_c_stops_at_once_and_says_what_is_left(text, capsys):
 
     with pytest.raises(KeyboardInterrupt, match="No checkpoint had been written yet"):
         _run("early", text, _At(0, interrupt_twice))
-    with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is late.version_0.*.ckpt. Go on with: "):
+    with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is late.version_0.*.ckpt. Resume with: "):
         _run("late", text, _At(40, interrupt_twice))
 
 
@@ -286,7 +286,9 @@ def test_ctrl_c_after_training_says_how_to_see_the_results(text, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_mp.demo.run._show", interrupted)
-    with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is out.version_0.*Go on with: lightning-mp demo"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"The last checkpoint is out.version_0.*Resume with: lightning-mp demo"
+    ):
         _run("out", text)
 
 
@@ -309,8 +311,8 @@ def test_the_time_limit_is_told_with_the_way_to_go_on(text, capsys):
     assert _run("out", text, max_minutes=1e-9) == 0
     output = capsys.readouterr().out
     assert "22,234 (2.3% spent)" in output
-    assert "The time of --max-minutes is over. The last checkpoint is out/version_0/checkpoints/stopped" in output
-    assert "Go on with: lightning-mp demo --resume --out out/version_0" in output
+    assert "Stopped after --max-minutes. The last checkpoint is out/version_0/checkpoints/stopped" in output
+    assert "Resume with: lightning-mp demo --resume --out out/version_0" in output
 
 
 @pytest.mark.full

@@ -378,7 +378,7 @@ def test_buffers_that_the_forward_spoilt_are_named(tmp_path: Path) -> None:
     report = fit(Planted(partial(TimesInForward, factor=1e6)), ours(), tmp_path).reports[0]
     assert report.buffers == ["body.2.running_mean", "body.2.running_var"]
     assert report.findings[0].verdict == "range"
-    assert "in the buffers body.2.running_mean" in str(report)
+    assert "The buffers body.2.running_mean" in str(report)
 
 
 @pytest.mark.full

@@ -322,7 +322,7 @@ def test_reports_lie_beside_the_checkpoints(tmp_path: Path, caplog: pytest.LogCa
     for piece in (
         "Optimizer step 2 was skipped at loss scale 1024. Non-finite gradients, last layer first: head.bias",
         "micro-batch 1 of 1 (batch_idx 2) on rank 0",
-        "the forward is where it starts, in body.1.place (TimesInForward): output holds",
+        "it starts in the forward, in body.1.place (TimesInForward): output holds",
         "(float16, shape [4, 8]); its inputs reach",
         "run body.1.place in fp32 with a PrecisionPolicy",
     ):

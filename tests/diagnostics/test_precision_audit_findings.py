@@ -143,17 +143,35 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
     "autocast off everywhere": (
         everything_without_autocast,
         lambda: {"precision": "bf16-mixed"},
-        [("not_active", ("first", "middle", "mix", "last"), "Mixed precision is not active at all: bf16-mixed was")],
+        [
+            (
+                "not_active",
+                ("first", "middle", "mix", "last"),
+                "Mixed precision is not active: every product ran in fp32 in a bf16-mixed run",
+            )
+        ],
     ),
     "autocast off everywhere, under a policy": (
         everything_without_autocast,
         bf16,
-        [("not_active", ("first", "middle", "mix", "last"), "Mixed precision is not active at all: bf16-mixed was")],
+        [
+            (
+                "not_active",
+                ("first", "middle", "mix", "last"),
+                "Mixed precision is not active: every product ran in fp32 in a bf16-mixed run",
+            )
+        ],
     ),
     "autocast off everywhere, 16-mixed": (
         everything_without_autocast,
         lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", LossScaler(init_scale=256.0))]},
-        [("not_active", ("first", "middle", "mix", "last"), "Mixed precision is not active at all: 16-mixed was")],
+        [
+            (
+                "not_active",
+                ("first", "middle", "mix", "last"),
+                "Mixed precision is not active: every product ran in fp32 in a 16-mixed run",
+            )
+        ],
     ),
     "a module that the policy keeps in fp32, called aside": (
         put("middle", CalledAside),
@@ -218,8 +236,8 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         resize,
         bf16,
         [
-            ("tensor_cores", ("first",), "out_features is 100, no multiple of 8: first."),
-            ("tensor_cores", ("middle",), "in_features is 100, no multiple of 8: middle."),
+            ("tensor_cores", ("first",), "out_features is 100, not a multiple of 8: first."),
+            ("tensor_cores", ("middle",), "in_features is 100, not a multiple of 8: middle."),
         ],
     ),
     "an odd size in fp32": (resize, dict, []),
@@ -227,8 +245,8 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         resize,
         lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]},
         [
-            ("tensor_cores", ("first",), "out_features is 100, no multiple of 8: first."),
-            ("tensor_cores", ("middle",), "in_features is 100, no multiple of 8: middle."),
+            ("tensor_cores", ("first",), "out_features is 100, not a multiple of 8: first."),
+            ("tensor_cores", ("middle",), "in_features is 100, not a multiple of 8: middle."),
         ],
     ),
 }
@@ -269,10 +287,10 @@ def test_an_fp8_layer_that_is_gone_round_is_named() -> None:
 @pytest.mark.parametrize(
     ("make", "size", "expected"),
     [
-        (lambda: nn.Conv2d(100, 8, 3), (2, 100, 8, 8), ["in_channels is 100, no multiple of 8: ."]),
-        (lambda: nn.ConvTranspose2d(8, 65, 3), (2, 8, 8, 8), ["out_channels is 65, no multiple of 8: ."]),
-        (lambda: nn.Linear(100, 8, bias=False), (8, 100), ["in_features is 100, no multiple of 8: ."]),
-        (lambda: nn.Linear(8, 50257), (8, 8), ["out_features is 50257, no multiple of 8: ."]),
+        (lambda: nn.Conv2d(100, 8, 3), (2, 100, 8, 8), ["in_channels is 100, not a multiple of 8: ."]),
+        (lambda: nn.ConvTranspose2d(8, 65, 3), (2, 8, 8, 8), ["out_channels is 65, not a multiple of 8: ."]),
+        (lambda: nn.Linear(100, 8, bias=False), (8, 100), ["in_features is 100, not a multiple of 8: ."]),
+        (lambda: nn.Linear(8, 50257), (8, 8), ["out_features is 50257, not a multiple of 8: ."]),
         (lambda: nn.Conv2d(3, 8, 3), (2, 3, 8, 8), []),
         (lambda: nn.Linear(12, 10), (197, 12), []),
     ],

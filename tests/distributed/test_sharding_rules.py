@@ -72,7 +72,7 @@ def test_a_unit_that_takes_half_of_a_tie_is_refused() -> None:
 
 @pytest.mark.parametrize("shard", [0, -1, True, 1.5, None, [], "", [1], nn.Linear(2, 2)])
 def test_what_cannot_be_read_is_refused(shard: Any) -> None:
-    with pytest.raises(ValueError, match=r"FSDP2Strategy\(shard=.*a number of parameters of 1 or more"):
+    with pytest.raises(ValueError, match=r"FSDP2Strategy\(shard=.*the smallest number of parameters of a unit"):
         read_shard(shard)
 
 

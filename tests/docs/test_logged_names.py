@@ -46,7 +46,9 @@ class Bar(TQDMProgressBar):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The data end before the budget", "ignore:The run ended after")
+@pytest.mark.filterwarnings(
+    "ignore:ChinchillaBudget. the data end before the budget", "ignore:ChinchillaBudget. the run ended after"
+)
 @pytest.mark.filterwarnings("ignore:Optimizer step .* was skipped:RuntimeWarning")
 def test_the_table_lists_what_is_logged() -> None:
     logger, bar = MemoryLogger(), Bar()

@@ -121,7 +121,6 @@ def test_a_recipe_does_what_it_says(name, capsys, monkeypatch):
 @pytest.mark.filterwarnings(
     OLD_NAME_IN_PEFT,
     "ignore:Checkpoint directory .* exists and is not empty",
-    "ignore:You're resuming from a checkpoint that ended before the epoch ended",  # as the recipe says
 )
 def test_a_killed_run_with_peft_resumes_and_its_folder_loads_in_transformers(tmp_path, capsys, monkeypatch):
     """A real SIGKILL, between two checkpoints: no checkpoint holds the base, and the last one is used."""

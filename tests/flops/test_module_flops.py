@@ -191,7 +191,7 @@ def test_a_mixture_of_experts_that_does_not_tell_how_many_a_token_meets_is_refus
             super().__init__()
             self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
-    with pytest.raises(ValueError, match="is a mixture of experts, of which each token uses a part.*use 'exact'"):
+    with pytest.raises(ValueError, match="This mixture of experts has no Hugging Face configuration.*Use 'exact'"):
         module_flops_per_token(Mixture(), "6N", 1)
 
 

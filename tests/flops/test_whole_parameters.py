@@ -58,7 +58,9 @@ def found_under(layout: Layout, rank: int, *, scaled: bool = False) -> tuple[Any
 
 
 @pytest.mark.filterwarnings(
-    "ignore:The run ended after", "ignore:max_steps=1 ends before", "ignore:`training_step` ret"
+    "ignore:ChinchillaBudget. the run ended after",
+    "ignore:ChinchillaBudget. max_steps=1 ends before",
+    "ignore:`training_step` ret",
 )
 @pytest.mark.parametrize(
     ("ranks", "quick"), [(2, True), *(pytest.param(ranks, False, marks=pytest.mark.full) for ranks in (2, 4))]

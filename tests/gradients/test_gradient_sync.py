@@ -169,4 +169,4 @@ def test_micro_batch_is_refused_where_nothing_is_sharded(strategy: str) -> None:
 
     said = run_ranks(train, 2)[0] if strategy == "ddp" else train(0)
     assert "sync='micro_batch') is for sharded gradients" in said
-    assert "Leave sync out." in said
+    assert "Leave sync out: gradients are then reduced once per window." in said

@@ -145,7 +145,10 @@ def test_a_mesh_with_more_ranks_than_hold_the_parameters_is_refused() -> None:
     def run(rank: int) -> None:
         with process_group():
             gradient = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
-            with pytest.raises(ValueError, match=r"on a mesh of 2 ranks \(2,\), and 1 ranks are declared to have"):
+            with pytest.raises(
+                ValueError,
+                match=r"ranks_per_parameter=1\): it must be a multiple of 2, the ranks of a gradient's mesh \(2,\)",
+            ):
                 GradientReplication(None, 1, 1).copies([gradient], [gradient])
 
     run_ranks(run, 2)

@@ -70,7 +70,7 @@ def test_a_file_of_any_bytes_keeps_order_and_holds_out_its_tail(tmp_path):
 
 def test_a_python_without_its_source_is_refused(tmp_path):
     _write_library(tmp_path, 19)
-    with pytest.raises(ValueError, match=r"holds 19 Python source files, and at least 20 .* of your own as `text`"):
+    with pytest.raises(ValueError, match=r"holds 19 Python source files, and at least 20 .* give a file as `text`"):
         load_standard_library(tmp_path)
 
 

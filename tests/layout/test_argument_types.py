@@ -16,7 +16,7 @@ from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBud
 from lightning_mp.tokens.loss_weighting import CountFunction
 
 # the projects' schedule is not what is tested here, and longer than a budget of some steps
-pytestmark = pytest.mark.filterwarnings("ignore:LambdaLR.num_training_steps=100. is planned for many more")
+pytestmark = pytest.mark.filterwarnings("ignore:ChinchillaBudget. LambdaLR.num_training_steps=100. plans many more")
 
 
 class Lbfgs(TokenModel):

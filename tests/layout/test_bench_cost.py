@@ -14,8 +14,13 @@ sys.path.insert(0, str(BENCHMARKS))
 from bench_cost_counts import GROWTH, SETUPS, Setup, bytes_per_parameter, count_step, growth_of_host_calls  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The data end before the budget", "ignore:max_steps=.* ends before the budget"),
-    pytest.mark.filterwarnings("ignore:TokenLearningRate. the horizon is", "ignore:The run ended after"),
+    pytest.mark.filterwarnings(
+        "ignore:ChinchillaBudget. the data end before the budget",
+        "ignore:ChinchillaBudget. max_steps=.* ends before the budget",
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:TokenLearningRate. the horizon is", "ignore:ChinchillaBudget. the run ended after"
+    ),
 ]
 
 

@@ -137,7 +137,7 @@ def test_fabrics_autocast_before_set_up_is_refused(plugin: Any) -> None:
     """Without a Trainer the plugin knows neither device nor model, and would cast nothing, or for another device."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     message = (
-        rf"^{type(plugin).__name__} is a plugin for lightning\.pytorch\.Trainer and is asked for its context outside of"
+        rf"^{type(plugin).__name__} is a plugin for lightning\.pytorch\.Trainer and has no context outside of"
         r" a Trainer's run, as under Fabric\. With Fabric use Fabric\(precision=\.\.\.\)"
     )
     with pytest.raises(MisconfigurationException, match=message), fabric.autocast():
@@ -238,7 +238,7 @@ def test_never_a_bare_assertion_where_contexts_are_asked_for(plugin: Any) -> Non
     """Before there is a Trainer, too."""
     made = plugin()
     for context in ("forward_context", "val_step_context", "test_step_context", "predict_step_context"):
-        with pytest.raises(MisconfigurationException, match="is asked for its context outside of a Trainer's run"):
+        with pytest.raises(MisconfigurationException, match="has no context outside of a Trainer's run"):
             getattr(made, context)()
 
 

@@ -303,9 +303,7 @@ def test_plugins_and_the_monitor_are_refused_under_deepspeed(plugin: Any, monkey
 
 
 def test_a_plugin_among_the_callbacks_is_refused_by_name() -> None:
-    message = (
-        r"AutocastPrecision\('bf16-mixed'.*is a precision plugin and was given among the callbacks. Use Trainer\(p"
-    )
+    message = r"^AutocastPrecision is a precision plugin and was given among the callbacks. Use Trainer\(p"
     with pytest.raises(MisconfigurationException, match=message):
         quiet_trainer(callbacks=[AutocastPrecision("bf16-mixed")])
 

@@ -59,7 +59,7 @@ def test_a_budget_smaller_than_one_batch_is_refused(landing: Any) -> None:
 
 def test_exact_landing_on_tuples_is_refused() -> None:
     refused(
-        "landing='exact' must hide surplus labels in the last batch, but a batch of type 'tuple' has no labels that"
+        "landing='exact' must hide surplus labels, but a batch of type 'tuple' has no labels that"
         " can be replaced. Give batches as a list [inputs, labels] or a dict with 'labels', give trim=, or choose"
         " landing='floor' or landing='ceil'.",
         TokenModel(),
@@ -107,9 +107,9 @@ def test_exact_landing_beside_a_count_function_is_refused() -> None:
 
 
 NO_TOKENS = (
-    "Tokens cannot be counted in a batch of type 'list': there is no integer tensor with two dimensions or more at"
-    " batch['labels'] or batch[1]. Give the labels that place in the batch, or pass count=, a function from a batch to"
-    " its number of tokens; with it ChinchillaBudget also needs landing='ceil' or landing='floor', or trim=."
+    "Tokens cannot be counted in a batch of type 'list': batch['labels'] or batch[1] must be an integer"
+    " tensor of two dimensions or more. Or pass count=, a function from a batch to its tokens"
+    " (ChinchillaBudget: with landing='ceil')."
 )
 
 
@@ -158,7 +158,7 @@ def test_batches_that_do_not_look_alike_are_refused() -> None:
     trains(Mixed(), batches, callbacks=[AccumulationScheduler({0: 2}, count=lambda batch: len(batch[0]))])
 
 
-@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. max_steps=.* ends before the budget")
 def test_a_run_that_ends_before_its_budget_can_be_resumed_to_its_end(tmp_path: Path) -> None:
     """What the warning offers: resume from the last checkpoint with max_epochs=-1."""
     trainer = quiet_trainer(max_steps=2, callbacks=[ChinchillaBudget(tokens=40)])

@@ -310,9 +310,9 @@ def overflow_at_the_floor(scaler, number, optimizer=None):
 
 
 FLOOR_MESSAGE = (
-    r"^The loss scale is at its floor 0\.5 and the last 20 steps in a row still overflowed: the gradients are not"
-    r" finite at any scale\. Look for the cause in the model or the data \(OverflowPostMortem names the parameters\),"
-    r" or train in bf16\. LossScaler\(on_floor='warn'\) continues instead\.$"
+    r"^LossScaler: the last 20 steps overflowed with the loss scale at its floor, 0\.5: no scale makes these gradients"
+    r" finite\. OverflowPostMortem\(replay=True\) names the layer; or train in bf16\. To continue regardless, use"
+    r" LossScaler\(on_floor='warn'\)\.$"
 )
 
 
@@ -500,7 +500,7 @@ def take_steps(scaler, overflows):
     optimizer = torch.optim.SGD([new_parameter()], lr=0.0)
     scales = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The loss scale is at its floor")
+        warnings.filterwarnings("ignore", "LossScaler: the last .* overflowed")
         for overflow in overflows:
             one_step(scaler, optimizer, INF if overflow else 1.0)
             scales.append(scaler.get_scale())
@@ -588,8 +588,8 @@ def test_a_loaded_scale_outside_the_bounds_is_brought_inside_with_a_warning():
     torchs = GradScaler("cpu", init_scale=2.0**30)
     ours = LossScaler("cpu")
     message = (
-        r"^The checkpoint's loss scale 1\.07374e\+09 is outside \[5\.96046e-08, 1\.67772e\+07\]; going on with"
-        r" 1\.67772e\+07\. Widen min_scale or max_scale to keep it\.$"
+        r"^LossScaler: the checkpoint's loss scale 1\.07374e\+09 is outside \[5\.96046e-08, 1\.67772e\+07\], so the run"
+        r" continues with 1\.67772e\+07\. To keep it, widen min_scale or max_scale\.$"
     )
     with pytest.warns(UserWarning, match=message):
         ours.load_state_dict(torchs.state_dict())

@@ -311,7 +311,7 @@ def test_windows_that_count_what_they_evaluate_are_refused() -> None:
     with pytest.raises(
         MisconfigurationException,
         match="AccumulationScheduler, ChinchillaBudget, MFUMonitor and TokenLearningRate cannot be used with SAM, which"
-        " evaluates the loss several times in one step: tokens and windows would be counted more than once",
+        " evaluates the loss several times per step: tokens and windows would be counted more than once",
     ):
         fit(AutocastPrecision("bf16-mixed"), Evaluated(sam), callbacks=[AccumulationScheduler({0: 2})])
 

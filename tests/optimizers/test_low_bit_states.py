@@ -103,7 +103,7 @@ class Blocked(torch.optim.SGD):
 
 
 def test_masters_refuse_an_optimizer_that_steps_views_of_its_own() -> None:
-    with pytest.raises(MisconfigurationException, match="Blocked, which steps views of the 16-bit weights"):
+    with pytest.raises(MisconfigurationException, match="Blocked, whose constructor made views of the 16-bit weights"):
         quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(
             Regression(Blocked), loader(regression_batches(2))
         )

@@ -121,7 +121,7 @@ def test_a_group_that_was_added_goes_on_as_in_one_process(where, tmp_path):
 
     def refused(rank):
         groups = rf"groups of \[{10 - 2 * len(body)}, {2 * len(body)}\] .* of \[{10 - 2 * len(body)}\]"
-        with pytest.raises(ValueError, match=rf"{groups}.*BackboneFinetuning does, make them in configure_optimizers"):
+        with pytest.raises(ValueError, match=rf"{groups}.*BackboneFinetuning, must be made in configure_optimizers"):
             leg(Finetuned(), 2, "-", Finetunes(body), max_epochs=3, ckpt_path=str(tmp_path / "half.ckpt"))
 
     run_ranks(one, 1)

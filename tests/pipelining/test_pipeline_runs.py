@@ -221,7 +221,7 @@ class Different(TensorDataset):
 def test_stages_with_different_data_are_refused():
     def rank(_):
         loader = DataLoader(Different(torch.zeros(8, 6), torch.zeros(8, 6)), batch_size=4)
-        with pytest.raises(MisconfigurationException, match="different batches .stage 0 and stage 1."):
+        with pytest.raises(MisconfigurationException, match="stages 0 and 1 of one pipeline got different batches"):
             fit(PipelinedMLP(), PipelineParallelStrategy(), 2, train=loader)
         return True
 
@@ -348,7 +348,7 @@ def test_batches_are_compared_at_the_start_of_every_evaluation():
     def rank(number):
         x = torch.full((8, 6), float(number))
         other = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=4)
-        with pytest.raises(MisconfigurationException, match=r"different batches .stage 0 and stage 1."):
+        with pytest.raises(MisconfigurationException, match=r"stages 0 and 1 of one pipeline got different batches"):
             fit(PipelinedMLP(), PipelineParallelStrategy(), 2, validate=other)
 
     run_ranks(rank, 2)

@@ -158,7 +158,7 @@ def test_steps_are_whole_sequences_on_any_number_of_gpus(capsys):
     printed = words_of(output(capsys, "plan --params 1B --device h100 --gpus 24").out)
     assert "Step: 4.23M tokens at the peaks" in printed
     odd = words_of(output(capsys, "plan --params 1B --device h100 --gpus 24 --tokens-per-step 1M").out)
-    assert "--tokens-per-step (1000000) is no multiple of 4096 tokens in a micro-batch on 24 data ranks" in odd
+    assert "--tokens-per-step (1000000) is not a multiple of 4096 tokens in a micro-batch on 24 data ranks" in odd
 
 
 def test_a_smaller_board_of_a_chip(capsys):

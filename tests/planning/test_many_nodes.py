@@ -178,7 +178,7 @@ def test_the_batch_script_is_stopped_queued_again_and_ends(folder: Path) -> None
     finally:
         job.kill()
     assert (folder / "scontrol.txt").read_text() == "requeue 4711\n"
-    assert "Stopped by SIGTERM after optimizer step" in log.read_text()
+    assert "StopAtBoundary: stopped by SIGTERM after optimizer step" in log.read_text()
     stopped_at = max(steps_of_checkpoints(folder / "checkpoints"))
     assert list((folder / "checkpoints").glob(f"stopped-step-{stopped_at}.ckpt"))
 

@@ -166,10 +166,10 @@ def test_layouts_that_do_not_fit_are_marked_and_come_last(capsys):
 
 def test_what_cannot_be_shared_out_is_left_out(capsys):
     printed = " ".join(output(capsys, *WORDS, "--gpus", "64", "--tokens-per-step", "65536").split())
-    assert "left out: 64 GPUs, DDP 64: `tokens_per_step` (65536) is no multiple of 4096 tokens" in printed
+    assert "left out: 64 GPUs, DDP 64: `tokens_per_step` (65536) is not a multiple of 4096 tokens" in printed
     assert " TP 8 x PP 8 " in printed
     said = refused(capsys, *WORDS, "--gpus", "64", "--tokens-per-step", "4096")
-    assert "no layout fits. 64 GPUs, DDP 64: --tokens-per-step (4096) is no multiple of" in said
+    assert "no layout fits. 64 GPUs, DDP 64: --tokens-per-step (4096) is not a multiple of" in said
 
 
 def test_wrong_input_is_one_line(capsys):

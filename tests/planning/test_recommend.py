@@ -110,7 +110,7 @@ def test_fp8_is_for_large_products_only_and_to_be_measured():
     for model, reason in (
         (GPT2, "No fp8 at a width of 768"),
         ("8B", "give the shape of the model"),
-        (replace(LLAMA_8B, ffn_width=14335), "ffn_width 14335 is no multiple of 16"),
+        (replace(LLAMA_8B, ffn_width=14335), "ffn_width 14335 is not a multiple of 16"),
     ):
         row = recommend("H100", model=model).choice("precision")
         assert row.value == "bf16-mixed"

@@ -117,7 +117,7 @@ def test_attention_that_returns_weights_runs_in_fp32_on_the_cpu_and_says_so():
     applied = AppliedPolicy(PrecisionPolicy({"softmax": "fp32"}), attention, "cpu")
     x = torch.randn(1, 3, 8)
     with torch.autocast("cpu", LOW), applied.in_force(LOW):
-        with pytest.warns(UserWarning, match="all of it runs in fp32 now. Pass need_weights=False"):
+        with pytest.warns(UserWarning, match="all of it runs in fp32. Pass need_weights=False"):
             _, attention_weights = attention(x, x, x)
         out, _ = attention(x, x, x, need_weights=False)
     assert (attention_weights.dtype, out.dtype) == (torch.float32, LOW)
@@ -179,7 +179,7 @@ def test_a_rule_that_matches_nothing_stops_the_run_at_set_up():
 
 def test_fp16_in_a_bf16_run_is_refused():
     with pytest.raises(
-        MisconfigurationException, match=r"asks for fp16 \('head': fp16\).*AutocastPrecision\('16-mixed'\)"
+        MisconfigurationException, match=r"rules set fp16 \('head': fp16\).*AutocastPrecision\('16-mixed'\)"
     ):
         AutocastPrecision("bf16-mixed", policy={"head": "fp16"})
     AutocastPrecision("16-mixed", policy={"head": "fp16", "stem": "bf16"})

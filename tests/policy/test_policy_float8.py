@@ -302,6 +302,6 @@ def test_a_rule_that_matches_nothing_stops_the_run_before_any_layer_is_converted
 
 def test_fp16_is_refused() -> None:
     with pytest.raises(
-        MisconfigurationException, match=r"asks for fp16 \('gate': fp16\).*AutocastPrecision\('16-mixed'\)"
+        MisconfigurationException, match=r"rules set fp16 \('gate': fp16\).*AutocastPrecision\('16-mixed'\)"
     ):
         Float8Precision(policy={"gate": "fp16"})

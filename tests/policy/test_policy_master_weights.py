@@ -385,7 +385,7 @@ def test_a_rule_that_matches_nothing_stops_the_run_before_any_weight_is_cast() -
 
 def test_fp16_without_a_loss_scale_is_refused() -> None:
     with pytest.raises(
-        MisconfigurationException, match=r"asks for fp16 \('head': fp16\).*MasterWeightsPrecision\('16-true'\)"
+        MisconfigurationException, match=r"rules set fp16 \('head': fp16\).*MasterWeightsPrecision\('16-true'\)"
     ):
         MasterWeightsPrecision("bf16-true", policy={"head": "fp16"})
     MasterWeightsPrecision("16-true", policy={"head": "fp16"})

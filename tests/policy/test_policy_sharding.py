@@ -252,9 +252,11 @@ def refusal(module: type[Net], name: str) -> str:
 
 def test_a_unit_that_would_hold_two_dtypes_is_refused() -> None:
     message = refusal(OneUnit, "master-weights")
-    assert "keeps net.1.weight, net.1.bias in fp32, and fully_shard has put it into one unit (net) with" in message
-    assert "net.0.weight, net.0.bias, net.3.weight, net.3.bias, which is 16 bit" in message
-    assert "shard the units that lightning_mp.policy.sharding_units.sharding_units makes of the policy" in message
+    assert (
+        "fully_shard puts net.1.weight, net.1.bias, which the policy keeps in fp32, into one unit (net) with" in message
+    )
+    assert "16-bit net.0.weight, net.0.bias, net.3.weight, net.3.bias" in message
+    assert "shard the units that lightning_mp.policy.sharding_units.sharding_units returns" in message
 
 
 @pytest.mark.quick_cases(1)
@@ -263,7 +265,7 @@ def test_a_unit_that_rounds_what_the_policy_keeps_is_refused(name: str) -> None:
     """Its norm would compute in fp32, as the rule says, with weights that lost their last 16 bits on the way."""
     message = refusal(Rounding, name)
     assert message.startswith(
-        "The policy wants net.1 in torch.float32, and fully_shard(mp_policy=...) gathers the weights there in"
+        "PrecisionPolicy: net.1 runs in torch.float32, but fully_shard(mp_policy=...) gathers its weights in"
         " torch.bfloat16. In configure_model shard the units that lightning_mp.policy.sharding_units.sharding_units"
     )
 

@@ -437,7 +437,7 @@ def test_a_checkpoint_without_a_scale_warns(tmp_path: Any) -> None:
     trainer = quiet_trainer()
     trainer.fit(Regression(), loader(regression_batches(2)))
     trainer.save_checkpoint(tmp_path / "fp32.ckpt")
-    with pytest.warns(UserWarning, match="holds no loss scale .* starts again at 1024"):
+    with pytest.warns(UserWarning, match="holds no loss scale, so the scale starts again at 1024"):
         quiet_trainer(plugins=[plugin("16-mixed")], max_epochs=2).fit(
             Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "fp32.ckpt"
         )
@@ -551,7 +551,7 @@ def test_after_a_fit_a_policy_is_no_longer_in_force_and_says_so() -> None:
     quiet_trainer(plugins=[made]).fit(Regression(), loader(regression_batches(1)))
     with pytest.raises(
         MisconfigurationException,
-        match=r"^AutocastPrecision\('bf16-mixed'\) is asked for its context after the run, and its policy is in force"
+        match=r"^AutocastPrecision\('bf16-mixed'\): its context was entered after the run, and its policy is in force"
         r" on the module for the time of a run only\. Use trainer\.predict",
     ):
         made.predict_step_context()

@@ -75,8 +75,8 @@ def test_first_and_last_can_be_included():
     ("in_features", "out_features", "reason"),
     [
         (32, 48, None),
-        (32, 40, "out_features is 40, no multiple of 16"),
-        (8, 48, "in_features is 8, no multiple of 16"),
+        (32, 40, "out_features is 40, not a multiple of 16"),
+        (8, 48, "in_features is 8, not a multiple of 16"),
     ],
 )
 def test_sizes_that_fp8_kernels_cannot_take_are_left_out(in_features, out_features, reason):

@@ -211,7 +211,7 @@ def test_fp8_all_gather_of_layers_that_are_sharded_already_is_refused():
         return str(raised.value)
 
     assert run_ranks(run, 2)[0] == (
-        "fsdp_all_gather=True wants the layers converted before fully_shard, and net.2 is sharded already."
+        "fsdp_all_gather=True needs layers converted before fully_shard, but net.2 is already sharded."
         " In configure_model call self.trainer.precision_plugin.convert_module(self) first."
     )
 

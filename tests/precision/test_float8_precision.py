@@ -166,11 +166,10 @@ def test_what_was_decided_is_told(caplog):
         "net.0": "it is the first Linear",
         "net.2": "skip='net.2'",
         "net.4": None,
-        "net.5": "out_features is 1, no multiple of 16",
+        "net.5": "out_features is 1, not a multiple of 16",
     }
-    assert (
-        "fp8 (rowwise): 1 of 4 Linear layers; not net.0 (it is the first Linear), net.2 (skip='net.2')" in caplog.text
-    )
+    counted = "1 of 4 Linear layers; not net.0 (it is the first Linear), net.2 (skip='net.2')"
+    assert f"Float8Precision('rowwise'): {counted}" in caplog.text
 
 
 def test_frozen_weights_keep_their_bits():
@@ -305,7 +304,7 @@ def refused(message: str, plugin: Float8Precision, error: type[Exception] = Misc
 def test_nothing_left_to_multiply_in_fp8_is_refused():
     refused(
         "Float8Precision('rowwise') would multiply nothing in fp8: 0 of 4 Linear layers; not net.0 (it is the first"
-        " Linear), net.2 (skip='net.[24]'), net.4 (skip='net.[24]'), net.5 (out_features is 1, no multiple of 16)."
+        " Linear), net.2 (skip='net.[24]'), net.4 (skip='net.[24]'), net.5 (out_features is 1, not a multiple of 16)."
         " Shorten skip, give skip_first_and_last=False, or use AutocastPrecision('bf16-mixed').",
         Float8Precision(skip=["net.[24]"]),
     )

@@ -126,7 +126,7 @@ def test_other_dtypes_are_left_alone_and_named() -> None:
             self.precise = nn.Parameter(torch.full((2,), 1 / 3, dtype=torch.float64))
 
     module = WithOthers()
-    with pytest.warns(UserWarning, match="stay as they are, without masters: .*'angle'.*'precise'"):
+    with pytest.warns(UserWarning, match="These keep their dtype and have no masters: .*'angle'.*'precise'"):
         quiet_trainer(plugins=[master_weights()]).fit(module, loader(regression_batches(1)))
     assert module.angle.dtype == torch.complex64
     assert module.precise.dtype == torch.float64

@@ -187,12 +187,12 @@ def test_groups_in_another_order_go_on_with_what_they_have(before: Any, after: A
 
 REFUSED = {
     ("head, body", "head"): r"groups of \[2, 2\] .* made groups of \[2\]: net\.0\.bias, net\.0\.weight are only in the"
-    r" checkpoint's\. Use the model .* make them in configure_optimizers of the run that goes on",
+    r" checkpoint's\. Resume with the model .* made in configure_optimizers",
     (
         "head",
         "head, body",
     ): r"groups of \[2\] .* made groups of \[2, 2\]: net\.0\.bias, net\.0\.weight are only in those"
-    r" of configure_optimizers\. Use the model",
+    r" of configure_optimizers\. Resume with the model",
     ("head, body", "together"): r"of \[2, 2\] .* of \[4\]: the same parameters are divided among them in another way\.",
     ("head, body", "head and a bias, rest"): r"of \[2, 2\] .* of \[2, 2\]: the same parameters are divided among them",
 }
@@ -288,7 +288,7 @@ def test_a_group_that_was_added_during_the_run_is_refused_or_made_again(plugin: 
         go(Grouped, 6, save_to=path)
         _, straight = go(Grouped, 8)
         with pytest.raises(
-            ValueError, match=r"groups of \[2, 2\] .* groups of \[2\].*as BackboneFinetuning does, make"
+            ValueError, match=r"groups of \[2, 2\] .* groups of \[2\].*as by BackboneFinetuning, must be made"
         ):
             go(Grouped, 8, ckpt_path=path)
         [held], resumed = go(MakesBoth, 8, ckpt_path=path)

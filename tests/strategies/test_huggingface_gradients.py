@@ -35,7 +35,7 @@ from transformers import (
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, OverflowMonitor
 
 # the projects' schedule is not what is tested here, and longer than a budget of some steps
-pytestmark = pytest.mark.filterwarnings("ignore:LambdaLR.num_training_steps=100. is planned for many more")
+pytestmark = pytest.mark.filterwarnings("ignore:ChinchillaBudget. LambdaLR.num_training_steps=100. plans many more")
 
 
 def one_big_batch(batches: list[Batch]) -> dict[str, Tensor]:

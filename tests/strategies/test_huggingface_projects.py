@@ -22,7 +22,7 @@ from transformers import BatchEncoding
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, OverflowMonitor, OverflowPostMortem
 
 # the projects' schedule is not what is tested here, and longer than a budget of some steps
-pytestmark = pytest.mark.filterwarnings("ignore:LambdaLR.num_training_steps=100. is planned for many more")
+pytestmark = pytest.mark.filterwarnings("ignore:ChinchillaBudget. LambdaLR.num_training_steps=100. plans many more")
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 

@@ -54,7 +54,7 @@ def _lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return import_module("torch_optimizer").Lookahead(optimizer, k=3)
 
 
-_VIEWS = dict.fromkeys(("fp32 masters", "remainder masters"), "steps views of the 16-bit weights")
+_VIEWS = dict.fromkeys(("fp32 masters", "remainder masters"), "made views of the 16-bit weights")
 
 ROWS = [
     *(Row("bitsandbytes", "bitsandbytes.optim", name) for name in ("AdamW8bit", "Lion8bit", "PagedAdamW8bit", "AdamW")),

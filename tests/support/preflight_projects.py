@@ -277,7 +277,7 @@ PROJECTS: dict[str, Project] = {
         also=("weights_in_16_bit",),
     ),
     "two scalers": Project(
-        *("scaler_superfluous", "error", "GradScaler of its own (scaler)", "scaler=LossScaler(...)"),
+        *("scaler_superfluous", "error", "so does a GradScaler in the module (scaler)", "scaler=LossScaler(...)"),
         OwnScaler,
         _fp16,
     ),
@@ -324,7 +324,7 @@ PROJECTS: dict[str, Project] = {
         _fp16,
     ),
     "odd sizes": Project(
-        *("tensor_cores", "advice", "in_features of net.0, net.2 is 100, no multiple of 8", "Make it 104"),
+        *("tensor_cores", "advice", "in_features of net.0, net.2 is 100, not a multiple of 8", "Make it 104"),
         lambda: Net(100),
         lambda: {"precision": "bf16-mixed"},
         {"device": "H100"},

@@ -94,8 +94,8 @@ def test_a_layer_whose_part_is_no_multiple_of_16_stays_in_bf16() -> None:
             return [layer.skipped_because for layer in choose_float8_layers(model, skip_first_and_last=False)]
 
     assert run_ranks(run, 4)[0] == [
-        "a rank's part of out_features is 8, no multiple of 16",
-        "a rank's part of in_features is 8, no multiple of 16",
+        "a rank's part of out_features is 8, not a multiple of 16",
+        "a rank's part of in_features is 8, not a multiple of 16",
         None,
         None,
         None,

@@ -85,7 +85,7 @@ def check(weights: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
 
 def test_fewer_key_value_heads_than_ranks_are_refused_with_a_plan_that_works() -> None:
     model = llama(kv_heads=1)
-    with pytest.raises(ValueError, match=r"num_key_value_heads=1, which 2 ranks .* all of them\) as 'column_gather'"):
+    with pytest.raises(ValueError, match=r"num_key_value_heads=1, which 2 ranks .* keys and values as 'column_gather'"):
         check_divisible(model, resolve_plan(model, "auto"), 2)
     check_divisible(model, resolve_plan(model, {**LLAMA, "*": "auto"}), 2)
     with pytest.raises(ValueError, match="num_key_value_heads=1"):
@@ -184,6 +184,6 @@ def test_a_table_that_needs_all_of_its_rows_is_refused(argument: dict[str, Any])
     model = nn.ModuleDict({"table": nn.Embedding(8, 4, **argument)})
     (name,) = argument
     with pytest.raises(
-        ValueError, match=f"table has {name}=.* cannot be split as 'vocabulary'. Leave that out, or let"
+        ValueError, match=f"table has {name}=.* cannot be split as 'vocabulary'. Leave that out, or plan"
     ):
         resolve_plan(model, {"table": "vocabulary"})

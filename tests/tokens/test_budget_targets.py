@@ -284,15 +284,19 @@ def test_making_up_needs_somebody_who_tells() -> None:
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:The run ended after")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after")
 def test_data_that_end_before_the_budget_are_told_of_with_the_first_batch() -> None:
-    with pytest.warns(UserWarning, match=r"max_epochs=2 leaves 16 micro-batches of about 8 tokens, 128 of 500 tokens"):
+    with pytest.warns(
+        UserWarning, match=r"max_epochs=2 leaves 16 micro-batches of about 8 tokens, 128 of the 500 tokens"
+    ):
         fit(ChinchillaBudget(tokens=500), max_epochs=2)
 
 
-@pytest.mark.filterwarnings("ignore:The run ended after")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after")
 def test_steps_that_end_before_the_budget_are_told_of_with_the_first_batch() -> None:
-    message = r"max_steps=5 ends before the budget: 5 steps of 2 micro-batches of about 8 tokens make 80 of 500 tokens"
+    message = (
+        r"max_steps=5 ends before the budget. 5 steps of 2 micro-batches of about 8 tokens make 80 of the 500 tokens"
+    )
     with pytest.warns(UserWarning, match=message):
         fit(ChinchillaBudget(tokens=500), max_steps=5, callbacks=[AccumulationScheduler({0: 2})])
 

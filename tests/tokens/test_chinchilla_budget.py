@@ -154,9 +154,9 @@ class StatefulTokens:
         self.position = state["position"]
 
 
-@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. max_steps=.* ends before the budget")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.filterwarnings("ignore:The run ended after")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after")
 @pytest.mark.parametrize("stop_at_step", [1, 5, 9, 10])
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_a_resumed_run_ends_as_if_it_had_not_stopped(tmp_path: Any, stop_at_step: int, fused: bool) -> None:
@@ -215,7 +215,7 @@ def test_the_progress_is_logged() -> None:
     assert trainer.callback_metrics["mp/budget_fraction"] == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:max_steps=.* ends before the budget")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. max_steps=.* ends before the budget")
 def test_ending_before_the_budget_is_said() -> None:
     with pytest.warns(UserWarning, match=r"ended after 9 of 1,000 budgeted tokens \(0.9%\)"):
         spend(ChinchillaBudget(tokens=1000), TokenModel(), max_steps=2)

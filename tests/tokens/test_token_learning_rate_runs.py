@@ -127,7 +127,7 @@ def test_another_horizon_after_a_resume_is_followed_and_a_jump_is_warned_of(tmp_
     arguments: dict[str, Any] = {"max_epochs": -1, "max_steps": 8}
     for schedule, warns in [(COSINE, True), (WSD, False)]:
         folder = tmp_path / str(warns)
-        with pytest.warns(UserWarning, match="max_steps=8 ends before|The run ended after"):
+        with pytest.warns(UserWarning, match="max_steps=8 ends before|the run ended after"):
             fit(
                 Recording(),
                 [TokenLearningRate(schedule), ChinchillaBudget(tokens=100), SaveEveryStep(folder)],
@@ -163,7 +163,7 @@ def test_after_a_resume_only_what_is_left_is_counted(
 
 def test_a_jump_downwards_is_warned_of_too(tmp_path: Path) -> None:
     callbacks = [TokenLearningRate(COSINE), ChinchillaBudget(tokens=190), SaveEveryStep(tmp_path)]
-    with pytest.warns(UserWarning, match="max_steps=8 ends before|The run ended after"):
+    with pytest.warns(UserWarning, match="max_steps=8 ends before|the run ended after"):
         fit(Recording(), callbacks, max_epochs=-1, max_steps=8)
     again = [TokenLearningRate(COSINE), ChinchillaBudget(tokens=100)]
     with pytest.warns(UserWarning, match=r"is now 100, so the learning rate jumps from 0.924 to 0.613"):

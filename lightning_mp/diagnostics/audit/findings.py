@@ -17,10 +17,10 @@ FindingKind = Literal[
 
 "not_active": mixed precision was requested, and every product ran in fp32. "fp32_matmul": some did, unasked.
 "other_format": a product ran in a 16-bit format that was not requested. "not_fp8": a layer chosen for fp8 did not
-multiply in it. "low_precision": a loss, a softmax or norm that was cast by hand, or the sums of a norm that is written
-by hand ran in 16 bit in a mixed run, and the policy does not say so. "policy": something ran in another format than the
-policy says. "tensor_cores": a large dimension of a layer is no multiple of 8, or of 16 in fp8. "fp64": 64-bit numbers,
-which GPUs compute 2 to 64 times slower than fp32.
+multiply in it. "low_precision": a loss, a softmax or norm that was cast by hand, or the sums of a norm that is
+written by hand ran in 16 bit in a mixed run, and the policy does not say so. "policy": something ran in another
+format than the policy says. "tensor_cores": a large dimension of a layer is not a multiple of 8, or of 16 in fp8.
+"fp64": 64-bit numbers, which GPUs compute 2 to 64 times slower than fp32.
 
 What torch itself decides is no finding: attention that it computes in parts, in fp32, where no fused kernel takes the
 shapes (dropout on a CPU, say); softmaxes and norms that autocast leaves in 16 bit (on a CPU), whose kernels sum in
@@ -85,8 +85,7 @@ def _not_active(report: AuditReport, asked: RequestedPrecision) -> Iterator[Audi
     yield AuditFinding(
         "not_active",
         names,
-        f"Mixed precision is not active at all: {asked.precision} was asked for, and every product ran in fp32"
-        f" ({_places(names)}).",
+        f"Mixed precision is not active: every product ran in fp32 in a {asked.precision} run ({_places(names)}).",
         "Call the model inside training_step, in its thread, without switching autocast off.",
         "torch.autocast(enabled=False) around the model, or a training_step that calls the model in another thread or"
         " process, or on another device type than the Trainer's.",
@@ -196,9 +195,9 @@ def _low_precision(
             "low_precision",
             names,
             f"{operation} ran in {compute}: {_places(names)}.",
-            "Give the precision plugin policy=PrecisionPolicy.default() (AutocastPrecision takes one), which keeps"
-            " norms, softmax and losses of torch in fp32 on every device, or say in the policy that 16 bit is"
-            " intended. A norm that is written by hand needs a rule about its module.",
+            "Use AutocastPrecision(..., policy=PrecisionPolicy.default()), which keeps torch's norms, softmax and"
+            " losses in fp32 on every device, or state in the policy that 16 bit is intended. A norm written by hand"
+            " needs a rule for its module.",
         )
 
 
@@ -239,7 +238,7 @@ def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection
         yield AuditFinding(
             "tensor_cores",
             names,
-            f"{dimension} is {size}, no multiple of {multiple}: {_places(names)}.",
+            f"{dimension} is {size}, not a multiple of {multiple}: {_places(names)}.",
             f"GPUs multiply such sizes partly or wholly without tensor cores: make it {more}.",
         )
 

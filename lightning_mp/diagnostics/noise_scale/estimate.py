@@ -72,10 +72,9 @@ class NoiseScale:
         tokens = f", {self.tokens:,.0f} tokens" if self.tokens else ""
         return (
             f"gradient noise scale {self.samples:,.0f} samples (95%: {self.low:,.0f} to {high}){tokens}, from"
-            f" {self.windows} steps. A batch of about that size costs twice the steps of the largest and twice the data"
-            f" of the smallest; with the present {self.batch_samples:,.0f} samples a step makes"
-            f" {self.efficiency:.0%} of the best progress. It is a model of training, right within a factor of two or"
-            " so, not a measurement."
+            f" {self.windows} steps. A batch of that size takes twice the fewest steps and twice the fewest samples;"
+            f" at {self.batch_samples:,.0f} samples a step makes {self.efficiency:.0%} of the best progress. Right"
+            " within a factor of about two."
         )
 
 

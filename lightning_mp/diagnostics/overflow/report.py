@@ -75,8 +75,8 @@ class OverflowReport:
             parts.append(f"The same problem on ranks {listed(others, most=12)}.")
         if self.buffers:
             parts.append(
-                f"Non-finite numbers are now in the buffers {listed(self.buffers)}, and stay there: skipping a step"
-                " does not undo what its forward wrote. Reset them, or go back to a checkpoint."
+                f"The buffers {listed(self.buffers)} now hold non-finite numbers, which skipping the step does not"
+                " undo. Reset them, or resume from a checkpoint."
             )
         if self.note:
             parts.append(self.note)
@@ -94,9 +94,9 @@ def _sentences(finding: OverflowFinding, loss_scale: float, growth: WeightGrowth
 
 def _diverged(growth: WeightGrowth) -> str:
     return (
-        f"Verdict: training has diverged: the values of {growth.parameter} are about {growth.rms:.2g} now, and were"
-        f" {growth.rms_at_start:.2g} when the run began. Go back to a checkpoint from before, and lower the learning"
-        " rate, warm it up, or clip gradients; neither the loss scale nor another format helps."
+        f"Verdict: training has diverged: the values of {growth.parameter} are now about {growth.rms:.2g}, up from"
+        f" {growth.rms_at_start:.2g}. Resume from an earlier checkpoint with a lower learning rate, a warm-up or"
+        " gradient clipping; neither the loss scale nor another format helps."
     )
 
 
@@ -108,11 +108,11 @@ def _describe(first: FirstOverflow) -> str:
     if first.largest_input is not None:
         tensor += f"; its inputs reach {first.largest_input:.3g}"
     if first.phase == "data":
-        return f"the data is at fault: {tensor}"
+        return f"it starts in the data: {tensor}"
     if first.phase == "weights":
-        return f"the weights are at fault: in {place}, {tensor}"
+        return f"it starts in the weights of {place}: {tensor}"
     phase = {"forward": "the forward", "loss": "the loss", "backward": "the backward"}[first.phase]
-    return f"{phase} is where it starts, in {place}: {tensor}"
+    return f"it starts in {phase}, in {place}: {tensor}"
 
 
 def _advice(finding: OverflowFinding, loss_scale: float) -> str:
@@ -122,9 +122,8 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
         halvings = round(math.log2(loss_scale / finding.finite_scale))
         return (
             f"Verdict: the loss scale was too high; at {finding.finite_scale:g}, {halvings} halvings below, the"
-            " micro-batch is finite. Nothing to do: a dynamic scale gets there by itself, and a skipped step does no"
-            " harm. If it happens more often than once in a few hundred steps, use bf16, or a LossScaler with a"
-            " larger growth_interval or a max_scale."
+            " micro-batch is finite. A dynamic scale corrects this by itself. If it happens more than once in a few"
+            " hundred steps, use bf16, or LossScaler with a max_scale."
         )
     if finding.verdict == "range":
         return (
@@ -135,16 +134,15 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
     if finding.verdict == "model":
         tried = " nor in fp32" if finding.finite_in_fp32 is False else ""
         return (
-            f"Verdict: the model is broken: not finite at loss scale 1{tried}. A lower scale will not help. Look in"
-            f" {place}; likely causes (a guess) are a division by zero, a log or root of zero or less, an exp of"
-            " something large."
+            f"Verdict: the model is broken: not finite at loss scale 1{tried}, so no lower scale helps. Look in"
+            f" {place} for a division by zero, a log or root of zero or less, or an exp of a large number."
         )
     if finding.verdict == "data":
         return "Verdict: the data is broken. Look at this batch; a non-finite number in a batch spoils every gradient."
     if finding.verdict == "weights":
         return (
-            "Verdict: the weights are broken already; every later step will be skipped as well. Go back to a checkpoint"
-            " from before, and find out what wrote them: a step that was checked cannot have done so."
+            "Verdict: the weights are broken already, and every later step will be skipped. Resume from an earlier"
+            " checkpoint, and find what wrote them: a checked step cannot have done so."
         )
     return (
         "Verdict: the sum of finite gradients does not fit into their dtype. Lower LossScaler(max_scale=...), or"

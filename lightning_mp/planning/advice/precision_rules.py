@@ -82,7 +82,7 @@ def why_no_fp8(device: DeviceTraits, config: DecoderConfig | None) -> str | None
         "head_width * heads": config.head_width * config.heads,
     }
     odd = [f"{name} {size}" for name, size in sizes.items() if size % _FLOAT8_MULTIPLE]
-    return f"No fp8: {', '.join(odd)} is no multiple of 16, which fp8 products want." if odd else None
+    return f"No fp8: {', '.join(odd)} is not a multiple of 16, which fp8 products require." if odd else None
 
 
 _WITHOUT_16_BIT: dict[str, tuple[str, str, str, Literal["certain", "likely", "measure it"]]] = {
@@ -205,7 +205,7 @@ def _about_weights(goal: Goal, storage: str) -> list[Choice]:
                 Choice(
                     "base weights",
                     "frozen, fp32",
-                    "Without autocast a 16-bit base does not meet fp32 adapters.",
+                    "Autocast combines a 16-bit base with fp32 adapters.",
                     _AUTOCAST,
                     "certain",
                 )

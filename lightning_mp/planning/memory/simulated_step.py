@@ -158,7 +158,7 @@ def _readable_errors() -> Iterator[None]:
     except RuntimeError as error:
         if "is not attached to a `Trainer`" in str(error):
             raise ValueError(
-                "estimate_memory() runs training_step without a Trainer, and this one asks for it"
+                "estimate_memory() runs training_step without a Trainer, which this one needs"
                 f" ({str(error).partition('.')[0]}). Pass step=, a function from module and batch to the loss."
             ) from error
         if type(error).__name__ not in ("DataDependentOutputException", "DynamicOutputShapeException"):

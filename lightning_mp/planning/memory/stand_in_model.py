@@ -77,7 +77,7 @@ class StandInModel:
             yield
 
     def cast_input(self, tensor: Tensor) -> Tensor:
-        """A stand-in for a tensor of the batch, which 16-bit weights want in their format."""
+        """A stand-in for a tensor of the batch, in the format of 16-bit weights."""
         narrow = self._precision.weight_dtype != torch.float32 and self._policy is None
         return stand_in_for(tensor, self._precision.weight_dtype if narrow and tensor.is_floating_point() else None)
 

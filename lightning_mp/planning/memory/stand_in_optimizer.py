@@ -41,8 +41,8 @@ def _configured(module: nn.Module, configure: Callable[[], Any]) -> Any:
         if "is not attached to a `Trainer`" not in str(error):
             raise
         raise ValueError(
-            f"configure_optimizers of {type(module).__name__} asks for self.trainer, and a memory estimate has none."
-            " Pass optimizer=, a class of torch.optim by its name or a function from parameters to an optimizer."
+            f"configure_optimizers of {type(module).__name__} reads self.trainer, and a memory estimate has none. Pass"
+            " optimizer=, a class of torch.optim by its name or a function from parameters to an optimizer."
         ) from error
 
 

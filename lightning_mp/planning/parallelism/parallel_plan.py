@@ -201,7 +201,7 @@ def _micro_batches(tokens_per_step: int, of_a_micro_batch: int, layout: Parallel
     micro_batches, rest = divmod(tokens_per_step, of_a_micro_batch * layout.data_ranks)
     if rest or not micro_batches:
         raise ValueError(
-            f"`tokens_per_step` ({tokens_per_step}) is no multiple of {of_a_micro_batch} tokens in a micro-batch on"
+            f"`tokens_per_step` ({tokens_per_step}) is not a multiple of {of_a_micro_batch} tokens in a micro-batch on"
             f" {layout.data_ranks} data ranks ({layout.name}). Use a multiple of {of_a_micro_batch * layout.data_ranks}"
             ", shorter micro-batches, or fewer data ranks."
         )

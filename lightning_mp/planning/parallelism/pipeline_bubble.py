@@ -12,7 +12,7 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
 
     Args:
         stages: s, of equal work.
-        micro_batches: m, into which the schedule splits one batch. Torch's ``Schedule1F1B`` wants at least s.
+        micro_batches: m, into which the schedule splits one batch. Torch's ``Schedule1F1B`` needs at least s.
 
     Returns:
         (s - 1) / (m + s - 1), from 0 to below 1; without the time of sending and of the optimizer step.

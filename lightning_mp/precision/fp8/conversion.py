@@ -42,7 +42,7 @@ def float8_config(recipe: str, *, emulate: bool = False, fsdp_all_gather: bool =
     from torchao.float8 import Float8LinearConfig
 
     config = Float8LinearConfig.from_recipe_name(recipe)
-    # The kernels want multiples of 16 also in the number of rows, which the last batch of an epoch may not have.
+    # The kernels need multiples of 16 also in the number of rows, which the last batch of an epoch may not have.
     return replace(config, emulate=emulate, enable_fsdp_float8_all_gather=fsdp_all_gather, pad_inner_dim=not emulate)
 
 
@@ -67,8 +67,8 @@ def convert_to_float8(layers: Sequence[Float8Layer], config: "Float8LinearConfig
         sharded = [layer.name for layer in chosen if isinstance(layer.module.weight, DTensor)]
         if sharded:
             raise ValueError(
-                f"fsdp_all_gather=True wants the layers converted before fully_shard, and {sharded[0]} is sharded"
-                " already. In configure_model call self.trainer.precision_plugin.convert_module(self) first."
+                f"fsdp_all_gather=True needs layers converted before fully_shard, but {sharded[0]} is already sharded."
+                " In configure_model call self.trainer.precision_plugin.convert_module(self) first."
             )
     conversion = Float8Conversion()
     wrapped: dict[int, nn.Parameter] = {}

@@ -67,7 +67,7 @@ def choose_float8_layers(
         skip names it, or a module around it
         a policy requests another dtype than "low" in it, or in the operation linear
         its class is a subclass of nn.Linear, which may compute something else, or its forward was replaced
-        in_features or out_features is no multiple of 16, or under tensor parallelism a rank's part of one is none
+        in_features or out_features is not a multiple of 16, or under tensor parallelism a rank's part of one is none
         its weight also belongs to a module that is no Linear, such as an embedding
         it is the first or the last Linear of the model
 
@@ -94,7 +94,7 @@ def summarise_float8_layers(layers: Sequence[Float8Layer]) -> str:
 
     >>> model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10))
     >>> summarise_float8_layers(choose_float8_layers(model))
-    '1 of 3 Linear layers; not 0 (it is the first Linear), 2 (out_features is 10, no multiple of 16)'
+    '1 of 3 Linear layers; not 0 (it is the first Linear), 2 (out_features is 10, not a multiple of 16)'
     """
     skipped = [f"{layer.name} ({layer.skipped_because})" for layer in layers if layer.skipped_because is not None]
     others = f"; not {', '.join(skipped)}" if skipped else ""
@@ -167,10 +167,10 @@ def _unsuited(linear: nn.Linear, owners: Mapping[int, str]) -> str | None:
     for dimension, dim in (("in_features", 1), ("out_features", 0)):
         size = getattr(linear, dimension)
         if size % DIMENSION_MULTIPLE:
-            return f"{dimension} is {size}, no multiple of {DIMENSION_MULTIPLE}"
+            return f"{dimension} is {size}, not a multiple of {DIMENSION_MULTIPLE}"
         part = size // _ranks_that_split(linear.weight, dim)
         if part % DIMENSION_MULTIPLE:
-            return f"a rank's part of {dimension} is {part}, no multiple of {DIMENSION_MULTIPLE}"
+            return f"a rank's part of {dimension} is {part}, not a multiple of {DIMENSION_MULTIPLE}"
     owner = owners.get(id(linear.weight))
     return None if owner is None else f"its weight is also that of {owner}"
 

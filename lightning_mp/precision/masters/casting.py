@@ -31,7 +31,7 @@ def keeps_float32(module: nn.Module) -> bool:
 
 
 def kept_by_policy(module: nn.Module, policy: PrecisionPolicy | None, dtype: torch.dtype) -> list[nn.Module]:
-    """Modules whose weights a policy wants in another dtype than the 16-bit one."""
+    """Modules whose weights a policy puts into another dtype than the 16-bit one."""
     if policy is None:
         return []
     names = policy.resolve(module).modules_not_used_in(dtype)
@@ -63,7 +63,10 @@ def cast_weights_(
     with_weights = _buffers_of_weights(module, kept)
     other = {name: p.dtype for name, p in module.named_parameters() if p.dtype not in _CAST_DTYPES}
     if other:
-        rank_zero_warn(f"Only fp32 weights are stored in {dtype}. These stay as they are, without masters: {other}.")
+        rank_zero_warn(
+            f"MasterWeightsPrecision stores only fp32 weights in {dtype}. These keep their dtype and have"
+            f" no masters: {other}."
+        )
     # `to` and not `parameter.data =`: modules with an `_apply` of their own (RNNs, FSDP2) follow it.
     _to(module, dtype)
     for parameter, data in held.items():

@@ -87,10 +87,9 @@ def check_fit(trainer: "pl.Trainer", module: nn.Module) -> None:
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise MisconfigurationException(
-            f"MasterWeightsPrecision makes fp32 masters of the weights before the first batch, and {listed(lazy)} have"
-            " no shape yet: lazy modules get theirs with the first forward. Run one batch through the model before"
-            " trainer.fit or in the module's setup hook (with torch.no_grad(): self.net(example)), name the sizes"
-            " (nn.Linear instead of nn.LazyLinear), or use AutocastPrecision, which needs no shapes."
+            f"MasterWeightsPrecision needs the shapes of all weights before the first batch, but {listed(lazy)} are"
+            " lazy. Run one batch through the model before trainer.fit or in its setup hook, use nn.Linear for"
+            " nn.LazyLinear, or use AutocastPrecision."
         )
 
 
@@ -132,9 +131,9 @@ def refuse_copies_of_weights(optimizer: Optimizer) -> None:
         is_view = type(tensor) is Tensor and id(tensor) not in own and tensor.dtype in DTYPES.values()
         if is_view and tensor.untyped_storage().data_ptr() in memory:
             raise MisconfigurationException(
-                f"MasterWeightsPrecision cannot be used with {type(optimizer).__name__}, which steps views of the"
-                " 16-bit weights that it made in its constructor, not what is in its param_groups. Use"
-                " AutocastPrecision, which keeps fp32 weights."
+                f"MasterWeightsPrecision cannot be used with {type(optimizer).__name__}, whose constructor made views"
+                " of the 16-bit weights that it steps in place of its param_groups. Use AutocastPrecision, which keeps"
+                " fp32 weights."
             )
 
 
@@ -169,10 +168,9 @@ def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -
     unit, wide, narrow = found
     kept, others = (listed(names) for names in (wide, narrow))
     raise MisconfigurationException(
-        f"The policy of MasterWeightsPrecision keeps {kept} in fp32, and fully_shard has put it into one unit"
-        f" ({unit or 'the model'}) with {others}, which is 16 bit; FSDP2 requires one dtype per unit. In"
-        " configure_model shard the units that lightning_mp.policy.sharding_units.sharding_units makes of the policy,"
-        " or use AutocastPrecision."
+        f"MasterWeightsPrecision: fully_shard puts {kept}, which the policy keeps in fp32, into one unit"
+        f" ({unit or 'the model'}) with 16-bit {others}. In configure_model shard the units that"
+        " lightning_mp.policy.sharding_units.sharding_units returns, or use AutocastPrecision."
     )
 
 
@@ -192,9 +190,9 @@ def dtype_hint(precision: str, error: str, *, with_policy: bool) -> str:
             " `x + self.table.to(x.dtype)`; or use AutocastPrecision."
         )
     return (
-        f"HINT: under MasterWeightsPrecision({precision!r}, policy=...) weights are {dtype}, and an"
-        " operation that autocast leaves alone has met fp32 values beside them. Give its module a rule in fp32, or"
-        " cast where it is called; or use AutocastPrecision."
+        f"HINT: under MasterWeightsPrecision({precision!r}, policy=...) weights are {dtype}, and an operation outside"
+        " of autocast's lists mixed them with fp32 values. Give its module a rule in fp32, or cast where it is called;"
+        " or use AutocastPrecision."
     )
 
 

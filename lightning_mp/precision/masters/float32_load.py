@@ -33,7 +33,7 @@ class CastPlan:
         """Returns what the parameters were."""
         check_half_range(self.module, self.dtype, self.in_float32)
         with warnings.catch_warnings():  # it was said at set-up
-            warnings.filterwarnings("ignore", message="Only fp32 weights are stored")
+            warnings.filterwarnings("ignore", message="MasterWeightsPrecision stores only fp32 weights")
             return cast_weights_(self.module, self.dtype, self.in_float32)
 
 

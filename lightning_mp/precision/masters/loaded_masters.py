@@ -57,18 +57,18 @@ def by_index(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[
 def warn_about_other_weights(differing: int, masters: int) -> None:
     """Says that masters of a checkpoint were not taken everywhere."""
     rank_zero_warn(
-        f"The checkpoint's fp32 master weights and the model's weights differ in {differing} of {masters} parameters."
-        " Where they differ, the model's weights are used: was the model loaded from a different checkpoint than the"
-        " optimizer, or changed after the last step?"
+        f"MasterWeightsPrecision: the checkpoint's fp32 masters differ from the model's weights in {differing} of"
+        f" {masters} parameters; there the model's weights are used. Load model and optimizer from one checkpoint, if"
+        " that was not intended."
     )
 
 
 def warn_about_rounded_weights(precision: str) -> None:
     """Warns that a checkpoint was read in 16 bit although fp32 values exist."""
     rank_zero_warn(
-        f"This run continues from weights that were rounded as in {precision!r}: the run that wrote the checkpoint had"
-        " fp32 masters, and they were not read with the optimizer states. Was it saved without them"
-        " (save_weights_only=True)?"
+        f"This run continues from weights rounded as in {precision!r}: the checkpoint's fp32 masters were not read"
+        " with the optimizer states. To continue from the masters, resume from a checkpoint without"
+        " save_weights_only=True."
     )
 
 
@@ -115,18 +115,18 @@ def drop_stale_masters(checkpoint: dict[str, Any]) -> None:
             found += len(masters)
     if found:
         rank_zero_warn(
-            f"The checkpoint carries fp32 master weights of {found} parameters that are older than its weights: a run"
-            " with one of Lightning's own precisions came in between, which neither used nor trained them. They are"
-            " ignored; the run continues from the checkpoint's weights, in the precision in which they were saved."
+            f"MasterWeightsPrecision ignores the fp32 masters of {found} parameters in this checkpoint: a later run in"
+            " one of Lightning's own precisions trained the weights without them. The run continues from the"
+            " checkpoint's weights."
         )
 
 
 def warn_about_rounding(dtype: torch.dtype) -> None:
     """Says, at a run's first checkpoint, who resumes from its masters."""
     rank_zero_info(
-        f"Checkpoints hold {dtype} weights, and the fp32 masters in the optimizer states. The plugins of"
-        " this package resume from the masters; Lightning's own precisions would continue from the rounded"
-        " weights. To resume with those, give fp32_checkpoints=True."
+        f"MasterWeightsPrecision: checkpoints hold {dtype} weights, and fp32 masters in the optimizer states, from"
+        " which the plugins of this package resume. For Lightning's own precisions, which would resume from the"
+        " rounded weights, set fp32_checkpoints=True."
     )
 
 
@@ -213,7 +213,7 @@ class MastersIntoWeights:
     def __init__(self, optimizer: Optimizer) -> None:
         #: Parameters that the last state to be loaded had masters of.
         self.taken: frozenset[Tensor] = frozenset()
-        #: Parameters whose masters are in the checkpoint that is being read; what is not asked for is not read.
+        #: Parameters whose masters are in the checkpoint that is being read; only these are read.
         self.expected: frozenset[Tensor] = frozenset()
         self._ends = [
             optimizer.register_state_dict_post_hook(self._ask).remove,
@@ -252,7 +252,7 @@ class MastersIntoWeights:
 
 @contextmanager
 def masters_announced(module: nn.Module, hooks: Iterable[MastersIntoWeights], path: Path) -> Iterator[None]:
-    """While this is open, optimizers ask for the masters that a checkpoint has, if it is a folder with shards."""
+    """While this is open, optimizers read the masters that a checkpoint has, if it is a folder with shards."""
     hooks = list(hooks)
     names = saved_names(path) if is_sharded_checkpoint(path) else ()
     endings = {name.partition(".state.")[2] for name in names if name.endswith(f".{MASTER_KEY}")}

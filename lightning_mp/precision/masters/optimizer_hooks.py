@@ -179,9 +179,9 @@ class MasterHooks:
         self.swap_out()
         if changed:
             raise RuntimeError(
-                f"{type(optimizer).__name__} changed {len(changed)} 16-bit weights by itself, not through its"
-                " param_groups, so master weights cannot work with it. It probably wraps another optimizer or"
-                " keeps a list of parameters of its own. Use AutocastPrecision, which keeps fp32 weights."
+                f"MasterWeightsPrecision cannot be used with {type(optimizer).__name__}, which changed {len(changed)}"
+                " 16-bit weights that are not in its param_groups. It probably wraps another optimizer or keeps its"
+                " own list of parameters. Use AutocastPrecision, which keeps fp32 weights."
             )
 
     def _has_master(self, parameter: Tensor) -> bool:
