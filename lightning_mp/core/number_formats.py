@@ -27,21 +27,15 @@ from lightning_mp.core.arguments import positive_number
 class NumberFormat:
     """A binary floating-point format with one sign bit and round-to-nearest-even."""
 
-    name: str
-    """Short name, the key in :data:`FORMATS`."""
-    exponent_bits: int
-    """Bits of the biased exponent."""
-    mantissa_bits: int
-    """Stored fraction bits, without the implicit leading one."""
-    storage_bits: int
-    """Bits that one number takes in memory. More than :attr:`bits` for TF32, which is stored as fp32."""
+    name: str  # short name, the key in `FORMATS`
+    exponent_bits: int  # bits of the biased exponent
+    mantissa_bits: int  # stored fraction bits, without the implicit leading one
+    storage_bits: int  # bits that one number takes in memory. More than `bits` for TF32, which is stored as fp32.
     has_infinities: bool
     """False where the top exponent holds ordinary numbers. What is too large then becomes NaN or the largest finite
     number, as the cast chooses (OFP8 section 5.2.1 allows both; torch 2.13 takes the largest number)."""
-    torch_dtype: torch.dtype | None
-    """The torch dtype, None for a format that exists only inside matrix multiplications."""
-    source: str
-    """Where the layout is defined."""
+    torch_dtype: torch.dtype | None  # the torch dtype, None for a format that exists only inside matrix multiplications
+    source: str  # where the layout is defined
 
     @property
     def bits(self) -> int:
@@ -152,14 +146,10 @@ class FractionLost:
     The share that keeps full precision is ``1 - zero - subnormal - overflow``.
     """
 
-    zero: float
-    """Share that becomes exactly 0."""
-    subnormal: float
-    """Share that becomes a subnormal number: kept, with fewer significant bits."""
-    overflow: float
-    """Share beyond the largest finite number, inf and NaN included. See :attr:`NumberFormat.has_infinities`."""
-    count: int
-    """Number of non-zero values that the shares refer to. With 0 every share is 0."""
+    zero: float  # share that becomes exactly 0
+    subnormal: float  # share that becomes a subnormal number: kept, with fewer significant bits
+    overflow: float  # share beyond the largest finite number, inf and NaN included. See `NumberFormat.has_infinities`.
+    count: int  # number of non-zero values that the shares refer to. With 0 every share is 0.
 
 
 def fraction_lost(values: Tensor, target: FormatLike, scale: float = 1.0) -> FractionLost:

@@ -17,12 +17,9 @@ _FLOPS_OF_WEIGHT_GRADIENT = 2
 class DecoderShape:
     """What a convention may need to know about a decoder besides its parameter count."""
 
-    layers: int
-    """Number of blocks L."""
-    width: int
-    """Attention width: heads times head size, H Q in the PaLM paper. The model width in most models."""
-    context_tokens: int
-    """Tokens that attend to each other, T."""
+    layers: int  # number of blocks L
+    width: int  # attention width: heads times head size, H Q in the PaLM paper. The model width in most models.
+    context_tokens: int  # tokens that attend to each other, T
 
 
 @dataclass(frozen=True, slots=True)

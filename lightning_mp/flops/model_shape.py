@@ -20,8 +20,7 @@ class MatmulParameters:
     total: int
     """Those that a token uses: all with two dimensions or more but embedding tables; a tied head counts, and of a
     mixture of experts the experts that a token is sent to."""
-    frozen: int
-    """Those of them that do not learn."""
+    frozen: int  # those of them that do not learn
 
 
 def matmul_parameters(module: nn.Module) -> MatmulParameters:

@@ -41,14 +41,10 @@ class OperationRule(NamedTuple):
     """What to do with a function."""
 
     dtype: Dtype
-    low_by_autocast: bool = False
-    """Whether autocast itself brings its inputs to 16 bit."""
-    input_only: bool = False
-    """Whether only the first argument is cast."""
-    with_weights_only: bool = False
-    """Whether the rule is about attention that returns its weights."""
-    mixed_only: bool = False
-    """Whether inputs that share one dtype are left as they are."""
+    low_by_autocast: bool = False  # whether autocast itself brings its inputs to 16 bit
+    input_only: bool = False  # whether only the first argument is cast
+    with_weights_only: bool = False  # whether the rule is about attention that returns its weights
+    mixed_only: bool = False  # whether inputs that share one dtype are left as they are
 
 
 def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable[..., Any], OperationRule]:

@@ -88,14 +88,10 @@ class ExponentHistogram:
 
     counts: dict[int, int] = field(default_factory=dict)
     """Number of finite non-zero values by exponent; empty bins are left out. -150 and 128 stand for all beyond."""
-    powers_of_two: dict[int, int] = field(default_factory=dict)
-    """How many of these are exactly ``2^exponent``."""
-    num_zeros: int = 0
-    """Number of exact zeros."""
-    num_nonfinite: int = 0
-    """Number of infs and nans."""
-    largest: float = 0.0
-    """Largest finite magnitude."""
+    powers_of_two: dict[int, int] = field(default_factory=dict)  # how many of these are exactly `2^exponent`
+    num_zeros: int = 0  # number of exact zeros
+    num_nonfinite: int = 0  # number of infs and nans
+    largest: float = 0.0  # largest finite magnitude
 
     @classmethod
     def of(cls, values: Tensor, scale: float = 1.0) -> Self:

@@ -31,19 +31,14 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 class Transfer:
     """Operations of one kind in one optimizer step."""
 
-    what: str
-    """What is sent, for people."""
-    collective: Collective
-    """The operation."""
+    what: str  # what is sent, for people
+    collective: Collective  # the operation
     payload_bytes: int
     """S of one operation: the tensor that all ranks have after an all-gather, before a reduce-scatter, and otherwise
     always."""
-    ranks: int
-    """n: how many take part; 2 for a send."""
-    count: int = 1
-    """How many such operations one rank takes part in per optimizer step."""
-    stride: int = 1
-    """How far apart the ranks are: 1 for neighbours."""
+    ranks: int  # n: how many take part; 2 for a send
+    count: int = 1  # how many such operations one rank takes part in per optimizer step
+    stride: int = 1  # how far apart the ranks are: 1 for neighbours
     awaited: bool = False
     """Whether what is computed next needs it, as activations do; gradients and weights can go beside the computing."""
 

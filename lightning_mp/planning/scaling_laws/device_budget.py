@@ -15,16 +15,11 @@ _SECONDS_PER_HOUR = 3600
 class DeviceBudget:
     """Device hours and what they come to."""
 
-    device_hours: float
-    """Hours times devices."""
-    device: str
-    """The chip that was meant."""
-    dtype: str
-    """Format of the matmul inputs."""
-    peak_flops_per_second: float
-    """Dense peak of one device."""
-    mfu: float
-    """Model FLOPs over peak."""
+    device_hours: float  # hours times devices
+    device: str  # the chip that was meant
+    dtype: str  # format of the matmul inputs
+    peak_flops_per_second: float  # dense peak of one device
+    mfu: float  # model FLOPs over peak
 
     @property
     def flops(self) -> float:

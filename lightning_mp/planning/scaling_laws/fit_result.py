@@ -24,16 +24,11 @@ class Interval:
 class Certificate:
     """Why the minimum may be believed."""
 
-    starts: int
-    """How many starting points were tried, all over the plane of the exponents."""
-    agreeing: int
-    """How many of them ended at the best objective, to one part in a million."""
-    gradient: float
-    """Largest component of the gradient, as a share of the absolute terms it sums."""
-    on_bound: bool
-    """Whether E, alpha or beta ran into its bound: the runs do not determine the law."""
-    converged: bool
-    """Whether the best solution is a minimum, reached from a tenth of the starts, inside the bounds."""
+    starts: int  # how many starting points were tried, all over the plane of the exponents
+    agreeing: int  # how many of them ended at the best objective, to one part in a million
+    gradient: float  # largest component of the gradient, as a share of the absolute terms it sums
+    on_bound: bool  # whether E, alpha or beta ran into its bound: the runs do not determine the law
+    converged: bool  # whether the best solution is a minimum, reached from a tenth of the starts, inside the bounds
 
     @property
     def problem(self) -> str:
@@ -55,24 +50,19 @@ class Certificate:
 class Outlier:
     """A run far off the fitted law."""
 
-    number: int
-    """Its place among the runs, counted from 1."""
+    number: int  # its place among the runs, counted from 1
     run: Run
     predicted_loss: float
-    deviations: float
-    """log(loss / predicted) over the robust standard deviation of all runs."""
+    deviations: float  # log(loss / predicted) over the robust standard deviation of all runs
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """How well the smaller runs foretell the largest ones."""
 
-    runs: int
-    """How many of the runs with the most compute were left out."""
-    largest_error: float
-    """Largest |log(predicted / loss)| over them: 0.01 is one percent of the loss."""
-    mean_error: float
-    """Mean of log(predicted / loss): above 0, the law is too pessimistic about larger runs."""
+    runs: int  # how many of the runs with the most compute were left out
+    largest_error: float  # largest |log(predicted / loss)| over them: 0.01 is one percent of the loss
+    mean_error: float  # mean of log(predicted / loss): above 0, the law is too pessimistic about larger runs
 
 
 @dataclass(frozen=True, eq=False)

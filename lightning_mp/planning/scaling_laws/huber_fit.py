@@ -41,16 +41,12 @@ class LogRuns:
 class Solutions:
     """One row per problem of the batch."""
 
-    theta: Tensor
-    """log A, log B, log E, alpha, beta: shape (problems, 5)."""
-    objective: Tensor
-    """Weighted sum of the Huber losses: shape (problems,)."""
+    theta: Tensor  # log A, log B, log E, alpha, beta: shape (problems, 5)
+    objective: Tensor  # weighted sum of the Huber losses: shape (problems,)
     gradient: Tensor
     """Largest component of the gradient as a share of the sum of absolute terms in it: no unit, 0 at a minimum."""
-    converged: Tensor
-    """Whether the gradient is below its tolerance, or the fit is exact."""
-    bound: Tensor
-    """Whether the minimum lies on a bound of E, alpha or beta: the runs do not determine all constants."""
+    converged: Tensor  # whether the gradient is below its tolerance, or the fit is exact
+    bound: Tensor  # whether the minimum lies on a bound of E, alpha or beta: the runs do not determine all constants
 
 
 def minimise(runs: LogRuns, start: Tensor, weights: Tensor, delta: float = DELTA) -> Solutions:

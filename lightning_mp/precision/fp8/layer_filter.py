@@ -28,12 +28,9 @@ _TENSOR_PARALLEL = "tensor_parallel"
 class Float8Layer:
     """An ``nn.Linear`` and what was decided about it."""
 
-    name: str
-    """Dotted name, as in ``named_modules()`` but without what wrappers put into it."""
-    module: nn.Linear
-    """The layer itself."""
-    skipped_because: str | None
-    """Why it does not multiply in fp8; None if it does."""
+    name: str  # dotted name, as in `named_modules()` but without what wrappers put into it
+    module: nn.Linear  # the layer itself
+    skipped_because: str | None  # why it does not multiply in fp8; None if it does
 
 
 def check_skip(skip: Iterable[Float8Skip]) -> Collection[Float8Skip]:
