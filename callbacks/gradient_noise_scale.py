@@ -21,6 +21,7 @@ from lightning_mp.callbacks._gradient_exponents import loss_scale_of
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -149,11 +150,11 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds out where gradients and outcomes come from."""
         self._trainer = trainer
+        Patches.of(trainer).at_end(self._forget)
         self._ours = isinstance(trainer.precision_plugin, GradientStepPrecision)
         self._sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
         self._shifted = self._tokens_are_samples = None
         self._told = False
-        self._forget()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Says what was found."""
@@ -161,18 +162,9 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if self.average.windows:
             rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Takes every hook away."""
-        self._forget()
-        self._trainer = None
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Takes every hook away."""
-        self._forget()
-
     def _forget(self) -> None:
         self._disarm()
-        self._window = None
+        self._window = self._trainer = None
         self._closed.clear()
         self._big_squares.clear()
 

@@ -15,6 +15,7 @@ from lightning_mp.callbacks._common import check_counts, join_window_controller,
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import format_quantity
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -96,6 +97,8 @@ class MFUMonitor(SettingsRepr, Callback):
         True
     """
 
+    _controller: AccumulationController  # from `setup` on
+
     def __init__(
         self,
         flops_per_token: float | str = "exact",
@@ -132,7 +135,6 @@ class MFUMonitor(SettingsRepr, Callback):
         self.flop_count: FlopCount | None = None
         self._clock: Callable[[], float] = time.monotonic
         self._trainer: pl.Trainer | None = None
-        self._controller: AccumulationController | None = None
         self._tally: FlopTally | None = None
         self._is_settled = self._is_on_cpu = False
         self._is_running = self._is_warm = False
@@ -161,6 +163,7 @@ class MFUMonitor(SettingsRepr, Callback):
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses what cannot be counted."""
+        Patches.of(trainer).at_end(self._stop)
         self._is_settled = self._is_warm = self._is_count_checked = False
         self._refuse_compiled(pl_module)
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
@@ -196,7 +199,6 @@ class MFUMonitor(SettingsRepr, Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues from the counter as it was loaded; the clock starts after the first optimizer step."""
-        assert self._controller is not None
         self._trainer = trainer
         self._is_on_cpu = trainer.strategy.root_device.type == "cpu"
         self._changes = TokenCounterDeltas(self._controller.counter)
@@ -208,14 +210,6 @@ class MFUMonitor(SettingsRepr, Callback):
         self._stop()
         if self.total.tokens_per_second is not None:
             rank_zero_info(f"MFUMonitor, whole run: {self.total.summary(self._counted)}.")
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Counts no more."""
-        self._stop()
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Counts no more."""
-        self._stop()
 
     def _stop(self) -> None:
         self._stop_counting()
@@ -229,7 +223,6 @@ class MFUMonitor(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Begins to count in the first micro-batch."""
-        assert self._controller is not None
         if not self._is_count_checked:
             assert self._controller.weighting is not None
             measure = self._controller.measure
@@ -253,7 +246,6 @@ class MFUMonitor(SettingsRepr, Callback):
     def _determine_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """What a token costs, over all ranks, and what the devices could do; once per fit, with one wait."""
         self._is_settled = True
-        assert self._controller is not None
         measure = self._controller.measure
         assert measure is not None
         model, again, counted_model = None, None, None
@@ -315,7 +307,6 @@ class MFUMonitor(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Reads the clock when the totals of an optimizer step are there."""
-        assert self._controller is not None
         if not self._is_settled:
             self._end_counting(trainer, pl_module, batch)
         if self._controller.is_open:
@@ -356,7 +347,7 @@ class MFUMonitor(SettingsRepr, Callback):
                 self.throughput.start_clock(now)
 
     def _flush_and_read(self) -> None:
-        if self._is_running and self._controller is not None:
+        if self._is_running:
             if self._trainer is not None:
                 RunState.of(self._trainer).flush()
             self._controller.counter.flush_pending()

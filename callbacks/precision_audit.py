@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
 from lightning_mp.diagnostics.audit.records import AuditReport
@@ -75,6 +76,7 @@ class PrecisionAudit(SettingsRepr, Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Begins to count batches, on rank 0 only where the other ranks run the same."""
+        Patches.of(trainer).at_end(self._drop)
         self.records, self.findings = None, ()
         self._is_due = trainer.is_global_zero or is_pipelined(trainer)
         self._num_batches = 0
@@ -112,24 +114,16 @@ class PrecisionAudit(SettingsRepr, Callback):
                 category=UserWarning,
             )
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Takes everything away."""
-        self._drop()
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Takes everything away."""
-        self._drop()
-
-    def _drop(self) -> PrecisionWatch | None:
+    def _drop(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.stop()
-        return watch
 
     def _end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        watch = self._drop()
+        watch = self._watch
         if watch is None:
             return
+        self._drop()
         report, saw_backward = watch.report, watch.saw_backward
         assert report is not None
         if is_pipelined(trainer):

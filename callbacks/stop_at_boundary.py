@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
@@ -111,6 +112,7 @@ class StopAtBoundary(SettingsRepr, Callback):
         self.stopped_by = self._asked_by = self.path = None
         self._agreement = AsyncAnyRank()
         self._started = time.monotonic()
+        Patches.of(trainer).at_end(self._release)
         if threading.current_thread() is threading.main_thread():
             for name in self.signals:
                 number = signal.Signals[name]
@@ -139,14 +141,6 @@ class StopAtBoundary(SettingsRepr, Callback):
             rank_zero_info(
                 f"StopAtBoundary: {self.stopped_by} came at the end of the run; no further checkpoint is written."
             )
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Gives the signals back."""
-        self._release()
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Gives the signals back."""
-        self._release()
 
     def _release(self) -> None:
         previous, self._previous = self._previous, {}

@@ -65,6 +65,8 @@ class TokenLearningRate(SettingsRepr, Callback):
         1500000000
     """
 
+    _controller: AccumulationController  # from `setup` on
+
     def __init__(
         self, schedule: TokenSchedule, *, tokens: float | str | None = None, count: CountFunction | None = None
     ) -> None:
@@ -73,7 +75,6 @@ class TokenLearningRate(SettingsRepr, Callback):
         Weighting("auto", count)  # raises on a wrong argument now, not at set-up
         self.count = count
         self._run = ScheduleRun(schedule)
-        self._controller: AccumulationController | None = None
         self._request = CooldownRequest()
         self._cooldown = 0.0
         self._end_tokens = 0
@@ -100,17 +101,14 @@ class TokenLearningRate(SettingsRepr, Callback):
     @property
     def _trained_tokens(self) -> int:
         """Of all steps but the one at hand: the window of that one has just been closed, or is open."""
-        assert self._controller is not None
         return self._controller.counter.tokens_before_last_window - self._controller.counter.skipped_tokens
 
     @property
     def _skips_are_compensated(self) -> bool:
-        assert self._controller is not None
         budget = self._controller.budget
         return budget is not None and budget.makes_up_for_skips
 
     def _advance(self, trained_tokens: int) -> float:
-        assert self._controller is not None
         shorten = (self.tokens is None or self.is_cooling_down) and not self._skips_are_compensated
         return self._run.advance(trained_tokens, self._controller.counter.skipped_tokens, skips_shorten=shorten)
 
@@ -153,7 +151,6 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._request.amount = fraction
 
     def _begin_cooldown(self, trainer: "pl.Trainer") -> None:
-        assert self._controller is not None
         budget, trained = self._controller.budget, self._trained_tokens
         spent = trained + (0 if self._skips_are_compensated else self._controller.counter.skipped_tokens)
         length, self._cooldown = CooldownRequest.tokens(self._cooldown, trained), 0.0
@@ -193,7 +190,6 @@ class TokenLearningRate(SettingsRepr, Callback):
                 )
             # As torch's schedulers do: a distributed checkpoint is read only into what is there.
             initial_rates(optimizer)
-        assert self._controller is not None
         self._controller.before_each_step(lambda: self._set_step_rates(trainer))
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
@@ -207,7 +203,6 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the horizon, continues from a checkpoint, and sets the first rate."""
-        assert self._controller is not None
         budget, counter = self._controller.budget, self._controller.counter
         horizon = self.tokens if self.tokens is not None else budget.tokens if budget is not None else None
         if horizon is None:
@@ -234,7 +229,6 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._set_rates(trainer)
 
     def _begin(self, trainer: "pl.Trainer", horizon: int) -> None:
-        assert self._controller is not None
         counter, old_horizon = self._controller.counter, self.horizon_tokens
         trained = counter.tokens - counter.skipped_tokens
         before = self._advance(trained) if old_horizon is not None else None
@@ -258,7 +252,6 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if the run ended long before its schedule."""
-        assert self._controller is not None
         if self._controller.budget is None:
             trained = self._controller.counter.tokens - self._controller.counter.skipped_tokens
             self._warn_about_missed_end(trained, f"the run ended after {trained:,} tokens")
@@ -269,7 +262,6 @@ class TokenLearningRate(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Lets ranks agree on a cooldown where a window opens; looks at the first batch."""
-        assert self._controller is not None
         if self._first_batch:
             self._first_batch = False
             self._inspect(trainer, batch)
@@ -277,7 +269,6 @@ class TokenLearningRate(SettingsRepr, Callback):
             self._cooldown = self._request.agree(pl_module.device) or self._cooldown
 
     def _set_step_rates(self, trainer: "pl.Trainer") -> None:
-        assert self._controller is not None
         self._advance(self._trained_tokens)
         if self._cooldown:
             self._begin_cooldown(trainer)
@@ -291,7 +282,6 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     def _inspect(self, trainer: "pl.Trainer", batch: Any) -> None:
         """Refuses a batch without tokens; warns if the run will end far from the schedule's end."""
-        assert self._controller is not None
         assert self._controller.weighting is not None
         if not self._controller.weighting.counts_tokens:
             raise no_tokens_in(batch, "TokenLearningRate")

@@ -27,6 +27,7 @@ from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import names_in, positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.number_formats import FormatLike
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.saved_state import checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.core.warn_once import WarnOnce
@@ -209,6 +210,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
             )
         if stage == "fit":
             CallbackMetrics.attach(trainer).add(lambda: self._logged)
+            Patches.of(trainer).at_end(self._forget)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
@@ -276,14 +278,6 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation."""
         self._flush_pending()
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Takes everything away."""
-        self._forget()
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Takes everything away."""
-        self._forget()
 
     # -- from the device to the logger ---------------------------------------------------------------------------------
 
