@@ -93,7 +93,7 @@ _FP32_BY_AUTOCAST: Mapping[str, frozenset[str]] = {
         "log_softmax",
         "softmin",
         "logsumexp",
-        *filter(autocast_knows, ("rms_norm",)),  # torch 2.11 lets it follow its input
+        *filter(autocast_knows, ("rms_norm",)),  # until torch 2.13 it may follow its input
     },
     "mps": _LOSSES_EVERYWHERE | {"layer_norm", "group_norm", "softmax", "log_softmax", "softmin", "logsumexp"},
 }

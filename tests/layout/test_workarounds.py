@@ -61,8 +61,23 @@ def lightning_flattens_with_a_deprecated_check() -> None:
         CombinedLoader([[1], [2]], "min_size").flattened  # noqa: B018
 
 
+def unscaling_in_bf16_on_cuda() -> None:
+    """pytorch#127176; gradients/gradient_ops.py multiplies tensor by tensor instead."""
+    flag, factor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(4, device="cuda").bfloat16()], flag, factor)
+
+
 @pytest.mark.parametrize(
-    "fails", [orthogonal_in_16_bit, norm_in_16_bit_beside_fp32_statistics, lightning_flattens_with_a_deprecated_check]
+    "fails",
+    [
+        orthogonal_in_16_bit,
+        norm_in_16_bit_beside_fp32_statistics,
+        lightning_flattens_with_a_deprecated_check,
+        pytest.param(
+            unscaling_in_bf16_on_cuda,
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ),
+    ],
 )
 def test_what_is_worked_around_still_fails(fails: Callable[[], None]):
     with pytest.raises((RuntimeError, NotImplementedError, FutureWarning)):
