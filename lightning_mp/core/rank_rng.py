@@ -13,10 +13,6 @@ from lightning_mp.core.random_state import default_generator
 _SEEDS = 2**62
 
 
-def _drawn_seed() -> int:
-    return int(torch.randint(_SEEDS, ()))  # on the CPU: nothing waits for a device
-
-
 class RankRNG:
     """For a while a rank draws other random numbers than the ranks that compute the same model with it.
 
@@ -62,7 +58,8 @@ class RankRNG:
         """From here on, on these devices, until :meth:`end`; does nothing if it has begun."""
         if self._common or not self._is_needed():
             return
-        seed = self._given_seed() if self._given_seed is not None else _drawn_seed()
+        # drawn on the CPU: nothing waits for a device
+        seed = self._given_seed() if self._given_seed is not None else int(torch.randint(_SEEDS, ()))
         generators = [default_generator(device) for device in devices]
         self._common = [(generator, generator.get_state()) for generator in generators]
         if self._given_seed is None or seed != self._seed:

@@ -67,7 +67,8 @@ def units_of_one_dtype(model: nn.Module, units: Sequence[ShardingUnit]) -> list[
         for dtype in sorted(everything - {own}, key=str):
             names = [name for name, dtypes in dtypes_of.items() if dtype in dtypes]
             for name in names:
-                _refuse_a_mixture(name, dtype, set(_all_dtypes(modules[name], taken)))
+                held_inside = {each for part in modules[name].modules() for each in _own_dtypes(part, taken)}
+                _refuse_a_mixture(name, dtype, held_inside)
             outermost = [n for n in names if not any(other and is_inside(n, other) for other in names)]
             found.append(ShardingUnit(tuple(outermost), _policy(unit, dtype)))
             rest = tuple(name for name in rest if name not in outermost)
@@ -83,11 +84,6 @@ def _own_dtypes(module: nn.Module, taken: set[int]) -> Iterator[torch.dtype]:
         matters = parameter.requires_grad or parameter.dtype == torch.float64
         if id(parameter) not in taken and parameter.is_floating_point() and matters:
             yield parameter.dtype
-
-
-def _all_dtypes(module: nn.Module, taken: set[int]) -> Iterator[torch.dtype]:
-    for part in module.modules():
-        yield from _own_dtypes(part, taken)
 
 
 def _most_common(dtypes: Sequence[set[torch.dtype]]) -> torch.dtype:

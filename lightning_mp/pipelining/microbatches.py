@@ -1,6 +1,5 @@
 """How a batch becomes the microbatches that follow each other through the stages."""
 
-from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -69,15 +68,11 @@ def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (batch_digest(batch), what), group=group)
     digests = [digest for digest, _ in told]
-    if any(digest != digests[0] for digest in digests):
-        different = _first_difference(digests)
+    different = next((index for index, digest in enumerate(digests) if digest != digests[0]), None)
+    if different is not None:
         raise MisconfigurationException(
             f"PipelineParallelStrategy: stages 0 and {different} of one pipeline got different batches. Leave"
             " use_distributed_sampler on, give your sampler trainer.strategy.distributed_sampler_kwargs and one seed,"
             " or seed an iterable dataset alike on all ranks."
         )
     return [word for _, word in told]
-
-
-def _first_difference(digests: Sequence[Any]) -> int:
-    return next(index for index, digest in enumerate(digests) if digest != digests[0])

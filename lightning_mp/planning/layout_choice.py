@@ -175,7 +175,7 @@ def choose_chips(
     for memory, chips in chips_by_memory().items():
         layouts = choose_layouts(config, gpus, memory_bytes=memory, context_tokens=context_tokens, precision=precision)
         fitting = [choice for choice in layouts if choice.verdict == "fits"]
-        best = max(fitting, key=_sequences_of_all, default=None)
+        best = max(fitting, key=lambda it: (it.largest_micro_batch or 0) * it.layout.layout.data_ranks, default=None)
         found.append(ChipChoice(tuple(chips), memory, best))
     return found
 
@@ -194,18 +194,11 @@ def enough_gpus(
             config, gpus, memory_bytes=memory_bytes, context_tokens=context_tokens, precision=precision
         )
         for choice in layouts:
-            if choice.verdict == "fits" and _is_run_here(choice.layout):
+            ranks = choice.layout.layout
+            if choice.verdict == "fits" and (ranks.tensor == 1 or ranks.stages == 1):
                 return gpus, choice.layout
         gpus *= 2
     return None
-
-
-def _is_run_here(layout: MemoryLayout) -> bool:
-    return layout.layout.tensor == 1 or layout.layout.stages == 1
-
-
-def _sequences_of_all(choice: LayoutChoice) -> int:
-    return (choice.largest_micro_batch or 0) * choice.layout.layout.data_ranks
 
 
 def _rank(choice: LayoutChoice) -> tuple[float, ...]:

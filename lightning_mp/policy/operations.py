@@ -173,11 +173,7 @@ def by_autocast(operation: str, device_type: str) -> str | None:
 
 
 def promoted_by_rules(device_type: str) -> tuple[str, ...]:
-    """Operations that take inputs of several dtypes under autocast on CUDA, and not by themselves on this device type.
-
-    >>> promoted_by_rules("cuda"), "dot" in promoted_by_rules("cpu")
-    ((), True)
-    """
+    """Operations that take several input dtypes under autocast on CUDA, and not by themselves on this device."""
     return () if device_type in ("cuda", "xpu") else _PROMOTED_BY_CUDA
 
 

@@ -37,7 +37,8 @@ class TensorParallelSplit:
         """Splits those of these layers that have a style; their weights are whole and the same on all ranks."""
         here = list(names)
         for name in [name for name in here if name in self._styles]:  # in one order on all ranks: weights are sent
-            layer, style, blocks = self._modules[name], self._styles[name], self._blocks_around(name)
+            layer, style = self._modules[name], self._styles[name]
+            blocks = blocks_around(name, self._model, self._styles)
             in_parts = partial(_in_training, blocks) if blocks is not None else None
             if isinstance(layer, nn.ModuleList):
                 split_sequence_of_blocks(layer, self._mesh)
@@ -61,9 +62,6 @@ class TensorParallelSplit:
         numbers = RankRNG(self._mesh.get_local_rank(), lambda: attention.training and attention_dropout(attention) > 0)
         attention.register_forward_hook(lambda *_: numbers.end(), always_call=True)
         return numbers
-
-    def _blocks_around(self, name: str) -> nn.ModuleList | None:
-        return blocks_around(name, self._model, self._styles)
 
     def _tie_again(self, ties: Iterable[list[str]]) -> None:
         """Layers are split one by one; those that shared a weight share the first one's part."""

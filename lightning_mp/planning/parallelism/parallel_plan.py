@@ -147,6 +147,8 @@ def plan_parallelism(
     )
     peak = peak_flops(machine.chip, matmul_format(precision) or "bf16")
     inside, between = _bytes(transfers, machine)
+    awaited = [part for part in transfers if part.awaited and part.collective != "send"]
+    fill_and_drain = [replace(part, count=2 * (layout.stages - 1)) for part in transfers if part.collective == "send"]
     return ParallelPlan(
         layout=layout,
         micro_batches=micro_batches,
@@ -155,8 +157,8 @@ def plan_parallelism(
         between_bytes=between,
         inside_seconds=inside / machine.inside_bytes_per_second,
         between_seconds=between / machine.between_bytes_per_second,
-        awaited_seconds=_seconds(_awaited(transfers), machine),
-        fill_and_drain_seconds=_seconds(_fill_and_drain(transfers, layout.stages), machine),
+        awaited_seconds=_seconds(awaited, machine),
+        fill_and_drain_seconds=_seconds(fill_and_drain, machine),
         compute_seconds=flops * (4 / 3 if recomputed else 1) * tokens_per_step / (layout.gpus * peak),
         bubble=bubble_fraction(layout.stages, micro_batches),
     )
@@ -206,14 +208,6 @@ def _micro_batches(tokens_per_step: int, of_a_micro_batch: int, layout: Parallel
             ", shorter micro-batches, or fewer data ranks."
         )
     return micro_batches
-
-
-def _awaited(transfers: Sequence[Transfer]) -> list[Transfer]:
-    return [part for part in transfers if part.awaited and part.collective != "send"]
-
-
-def _fill_and_drain(transfers: Sequence[Transfer], stages: int) -> list[Transfer]:
-    return [replace(part, count=2 * (stages - 1)) for part in transfers if part.collective == "send"]
 
 
 def _bytes(transfers: Sequence[Transfer], machine: Machine) -> tuple[float, float]:

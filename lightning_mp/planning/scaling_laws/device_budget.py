@@ -6,7 +6,7 @@ from typing import SupportsFloat
 import torch
 
 from lightning_mp.core.quantities import parse_fraction, parse_quantity
-from lightning_mp.flops.hardware import Chip, find_chip, rate_column, similar_chips
+from lightning_mp.flops.hardware import Chip, find_chip, peak_flops, rate_column, similar_chips
 
 _SECONDS_PER_HOUR = 3600
 
@@ -55,10 +55,8 @@ def dtype_on(chip: Chip, dtype: str | torch.dtype | None) -> str:
     """
     if dtype is None:
         dtype = "bf16" if "bf16" in chip.peak_flops else "fp16"
-    column = rate_column(dtype)
-    if column not in chip.peak_flops:
-        raise ValueError(f"No {column} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
-    return column
+    peak_flops(chip.name, dtype)  # raises where none is known
+    return rate_column(dtype)
 
 
 def chip_of(device: str) -> Chip:

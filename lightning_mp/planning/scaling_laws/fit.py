@@ -86,7 +86,7 @@ def fit_scaling_law(
     law = _law(best, material)
     predicted = [math.log(law.loss(run.parameters, run.tokens)) for run in material]
     residuals = logs.loss - torch.tensor(predicted, dtype=torch.float64)
-    noise = _robust_deviation(residuals)
+    noise = float(_NORMAL_MAD * (residuals - residuals.median()).abs().median())
     return ScalingLawFit(
         law=law,
         runs=material,
@@ -190,10 +190,6 @@ def _bootstrap(logs: LogRuns, best: Tensor, samples: int, seed: int) -> Solution
 def _chunks(total: int, largest: int) -> list[int]:
     whole, rest = divmod(total, largest)
     return [largest] * whole + [rest] * (rest > 0)
-
-
-def _robust_deviation(residuals: Tensor) -> float:
-    return float(_NORMAL_MAD * (residuals - residuals.median()).abs().median())
 
 
 def _outliers(runs: Sequence[Run], residuals: Tensor, noise: float, law: ParametricLaw) -> tuple[Outlier, ...]:
