@@ -1,20 +1,14 @@
-"""The demo's model in comparisons: a run with Lightning's own plugin, and what ``lightning-mp compare`` takes."""
+"""The demo's model for ``lightning-mp compare``."""
 
 import argparse
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-
 from lightning_mp.comparison.cli import DefaultModel
-from lightning_mp.comparison.precisions import make_plugin
 from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.demo.history import InjectOverflow
-from lightning_mp.demo.prepare import Job, use_few_threads
+from lightning_mp.demo.prepare import use_few_threads
 from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings
 from lightning_mp.language_model import Corpus, GPTConfig, LanguageModel, TextData, load_text, peak_learning_rate
 
@@ -31,60 +25,6 @@ def short_runs(
     peak = peak_learning_rate(shape.parameters)
     make_module = partial(LanguageModel, **asdict(shape), learning_rate=peak, fused=fused, **schedule)
     return make_module, partial(TextData, corpus, batch_size, steps)
-
-
-def train_with_stock(job: Job) -> dict[str, Any]:
-    """Trains once more as one would without this pack, and returns its figures.
-
-    The seed, the batches, the length of the accumulation windows, the peak and the shape of the learning rate are those
-    of the run to compare with.
-    """
-    settings, plan = job.settings, job.settings.plan
-    torch.manual_seed(settings.seed)
-    fused = not settings.precision.endswith("-mixed")
-    make_module, _ = short_runs(job.corpus, settings.model, plan.optimizer_steps, settings.batch_size, fused=fused)
-    model, data = make_module(), job.data
-    trainer = pl.Trainer(
-        # by class, since Lightning turns precision="16-mixed" into bf16 on a CPU
-        plugins=[make_plugin(settings.precision if fused else f"lightning:{settings.precision}", job.accelerator)],
-        max_epochs=1,
-        accumulate_grad_batches=settings.accumulation[0],
-        callbacks=[InjectOverflow(settings)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        **job.trainer_options,
-    )
-    trainer.fit(model, data)
-    updates = max((int(state["step"]) for state in trainer.optimizers[0].state.values()), default=0)
-    return {
-        "tokens": plan.micro_batches * plan.micro_batch_tokens,
-        "optimizer_steps": trainer.global_step,
-        "skipped_steps": trainer.global_step - updates,
-        "schedule_steps_on_skips": trainer.lr_scheduler_configs[0].scheduler.last_epoch - updates,
-        "validation_loss": trainer.validate(model, data, verbose=False)[0]["val/loss"],
-        "fused": fused,
-    }
-
-
-def format_comparison(stock: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """A table of the figures of :func:`train_with_stock` and of the run with this pack."""
-    moved = sum(skip["next_learning_rate"] not in (None, skip["learning_rate"]) for skip in summary["skips"])
-    both = (stock, {**summary, "schedule_steps_on_skips": moved})
-    rows = [
-        ("", "Lightning", "lightning_mp"),
-        ("tokens", *(f"{run['tokens']:,}" for run in both)),
-        ("over the budget", *(f"{run['tokens'] - summary['budget_tokens']:+,}" for run in both)),
-        ("optimizer steps", *(f"{run['optimizer_steps']:,}" for run in both)),
-        ("of these skipped", *(f"{run['skipped_steps']:,}" for run in both)),
-        ("scheduler steps on skips", *(f"{run['schedule_steps_on_skips']:,}" for run in both)),
-        ("validation loss", *(f"{run['validation_loss']:.4f}" for run in both)),
-        ("fused AdamW with clipping", "yes" if stock["fused"] else "refused", "yes"),
-    ]
-    table = "\n".join(f"{name:<26}{left:>14}{right:>14}" for name, left, right in rows)
-    if not math.isfinite(stock["validation_loss"]):
-        table += "\nA gradient that is not finite reached the weights of Lightning's run."
-    return table
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

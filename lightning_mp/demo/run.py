@@ -23,7 +23,6 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 import lightning_mp as mp
 from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
-from lightning_mp.demo.compare import format_comparison, train_with_stock
 from lightning_mp.demo.history import InjectOverflow, RunHistory, say
 from lightning_mp.demo.prepare import Job
 from lightning_mp.demo.report import format_table, plot_of, summarise
@@ -171,20 +170,13 @@ def _conclude(job: Job) -> int:
     if stopped_by == "interrupt":
         say(f"Interrupted at an optimizer step. {_how_to_continue(job)}")
         return 130
-    summary = _show(job, history)
+    _show(job, history)
     if stopped_by == "time":
         say(f"Stopped after --max-minutes. {_how_to_continue(job)}")
-    comparison_file = job.folder / "comparison.txt"
-    if job.settings.compare and stopped_by is None and not comparison_file.exists():
-        say("\nOnce more with Lightning's own plugin, for --compare:")
-        with quiet_lightning(logging.ERROR, *_WARNINGS_ABOUT_NOTHING), interrupts_kept():
-            comparison = format_comparison(train_with_stock(job), summary)
-        comparison_file.write_text(comparison + "\n")
-        say(comparison)
     return 0
 
 
-def _show(job: Job, history: dict[str, Any]) -> dict[str, Any]:
+def _show(job: Job, history: dict[str, Any]) -> None:
     """Writes and prints sample, picture and summary."""
     folder = job.folder
     checkpoint = latest_checkpoint(folder / "checkpoints")
@@ -198,7 +190,6 @@ def _show(job: Job, history: dict[str, Any]) -> dict[str, Any]:
     if _is_installed("matplotlib", "No picture is drawn"):
         plot_of(history).write(folder / "report.png")
     say(format_table(summary, folder))
-    return summary
 
 
 def _is_installed(package: str, otherwise: str) -> bool:

@@ -63,14 +63,6 @@ class Settings:
     inject_overflow: int | None = setting(
         None, "make a gradient infinite at this optimizer step, from 0", precision=SCALED_PRECISIONS
     )
-    compare: bool = setting(
-        False,
-        "train once more with Lightning's own plugin for the same precision, and print both results; both runs "
-        "accumulate a constant number of micro-batches",
-        precision=["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"],
-        devices=[1],
-        strategy=["auto"],
-    )
     devices: int = setting(1, "number of GPUs or CPU processes", group="layout")
     strategy: str = setting(
         "auto",
@@ -117,8 +109,8 @@ class Settings:
 
     @property
     def accumulation(self) -> dict[int, int]:
-        """Micro-batches per optimizer step; in a comparison constant, as Lightning has no schedule by step."""
-        return {0: max(ACCUMULATION.values())} if self.compare else dict(ACCUMULATION)
+        """Micro-batches per optimizer step, by the step from which on."""
+        return dict(ACCUMULATION)
 
     @cached_property
     def plan(self) -> Plan:

@@ -78,12 +78,6 @@ def _refusal(capsys, *arguments):
             "raise --tokens-per-parameter or --params, or lower --batch-size or --devices",
         ),
         (
-            ["--compare", "--precision", "fp8"],
-            "--compare works only with --precision 32-true or bf16-mixed or 16-mixed or bf16-true or 16-true, and that "
-            "is fp8",
-        ),
-        (["--compare", "--devices", "2"], "--compare works only with --devices 1, and that is 2"),
-        (
             ["--inject-overflow", "3"],
             "--inject-overflow works only with --precision 16-mixed or 16-true, and that is bf16-mixed",
         ),
