@@ -10,7 +10,6 @@ from lightning_mp.cli.advise import add_advise_command
 from lightning_mp.cli.bits import add_bits_command
 from lightning_mp.cli.fit import add_fit_command
 from lightning_mp.cli.formats import add_formats_command
-from lightning_mp.cli.layouts import add_layouts_command
 from lightning_mp.cli.memory import add_memory_command
 from lightning_mp.cli.parser import OneLineParser
 from lightning_mp.cli.plan import add_plan_command
@@ -41,7 +40,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     add_memory_command(commands)
     add_compare_command(commands, DEMO_MODEL)
     add_fit_command(commands)
-    add_layouts_command(commands)
     add_bits_command(commands)
     add_formats_command(commands)
     parsed: argparse.Namespace = parser.parse_args(arguments)

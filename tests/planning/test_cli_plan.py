@@ -52,7 +52,6 @@ def lines_by_name(text):
         "memory --layers 32 --width 4096 --vocab 32000",
         "plan --flops 1e21 --unique-tokens 1B --inference-tokens 1T",
         "plan --params 7B",
-        "layouts --params 7B --layers 32 --width 4096 --vocab 32000",
         "advise --device v100 --params 1B",
         "formats",
     ],
@@ -69,9 +68,7 @@ def test_a_terminal_is_not_overrun_and_loses_nothing(capsys, monkeypatch, words)
     assert piped.count("\n") <= printed.count("\n")
 
 
-@pytest.mark.parametrize(
-    "command", ["", "demo", "plan", "advise", "memory", "compare", "fit", "layouts", "formats", "bits"]
-)
+@pytest.mark.parametrize("command", ["", "demo", "plan", "advise", "memory", "compare", "fit", "formats", "bits"])
 def test_help_fits_into_a_terminal(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

@@ -254,7 +254,7 @@ def example():
 """
 
 
-@pytest.mark.parametrize("verb", ["advise", "bits", "compare", "demo", "fit", "formats", "layouts", "memory", "plan"])
+@pytest.mark.parametrize("verb", ["advise", "bits", "compare", "demo", "fit", "formats", "memory", "plan"])
 def test_every_example_of_the_help_runs_in_80_columns(capsys, monkeypatch, verb):
     """Those that train for minutes, or read what such runs wrote, are parsed."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -296,7 +296,7 @@ def test_every_verb_has_examples_and_json(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     verbs = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
-    assert {"demo", "plan", "advise", "memory", "formats", "fit", "layouts", "bits"} <= set(verbs)
+    assert {"demo", "plan", "advise", "memory", "formats", "fit", "bits"} <= set(verbs)
     for verb in verbs:
         with pytest.raises(SystemExit) as exit_info:
             main([verb, "--help"])

@@ -1,32 +1,16 @@
-"""Bytes, times and layouts of ``lightning-mp layouts``, against numbers worked out by hand and published ones."""
+"""Bytes and times of parallel layouts, against numbers worked out by hand and published ones."""
 
-import json
-import re
 from typing import Any
 
 import pytest
 
-from lightning_mp.__main__ import main
 from lightning_mp.flops.hardware import find_chip
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
 
-WORDS = ("--params", "6_738_415_616", "--layers", "32", "--width", "4096", "--vocab", "32000")
 SIZE = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
-
-
-def output(capsys, *words):
-    assert main(["layouts", *words]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        main(["layouts", *words])
-    assert ended.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_llama_2_is_taken_apart():
@@ -111,7 +95,7 @@ def test_tensor_parallelism_waits():
     assert plan.bound_by == "waiting"
 
 
-def test_reductions_of_tensor_parallelism_in_this_packages_format_and_in_megatrons(capsys):
+def test_reductions_of_tensor_parallelism_in_this_packages_format_and_in_megatrons():
     """107% of the computing time is this package's fp32, not the machine's: 16 bit both ways takes 71%."""
     arguments = {"tokens_per_step": 2**22, "context_tokens": 4096}
     ours, megatron = (
@@ -124,10 +108,6 @@ def test_reductions_of_tensor_parallelism_in_this_packages_format_and_in_megatro
     of_the_loss = 128 * 2 * 7 / 8 * 8 * 4096 * 12
     assert megatron.inside_bytes == pytest.approx(megatron_bytes + of_the_loss, rel=1e-12)
     assert megatron.wire_to_compute_ratio == pytest.approx(0.715, abs=0.005)
-    printed = [output(capsys, *WORDS, "--wide", "--gpus", "8", "--tensor-reduce", dtype) for dtype in ("fp32", "16bit")]
-    said = [" ".join(text.split()) for text in printed]
-    assert "stream in fp32: as this package does; Megatron-LM does it in 16 bit (--tensor-reduce 16bit)" in said[0]
-    assert "stream in 16bit: as Megatron-LM does" in said[1]
 
 
 def test_layouts_use_all_gpus():
@@ -138,44 +118,16 @@ def test_layouts_use_all_gpus():
     assert not any(layout.stages > 1 for layout in usual_layouts(64, 8, layers=30))
 
 
-def test_the_command_in_json(capsys):
-    found = json.loads(output(capsys, *WORDS, "--gpus", "64", "--json"))
-    assert found["machine"] == "DGX H100"
-    by_name = {row["name"]: row for row in found["layouts"]}
-    plan = plan_parallelism(SIZE, ParallelLayout(shards=64), "DGX H100", tokens_per_step=2**22, context_tokens=4096)
-    assert by_name["FSDP 64"]["between_bytes"] == plan.between_bytes
-    assert by_name["FSDP 64"]["seconds_at_least"] == plan.seconds_at_least
-    assert by_name["HSDP 8 x 8"]["copies"] == by_name["HSDP 8 x 8"]["shards"] == 8
+def test_what_cannot_be_shared_out_is_refused():
+    with pytest.raises(ValueError, match=r"`tokens_per_step` \(65536\) is not a multiple of 4096 tokens"):
+        plan_parallelism(SIZE, ParallelLayout(copies=64), "DGX H100", tokens_per_step=65536, context_tokens=4096)
 
 
-def test_layouts_that_do_not_fit_are_marked_and_come_last(capsys):
-    """405 billion parameters fit on no 8 GPUs of 80 GB; of 6.7 billion whole copies with 16 bytes each do not."""
-    huge = ("--params", "405B", "--layers", "126", "--width", "16384", "--vocab", "128256", "--gpus", "8", "--json")
-    assert {row["verdict"] for row in json.loads(output(capsys, *huge))["layouts"]} == {"does not fit"}
-    rows = json.loads(output(capsys, *WORDS, "--gpus", "8,64", "--json"))["layouts"]
-    for gpus in (8, 64):
-        found = [(row["name"], row["verdict"]) for row in rows if row["gpus"] == gpus]
-        assert found[0] == (f"FSDP {gpus}", "fits")
-        assert found[-1] == (f"DDP {gpus}", "does not fit")
-        verdicts = [verdict for _, verdict in found]
-        assert verdicts == sorted(verdicts, key=("fits", "recomputed", "may fit", "does not fit").index)
-    printed = output(capsys, *WORDS, "--gpus", "8")
-    assert "Fits: on GPUs of 80 GB" in printed
-    assert re.search(r"^  DDP 8 +8 +does not fit ", printed, re.MULTILINE)
-
-
-def test_what_cannot_be_shared_out_is_left_out(capsys):
-    printed = " ".join(output(capsys, *WORDS, "--gpus", "64", "--tokens-per-step", "65536").split())
-    assert "left out: 64 GPUs, DDP 64: `tokens_per_step` (65536) is not a multiple of 4096 tokens" in printed
-    assert " TP 8 x PP 8 " in printed
-    said = refused(capsys, *WORDS, "--gpus", "64", "--tokens-per-step", "4096")
-    assert "no layout fits. 64 GPUs, DDP 64: --tokens-per-step (4096) is not a multiple of" in said
-
-
-def test_wrong_input_is_one_line(capsys):
-    assert "--machine 'TPU' is not known. Known: DGX A100" in refused(capsys, *WORDS, "--machine", "TPU")
-    assert "--gpus must be a whole number, got '2.5'" in refused(capsys, *WORDS, "--gpus", "2.5")
-    assert "--params (1000000) leaves nothing for 32 blocks" in refused(capsys, "--params", "1M", *WORDS[2:])
+def test_wrong_input_is_refused():
+    with pytest.raises(ValueError, match=r"`machine` 'TPU' is not known. Known: DGX A100"):
+        find_machine("TPU")
+    with pytest.raises(ValueError, match=r"`parameters` \(1000000\) leaves nothing for 32 blocks"):
+        DecoderSize.of(1_000_000, layers=32, width=4096, vocabulary=32000)
     with pytest.raises(ValueError, match=r"Machine\(gpus_per_node=0\): it must be a positive finite number"):
         Machine("mine", "A100", 0, 1, 1)
     with pytest.raises(ValueError, match=r"DecoderSize\(layers=0\): it must be a whole number, 1 or more"):
