@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.modules.stage_placeholder import full_model
@@ -28,7 +26,6 @@ from lightning_mp.precision.full_weights import FullWeightsPrecision
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_mp.precision.fp8.layer_filter import DIMENSION_MULTIPLE
@@ -92,8 +89,7 @@ def try_float8(config: "Float8LinearConfig", device: torch.device) -> str | None
     size = DIMENSION_MULTIPLE
     layer = nn.utils.skip_init(nn.Linear, size, size, bias=False, device=device)
     nn.init.ones_(layer.weight)
-    # Gathering in fp8 is only another way to come by the weight.
-    convert_to_float8([Float8Layer("", layer, None)], replace(config, enable_fsdp_float8_all_gather=False))
+    convert_to_float8([Float8Layer("", layer, None)], config)
     try:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             layer(torch.ones(size, size, device=device, requires_grad=True)).float().sum().backward()
@@ -127,9 +123,6 @@ class Float8Precision(FullWeightsPrecision):
         emulate: True rounds to fp8 and multiplies in fp32, slowly, on devices without fp8 units as well. None and False
             use the device's own fp8 product (NVIDIA from Ada on, AMD from MI300 on, CPU) and refuse other devices.
         skip_first_and_last: Whether the first and the last Linear of the model stay in bf16.
-        fsdp_all_gather: Whether FSDP2 gathers weights in fp8. Only with "tensorwise", and the layers must be converted
-            before they are sharded: in ``configure_model`` call ``self.trainer.precision_plugin.convert_module(self)``
-            before ``fully_shard``. Such layers stay converted.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
             another dtype. "low" is fp8 for the chosen layers and bf16 for everything else; a layer for which a rule
             sets "bf16" or "fp32" is left out of fp8. What it resolved to is printed at set-up.
@@ -159,7 +152,6 @@ class Float8Precision(FullWeightsPrecision):
         skip: Sequence[Float8Skip] = (),
         emulate: bool | None = None,
         skip_first_and_last: bool = True,
-        fsdp_all_gather: bool = False,
         policy: PolicyLike | None = None,
         weight_by: Literal["loss"] | None = "loss",
     ) -> None:
@@ -167,8 +159,7 @@ class Float8Precision(FullWeightsPrecision):
         owner = "Float8Precision"
         if emulate is not None:
             true_or_false(emulate, "emulate", owner, hint="None, the default, is False.")
-        self.fsdp_all_gather = true_or_false(fsdp_all_gather, "fsdp_all_gather", owner)
-        self._config = float8_config(recipe, emulate=bool(emulate), fsdp_all_gather=fsdp_all_gather)
+        self._config = float8_config(recipe, emulate=bool(emulate))
         self.recipe = recipe
         self.skip = check_skip(skip)
         self.emulate = bool(emulate)
@@ -226,25 +217,11 @@ class Float8Precision(FullWeightsPrecision):
         self._conversion, self._converted_module = convert_to_float8(self.layers, self._config), module
         rank_zero_info(f"Float8Precision({self.recipe!r}{', emulate=True' if self.emulate else ''}): {summary}.")
 
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Starts reporting outcomes, if this is a fit."""
-        chosen = [layer for layer in self.layers if layer.skipped_because is None]
-        whole = [layer.name for layer in chosen if not isinstance(layer.module.weight, DTensor)]
-        if self.fsdp_all_gather and whole:
-            raise MisconfigurationException(
-                f"Float8Precision(fsdp_all_gather=True), but {whole[0]} was not sharded by fully_shard: there is"
-                " nothing to gather. Use ModelParallelStrategy and shard it in configure_model, or leave"
-                " fsdp_all_gather out."
-            )
-        return super().connect(model, optimizers, lr_schedulers)
-
     def teardown(self) -> None:
-        """Makes the layers ordinary again; those that FSDP2 gathers in fp8 stay as they are."""
+        """Makes the layers ordinary again."""
         with ExitStack() as stack:
             stack.callback(super().teardown)
-            if self._conversion is not None and not self._conversion.is_final:
+            if self._conversion is not None:
                 stack.callback(self._conversion.undo)
                 self._conversion = self._converted_module = None
             self._end_run()

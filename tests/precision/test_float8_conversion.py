@@ -242,19 +242,6 @@ def test_a_weight_of_two_layers_stays_one_weight_and_gets_both_gradients():
     torch.testing.assert_close(tied[1].weight.grad, untied[1].weight.grad + untied[2].weight.grad)
 
 
-def test_for_fp8_all_gather_a_weight_of_two_layers_is_wrapped_once():
-    model = chain(5)
-    model[2].weight = model[1].weight
-    model[3].weight.requires_grad_(False)
-    keys, value = list(model.state_dict()), model[1].weight.detach().clone()
-    convert_to_float8(choose_float8_layers(model), float8_config("tensorwise", fsdp_all_gather=True))
-    assert [type(layer.weight.data).__name__ for layer in model][1:4] == ["WeightWithDynamicFloat8CastTensor"] * 3
-    assert model[2].weight is model[1].weight
-    assert [layer.weight.requires_grad for layer in model] == [True, True, True, False, True]
-    assert list(model.state_dict()) == keys
-    assert torch.equal(model[1].weight + 0, value)
-
-
 def test_it_survives_a_deep_copy():
     model = chain(3)
     convert(model)
@@ -402,12 +389,6 @@ def test_an_unknown_recipe_is_told_the_known_ones():
         ValueError, match=r"^recipe='columnwise' is unknown; it must be one of \('tensorwise', 'rowwise"
     ):
         float8_config("columnwise")
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_fp8_all_gather_wants_one_factor_per_tensor(recipe):
-    with pytest.raises(ValueError, match=r"Use recipe='tensorwise', or leave fsdp_all_gather out"):
-        float8_config(recipe, fsdp_all_gather=True)
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch):

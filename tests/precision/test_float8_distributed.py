@@ -50,17 +50,11 @@ class Net(pl.LightningModule):
 
 
 class Sharded(Net):
-    """FSDP2, in one group per layer; `convert_first` as fp8 all-gather needs it."""
-
-    def __init__(self, *, convert_first: bool = False) -> None:
-        super().__init__()
-        self.convert_first = convert_first
+    """FSDP2, in one group per layer."""
 
     def configure_model(self) -> None:
         if isinstance(self.net[0].weight, DTensor):
             return
-        if self.convert_first:
-            self.trainer.precision_plugin.convert_module(self)
         mesh = self.device_mesh["data_parallel"]
         for layer in self.net:
             if isinstance(layer, nn.Linear):
@@ -126,47 +120,10 @@ def test_all_ranks_end_alike_and_fsdp2_close_to_ddp(recipe):
     assert first["fsdp2"][1][-1] == pytest.approx(first["ddp"][1][-1], rel=0.2)
 
 
-@pytest.mark.full
-def test_gathering_weights_in_fp8_changes_no_bit():
-    """Each rank rounds its shard with the factor of the whole weight, so it is the same as rounding after gathering."""
-
-    def run(rank: int, fsdp_all_gather: bool) -> Any:
-        module = Sharded(convert_first=fsdp_all_gather)
-        plugin = Float8Precision("tensorwise", fsdp_all_gather=fsdp_all_gather)
-        train(rank, module, plugin, "fsdp2", 10)
-        return full(module), module.losses, classes(module)
-
-    in_fp8 = run_ranks(lambda rank: run(rank, True), 2)
-    in_fp32 = run_ranks(lambda rank: run(rank, False), 2)
-    assert in_fp8[0][2] == ["FSDPLinear", "FSDPFloat8Linear", "FSDPFloat8Linear", "FSDPLinear"]
-    for rank in (0, 1):
-        assert in_fp8[rank][1] == in_fp32[rank][1]
-        assert all(torch.equal(a, b) for a, b in zip(in_fp8[rank][0], in_fp32[rank][0], strict=True))
-
-
 class TensorParallel(Net):
     def configure_model(self) -> None:
         plan = {"2": ColwiseParallel(), "4": RowwiseParallel()}
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
-
-
-@pytest.mark.full
-def test_a_plugin_whose_layers_stay_in_fp8_serves_their_module_again_and_another():
-    """What FSDP2 gathers in fp8 cannot be taken back at the end of a run; that is one module's affair."""
-
-    def run(rank: int) -> Any:
-        plugin = Float8Precision("tensorwise", fsdp_all_gather=True)
-        module, other, alone = (Sharded(convert_first=True) for _ in range(3))
-        for _ in range(2):
-            train(rank, module, plugin, "fsdp2", 4)
-        train(rank, other, plugin, "fsdp2", 4)
-        train(rank, alone, Float8Precision("tensorwise", fsdp_all_gather=True), "fsdp2", 4)
-        return [classes(each) for each in (module, other)], len(module.losses), other.losses, alone.losses
-
-    for kinds, steps, losses, expected in run_ranks(run, 2):
-        assert kinds == [["FSDPLinear", "FSDPFloat8Linear", "FSDPFloat8Linear", "FSDPLinear"]] * 2
-        assert steps == 8
-        assert losses == expected
 
 
 @pytest.mark.full
@@ -204,27 +161,12 @@ def test_fsdp1_is_close_to_ddp(recipe):
         assert names == ["net.0", "net.2", "net.4", "net.5"]
 
 
-def test_fp8_all_gather_of_layers_that_are_sharded_already_is_refused():
-    def run(rank: int) -> str:
-        with pytest.raises(ValueError, match="converted before fully_shard") as raised:
-            train(rank, Sharded(), Float8Precision("tensorwise", fsdp_all_gather=True), "fsdp2")
-        return str(raised.value)
-
-    assert run_ranks(run, 2)[0] == (
-        "fsdp_all_gather=True needs layers converted before fully_shard, but net.2 is already sharded."
-        " In configure_model call self.trainer.precision_plugin.convert_module(self) first."
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "fsdp_all_gather"), [("fsdp2", False), ("fsdp2", True), ("fsdp2, sharded checkpoints", True)]
-)
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2, sharded checkpoints"])
 @pytest.mark.full
-def test_a_run_on_fsdp2_is_resumed_with_the_same_bits(tmp_path, kind, fsdp_all_gather):
+def test_a_run_on_fsdp2_is_resumed_with_the_same_bits(tmp_path, kind):
     def run(rank: int) -> Any:
         def make() -> tuple[Sharded, Float8Precision]:
-            plugin = Float8Precision("tensorwise", fsdp_all_gather=fsdp_all_gather)
-            return Sharded(convert_first=fsdp_all_gather), plugin
+            return Sharded(), Float8Precision("tensorwise")
 
         straight, plugin = make()
         train(rank, straight, plugin, kind, 3, max_epochs=2)
@@ -251,8 +193,8 @@ def test_an_overflow_on_one_rank_skips_on_all():
                 pl_module.net[2].weight.grad.to_local()[0, 0] = torch.inf
 
     def run(rank: int) -> Any:
-        module, monitor = Sharded(convert_first=True), OverflowMonitor()
-        plugin = Float8Precision("tensorwise", fsdp_all_gather=True)
+        module, monitor = Sharded(), OverflowMonitor()
+        plugin = Float8Precision("tensorwise")
         train(rank, module, plugin, "fsdp2", 4, callbacks=[monitor, Plant()], gradient_clip_val=0.1)
         return full(module), monitor.skipped_steps
 

@@ -341,13 +341,6 @@ def test_a_device_whose_product_fails_is_refused_before_anything_happens(monkeyp
     fit(Net(), plugin=Float8Precision(emulate=True))
 
 
-def test_fp8_all_gather_without_fsdp2_is_refused():
-    refused(
-        "Float8Precision(fsdp_all_gather=True), but net.2 was not sharded by fully_shard: there is nothing to gather.",
-        Float8Precision("tensorwise", fsdp_all_gather=True),
-    )
-
-
 def test_an_unknown_recipe_is_refused_at_once():
     with pytest.raises(ValueError, match="recipe='row' is unknown"):
         Float8Precision("row")

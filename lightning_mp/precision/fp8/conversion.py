@@ -2,13 +2,12 @@
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_mp.precision.fp8.layer_filter import Float8Layer
 
@@ -28,22 +27,16 @@ def require_torchao() -> None:
         raise ModuleNotFoundError("fp8 needs torchao, which is not installed: pip install 'lightning-mp[fp8]'.")
 
 
-def float8_config(recipe: str, *, emulate: bool = False, fsdp_all_gather: bool = False) -> "Float8LinearConfig":
+def float8_config(recipe: str, *, emulate: bool = False) -> "Float8LinearConfig":
     """torchao's configuration of a layer."""
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is unknown; it must be one of {RECIPES}.")
-    if fsdp_all_gather and recipe != "tensorwise":
-        raise ValueError(
-            f"fsdp_all_gather=True gathers weights with one factor per tensor, and recipe={recipe!r} has one per row."
-            " Use recipe='tensorwise', or leave fsdp_all_gather out: weights are then gathered in the dtype of FSDP's"
-            " policy."
-        )
     require_torchao()
     from torchao.float8 import Float8LinearConfig
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     # The kernels need multiples of 16 also in the number of rows, which the last batch of an epoch may not have.
-    return replace(config, emulate=emulate, enable_fsdp_float8_all_gather=fsdp_all_gather, pad_inner_dim=not emulate)
+    return replace(config, emulate=emulate, pad_inner_dim=not emulate)
 
 
 def convert_to_float8(layers: Sequence[Float8Layer], config: "Float8LinearConfig") -> "Float8Conversion":
@@ -60,20 +53,12 @@ def convert_to_float8(layers: Sequence[Float8Layer], config: "Float8LinearConfig
 
     A layer stays the same object: what others hold on to (parameters, hooks, FSDP2's groups, state-dict keys, two names
     for one layer) stays valid. Only its class changes, to torchao's, which computes the above. Parameters stay the same
-    objects too, unless ``enable_fsdp_float8_all_gather`` is set: then weights are wrapped, shared ones once.
+    objects too.
     """
-    chosen = [layer for layer in layers if layer.skipped_because is None]
-    if config.enable_fsdp_float8_all_gather:
-        sharded = [layer.name for layer in chosen if isinstance(layer.module.weight, DTensor)]
-        if sharded:
-            raise ValueError(
-                f"fsdp_all_gather=True needs layers converted before fully_shard, but {sharded[0]} is already sharded."
-                " In configure_model call self.trainer.precision_plugin.convert_module(self) first."
-            )
     conversion = Float8Conversion()
-    wrapped: dict[int, nn.Parameter] = {}
-    for layer in chosen:
-        conversion.convert(layer.module, config, wrapped)
+    for layer in layers:
+        if layer.skipped_because is None:
+            conversion.convert(layer.module, config)
     return conversion
 
 
@@ -81,50 +66,30 @@ class Float8Conversion:
     """Layers that multiply in fp8 until :meth:`undo`."""
 
     def __init__(self) -> None:
-        self._converted: list[_Converted] = []
+        self._converted: list[tuple[nn.Linear, tuple[str, ...]]] = []  # with the attributes that were added
 
     @property
     def linears(self) -> list[nn.Linear]:
         """The layers."""
-        return [converted.linear for converted in self._converted]
+        return [linear for linear, _ in self._converted]
 
-    @property
-    def is_final(self) -> bool:
-        """Whether FSDP2 has sharded weights that were wrapped for fp8 all-gather: that cannot be undone."""
-        return any(c.plain_weight is not None and isinstance(c.linear.weight, DTensor) for c in self._converted)
-
-    def convert(
-        self, linear: nn.Linear, config: "Float8LinearConfig", wrapped_weights: dict[int, nn.Parameter]
-    ) -> None:
+    def convert(self, linear: nn.Linear, config: "Float8LinearConfig") -> None:
         """Turns one layer into an fp8 layer."""
         from torchao.float8 import convert_to_float8_training
 
         template = convert_to_float8_training(linear, config=config)
-        plain_weight = linear.weight if config.enable_fsdp_float8_all_gather else None
-        if plain_weight is not None:
-            linear.weight = wrapped_weights.setdefault(id(plain_weight), template.weight)
         added = {name: value for name, value in vars(template).items() if name not in vars(linear)}
         vars(linear).update(added)
         _exchange_base(linear, nn.Linear, _float8_linear_class())
-        self._converted.append(_Converted(linear, tuple(added), plain_weight))
+        self._converted.append((linear, tuple(added)))
 
     def undo(self) -> None:
         """Makes them ordinary layers again. Weights, gradients, hooks and names stay."""
-        assert not self.is_final
         while self._converted:
-            converted = self._converted.pop()
-            for name in converted.added_attributes:
-                delattr(converted.linear, name)
-            if converted.plain_weight is not None:
-                converted.linear.weight = converted.plain_weight
-            _exchange_base(converted.linear, _float8_linear_class(), nn.Linear)
-
-
-@dataclass(frozen=True)
-class _Converted:
-    linear: nn.Linear
-    added_attributes: tuple[str, ...]
-    plain_weight: Tensor | None  # what the weight was before it was wrapped
+            linear, added = self._converted.pop()
+            for name in added:
+                delattr(linear, name)
+            _exchange_base(linear, _float8_linear_class(), nn.Linear)
 
 
 def _exchange_base(linear: nn.Linear, old: type[nn.Linear], new: type[nn.Linear]) -> None:
