@@ -44,10 +44,7 @@ _OPTIONS = {
 def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``advise`` to the command line."""
     parser = commands.add_parser(
-        "advise",
-        help="which precision and strategy to use, and why",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        "advise", help="which precision and strategy to use, and why", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     parser.add_argument("--device", metavar="NAME", help="cpu, mps or a chip such as t4; default: the one here")
     parser.add_argument("--gpus", metavar="N", help="devices (default 1)")

@@ -41,10 +41,7 @@ _OPTIONS = {"bootstrap_samples": "--samples", "confidence": "--confidence", "flo
 def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``fit`` to the command line."""
     parser = commands.add_parser(
-        "fit",
-        help="fit a scaling law to your own runs",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        "fit", help="fit a scaling law to your own runs", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     parser.add_argument("runs", type=Path, metavar="RUNS.CSV", help="one line per finished run")
     parser.add_argument("--flops", metavar="C", help="budget to plan for; default ten times the largest run")

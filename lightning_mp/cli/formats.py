@@ -26,10 +26,7 @@ _FIGURES = (
 def add_formats_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``formats`` to the command line."""
     parser = commands.add_parser(
-        "formats",
-        help="range and precision of number formats",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        "formats", help="range and precision of number formats", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     parser.add_argument("--json", action="store_true", help="for machines, with the source of each")
     parser.set_defaults(run=_run, parser=parser)

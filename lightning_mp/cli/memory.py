@@ -45,10 +45,7 @@ _SHARDS = 8
 def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``memory`` to the command line."""
     parser = commands.add_parser(
-        "memory",
-        help="what a training step keeps in memory",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        "memory", help="what a training step keeps in memory", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     module = parser.add_argument_group("your own module")
     module.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes the module and a batch of one micro-batch")

@@ -20,12 +20,7 @@ from lightning_mp.core.number_formats import number_format
 from lightning_mp.core.precisions import PRECISIONS, find_precision
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.flops.hardware import Chip
-from lightning_mp.planning.layout_choice import (
-    choose_chips,
-    choose_layouts,
-    enough_gpus,
-    machine_with,
-)
+from lightning_mp.planning.layout_choice import choose_chips, choose_layouts, enough_gpus, machine_with
 from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.scaling_laws.device_budget import chip_of, device_budget, dtype_on
@@ -79,10 +74,7 @@ _TARGETS = ("flops", "parameters", "tokens", "device_hours")
 def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``plan`` to the command line."""
     parser = commands.add_parser(
-        "plan",
-        help="size a model, its run and its machine",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        "plan", help="size a model, its run and its machine", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     target = parser.add_argument_group("run (one of them, or two of model, tokens and compute)")
     target.add_argument("--flops", metavar="C", help="training compute")

@@ -162,10 +162,7 @@ def _print_time(time: RunTime) -> None:
     peak = f"{time.peak_flops_per_second / 1e12:g} TFLOP/s dense {time.dtype} each"
     shares = tuple(f"{100 * share:.3g}%" for share in dict.fromkeys(time.mfu))
     print_paragraph(f"\n{time.gpus} x {time.chip}, {peak}, MFU {' to '.join(shares)} ({whose}):\n")
-    rows = [
-        ("time", _duration(time.hours)),
-        ("GPU hours", _pair(time.gpu_hours)),
-    ]
+    rows = [("time", _duration(time.hours)), ("GPU hours", _pair(time.gpu_hours))]
     if time.cost is not None:
         rows.append(("cost", _pair(time.cost)))
     print_facts(rows)

@@ -179,7 +179,7 @@ def _with_ones(tensor: Tensor, expanded: Sequence[int]) -> list[int]:
 
 
 _CORRECTED_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    **dict.fromkeys(_overloads("convolution_backward"), _convolution_backward),
+    **dict.fromkeys(_overloads("convolution_backward"), _convolution_backward)
 }
 _MISSING_FORMULAS: Mapping[Any, Callable[..., int]] = {
     **dict.fromkeys(_overloads("mv"), _matrix_vector),
@@ -191,10 +191,7 @@ _MISSING_FORMULAS: Mapping[Any, Callable[..., int]] = {
     **{packet: formula for name, formula in RECURRENT_FORMULAS.items() for packet in _overloads(name)},
     **dict.fromkeys(_overloads("_grouped_mm", "_scaled_grouped_mm"), _grouped),
     **dict.fromkeys(
-        _overloads(
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_fused_attention_overrideable",
-        ),
+        _overloads("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
         _attention_forward,
     ),
     **dict.fromkeys(

@@ -10,12 +10,7 @@ from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import matmul_format, peak_flops, rate_column
 from lightning_mp.planning.memory.chip_memory import check_memory_bytes, chips_by_memory
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.decoder_memory import (
-    DecoderMemory,
-    MemoryLayout,
-    decoder_memory,
-    largest_micro_batch,
-)
+from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
 from lightning_mp.planning.parallelism.communication import Precision
 from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
 from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts

@@ -135,15 +135,7 @@ def training_run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the run itself it was said
         optimum = compute_optimal(flops=c, law=chosen)
-    return TrainingRun(
-        law=chosen,
-        parameters=n,
-        tokens=d,
-        flops=c,
-        loss=loss,
-        optimum=optimum,
-        unique_tokens=unique,
-    )
+    return TrainingRun(law=chosen, parameters=n, tokens=d, flops=c, loss=loss, optimum=optimum, unique_tokens=unique)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

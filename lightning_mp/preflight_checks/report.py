@@ -76,10 +76,7 @@ class PreflightReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists and strings."""
-        return {
-            "findings": [asdict(finding) for finding in self.findings],
-            "not_checked": dict(self.not_checked),
-        }
+        return {"findings": [asdict(finding) for finding in self.findings], "not_checked": dict(self.not_checked)}
 
     def to_json(self) -> str:
         """The same as JSON."""

@@ -172,13 +172,7 @@ _COUNTS = Kind(
     lambda value: isinstance(value, dict) and all(isinstance(e, int) and COUNT.fits(n) for e, n in value.items()),
 )
 _HISTOGRAM = holding(
-    {
-        "counts": _COUNTS,
-        "powers_of_two": _COUNTS,
-        "num_zeros": COUNT,
-        "num_nonfinite": COUNT,
-        "largest": ANY_NUMBER,
-    }
+    {"counts": _COUNTS, "powers_of_two": _COUNTS, "num_zeros": COUNT, "num_nonfinite": COUNT, "largest": ANY_NUMBER}
 )
 _OBSERVATION = holding(
     {

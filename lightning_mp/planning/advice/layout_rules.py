@@ -8,12 +8,7 @@ from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.decoder_memory import (
-    DecoderMemory,
-    MemoryLayout,
-    decoder_memory,
-    largest_micro_batch,
-)
+from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
 from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 

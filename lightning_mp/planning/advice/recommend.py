@@ -105,12 +105,7 @@ def recommend(
 
 
 def _check(
-    traits: DeviceTraits,
-    gpus: int,
-    goal: str,
-    context_tokens: int,
-    tokens_per_step: object,
-    memory_bytes: float | None,
+    traits: DeviceTraits, gpus: int, goal: str, context_tokens: int, tokens_per_step: object, memory_bytes: float | None
 ) -> None:
     if goal not in get_args(Goal):
         raise ValueError(f"`goal` must be one of {', '.join(get_args(Goal))}, got {goal!r}.")

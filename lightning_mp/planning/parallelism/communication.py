@@ -118,14 +118,7 @@ def _units(size: DecoderSize, split: int, low: int, wide: int) -> list[tuple[str
 
 
 def _sharded(
-    size: DecoderSize,
-    layout: ParallelLayout,
-    low: int,
-    wide: int,
-    *,
-    gathers: int,
-    micro_batches: int,
-    syncs: int,
+    size: DecoderSize, layout: ParallelLayout, low: int, wide: int, *, gathers: int, micro_batches: int, syncs: int
 ) -> list[Transfer]:
     split, shards, copies = layout.tensor, layout.shards, layout.copies
     found = []

@@ -30,11 +30,7 @@ _CHUNK_ELEMENTS = 60_000  # problems times runs: a batch of bootstrap problems t
 
 
 def fit_scaling_law(
-    runs: RunsLike,
-    *,
-    bootstrap_samples: int = 4000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    runs: RunsLike, *, bootstrap_samples: int = 4000, confidence: float = 0.95, seed: int = 0
 ) -> ScalingLawFit:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to finished runs.
 
