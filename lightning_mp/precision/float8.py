@@ -12,23 +12,23 @@ from torch import nn
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
-from lightning_mp.policy.policy import PolicyLike
-from lightning_mp.precision.autocast_context import AutocastRun
-from lightning_mp.precision.fp8.conversion import Float8Conversion, Float8Recipe, convert_to_float8, float8_config
-from lightning_mp.precision.fp8.layer_filter import (
+from lightning_mp.policy.float8_layers import (
     Float8Layer,
     Float8Skip,
     check_skip,
     choose_float8_layers,
     summarise_float8_layers,
 )
+from lightning_mp.policy.policy import PolicyLike
+from lightning_mp.precision.autocast_context import AutocastRun
+from lightning_mp.precision.fp8.conversion import Float8Conversion, Float8Recipe, convert_to_float8, float8_config
 from lightning_mp.precision.full_weights import FullWeightsPrecision
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing import TYPE_CHECKING
 
-from lightning_mp.precision.fp8.layer_filter import DIMENSION_MULTIPLE
+from lightning_mp.policy.float8_layers import DIMENSION_MULTIPLE
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -130,7 +130,7 @@ class Float8Precision(FullWeightsPrecision):
 
     Attributes:
         layers: What was decided about each Linear, after set-up; see
-            :func:`~lightning_mp.precision.fp8.layer_filter.choose_float8_layers`.
+            :func:`~lightning_mp.policy.float8_layers.choose_float8_layers`.
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, Float8Precision, OverflowMonitor
+from lightning_mp.policy.float8_layers import choose_float8_layers
 from lightning_mp.precision import float8
 from lightning_mp.precision.float8 import why_no_float8_on
 from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
-from lightning_mp.precision.fp8.layer_filter import choose_float8_layers
 
 WIDTH = 32
 

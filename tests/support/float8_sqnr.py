@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mp.precision.fp8.layer_filter import Float8Layer
+from lightning_mp.policy.float8_layers import Float8Layer
 
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
@@ -96,7 +96,7 @@ def model_sqnr(layers: Sequence[Float8Layer], loss: Callable[[], Tensor]) -> lis
     No gradient of the model is touched.
 
     Args:
-        layers: From :func:`~lightning_mp.precision.fp8.layer_filter.choose_float8_layers`, converted; skipped ones are
+        layers: From :func:`~lightning_mp.policy.float8_layers.choose_float8_layers`, converted; skipped ones are
             left out.
         loss: Runs the forward, under autocast, and returns the loss.
 

@@ -13,11 +13,11 @@ from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.modules.stand_ins import module_with
 from lightning_mp.policy.applied import AppliedPolicy
+from lightning_mp.policy.float8_layers import choose_float8_layers
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_FP8_MULTIPLE = 16
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -45,7 +45,8 @@ class StandInModel:
         self._precision = precision
         kept = _kept_in_float32(module, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
-        fp8 = _fp8_layers(self.module) if precision.fp8 else []
+        chosen = choose_float8_layers(self.module) if precision.fp8 else []
+        fp8 = [layer.module for layer in chosen if layer.skipped_because is None]
         for layer in fp8:
             layer.forward = partial(_fp8_linear, layer)  # type: ignore[method-assign]
         self._policy: AppliedPolicy | None = None
@@ -120,20 +121,6 @@ def _rules(policy: PrecisionPolicy | None, device_type: str) -> PrecisionPolicy 
 
 
 # -- fp8 ---------------------------------------------------------------------------------------------------------------
-
-
-def _fp8_layers(module: nn.Module) -> list[nn.Linear]:
-    """The layers that ``Float8Precision`` chooses by default."""
-    linears = list(dict.fromkeys(part for _, part in named_modules(module) if isinstance(part, nn.Linear)))
-    others = {id(p) for part in module.modules() if part not in linears for p in part.parameters(recurse=False)}
-    return [
-        linear
-        for linear in linears[1:-1]
-        if type(linear) is nn.Linear
-        and "forward" not in vars(linear)
-        and linear.in_features % _FP8_MULTIPLE == linear.out_features % _FP8_MULTIPLE == 0
-        and id(linear.weight) not in others
-    ]
 
 
 def _fp8_linear(layer: nn.Linear, x: Tensor) -> Tensor:

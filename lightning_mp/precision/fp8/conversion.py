@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.precision.fp8.layer_filter import Float8Layer
+from lightning_mp.policy.float8_layers import Float8Layer
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
