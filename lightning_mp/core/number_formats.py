@@ -139,6 +139,16 @@ def number_format(key: FormatLike) -> NumberFormat:
     raise ValueError(f"Unknown number format {key!r}. Use one of {', '.join(FORMATS)}, or one of the dtypes {dtypes}.")
 
 
+def dtype_label(dtype: torch.dtype) -> str:
+    """The short name of a format, else torch's.
+
+    >>> dtype_label(torch.bfloat16), dtype_label(torch.int64)
+    ('bf16', 'int64')
+    """
+    names = (row.name for row in FORMATS.values() if row.torch_dtype is dtype)
+    return next(names, str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True, slots=True)
 class FractionLost:
     """What rounding to a narrow format does to the non-zero values of a tensor, as shares between 0 and 1.

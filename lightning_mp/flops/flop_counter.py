@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_api, private_sharding_api
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.number_formats import dtype_label
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.flops.operation_flops import multiplies, operation_flops, score_flops
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
@@ -225,7 +226,4 @@ def _format_of(tensors: Sequence[Tensor]) -> str:
     """The narrowest format among the inputs: in an fp8 product the scales are fp32."""
     real = [tensor.dtype.to_real() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     dtype = min(real, key=lambda dtype: dtype.itemsize)
-    if dtype.itemsize == 1:
-        return "fp8"
-    known = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    return known.get(dtype, str(dtype).removeprefix("torch."))
+    return "fp8" if dtype.itemsize == 1 else dtype_label(dtype)

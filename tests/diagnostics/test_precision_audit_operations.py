@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from lightning_mp import PrecisionPolicy
+from lightning_mp.core.number_formats import dtype_label
 from lightning_mp.diagnostics.audit.findings import find_problems
 from lightning_mp.diagnostics.audit.operations import compute_dtype, identify
-from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord, dtype_label
+from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
 from lightning_mp.diagnostics.audit.requested import RequestedPrecision
 from lightning_mp.diagnostics.audit.watch import infer_autocast
 

@@ -4,17 +4,11 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
-
-from lightning_mp.core.number_formats import FORMATS
-
 Kind = Literal["matmul", "softmax", "norm", "loss", "cast", "other"]
 """What an operation is. "norm" leaves batch norm out, whose kernels compute in fp32 whatever their input."""
 
 Phase = Literal["forward", "backward", "recompute"]
 """When it ran. "recompute" is what an activation checkpoint computes again inside of backward."""
-
-_LABELS = {row.torch_dtype: row.name for row in FORMATS.values() if row.torch_dtype is not None}
 
 
 @dataclass(frozen=True)
@@ -89,15 +83,6 @@ class AuditReport:
     def of_module(self, name: str) -> tuple[OperationRecord, ...]:
         """The operations that a module called itself."""
         return tuple(record for record in self.operations if record.module == name)
-
-
-def dtype_label(dtype: torch.dtype) -> str:
-    """The short name of a format, else torch's.
-
-    >>> dtype_label(torch.bfloat16), dtype_label(torch.int64)
-    ('bf16', 'int64')
-    """
-    return _LABELS.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _with_lists(value: Any) -> Any:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_mp.core.number_formats import dtype_label
 from lightning_mp.core.precisions import format_of
 from lightning_mp.diagnostics.audit.operations import candidates
-from lightning_mp.diagnostics.audit.records import OperationRecord, dtype_label
+from lightning_mp.diagnostics.audit.records import OperationRecord
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype
 

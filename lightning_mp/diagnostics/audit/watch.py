@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.number_formats import dtype_label
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.diagnostics.audit.operations import candidates, compute_dtype, identify, product_sizes
-from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord, Phase, dtype_label
+from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord, Phase
 from lightning_mp.modules.forward_wrapper import takes_hooks
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.operations import by_autocast
