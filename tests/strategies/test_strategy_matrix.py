@@ -4,7 +4,9 @@ D02, D03, D04, D05, D14, D16, D17, D19, D20, D21: what goes wrong there with sto
 
 Of the runs that are made, every other one is trained: clipping sees the gradient of a whole window, after the last of
 its micro-batches, so how many there were cannot matter to it under one strategy and precision only. Any three of the
-four still occur together, and all four in every family of strategies. What is refused is refused in every cell.
+four still occur together, and all four in every family of strategies. Layouts of 4 processes combine what layouts
+of 2 do, and train each precision once, each with another clipping and number of micro-batches. What is refused is
+refused in every cell.
 """
 
 import math
@@ -66,12 +68,19 @@ TRAINED = [cell for cell in CELLS if refusal("", cell) is None]
 
 @cache
 def chosen(strategy: str) -> list[Cell]:
-    """Half of those that train, in turn, and all that are refused; all where one number of micro-batches is refused."""
+    """Half of those that train, in turn, and all that are refused; all where one number of micro-batches is refused.
+
+    On 4 processes one for each precision, and each clipping with each number of micro-batches.
+    """
     trained = [cell for cell in CELLS if refusal(strategy, cell) is None]
     if {cell.accumulation for cell in trained} == set(ACCUMULATION):
         precisions = dict.fromkeys(cell.precision for cell in trained)
-        places = [list(axis) for axis in (STRATEGIES, precisions, CLIPPING, ACCUMULATION)]
-        trained = [cell for cell in trained if sum(map(list.index, places, (strategy, *cell))) % 2 == 0]
+        alike = [name for name, layout in STRATEGIES.items() if layout.ranks == STRATEGIES[strategy].ranks]
+        places = [list(axis) for axis in (alike, precisions, CLIPPING, ACCUMULATION)]
+        at = {cell: list(map(list.index, places, (strategy, *cell))) for cell in trained}
+        trained = [cell for cell in trained if sum(at[cell]) % 2 == 0]
+        if STRATEGIES[strategy].ranks == 4:
+            trained = [cell for cell in trained if at[cell][2] == (at[cell][0] + at[cell][1]) % len(CLIPPING)]
     return [cell for cell in CELLS if cell in trained or refusal(strategy, cell) is not None]
 
 
@@ -211,9 +220,15 @@ def test_any_three_axes_are_crossed_in_full_and_all_four_in_every_family() -> No
     )
     refused = {row for row in every if refusal(row[1], Cell(*row[2:])) is not None}
     assert refused < made < every
+    of_two = {row for row in every if STRATEGIES[row[1]].ranks == 2}
     for axes in [(0, 2, 3, 4), *combinations(range(1, 5), 3)]:
-        crossed, all_of_them = ({tuple(row[axis] for axis in axes) for row in of - refused} for of in (made, every))
+        crossed, all_of_them = (
+            {tuple(row[axis] for axis in axes) for row in of & of_two - refused} for of in (made, every)
+        )
         assert crossed == all_of_them
+    for strategy in (name for name, layout in STRATEGIES.items() if layout.ranks == 4):
+        trained = [cell for cell in chosen(strategy) if refusal(strategy, cell) is None]
+        assert len({cell.precision for cell in trained}) == len(trained) == len({cell[1:] for cell in trained}) >= 5
 
 
 @pytest.mark.full

@@ -16,9 +16,9 @@ Which precision plugins run on which strategies, and how close they are to one p
 
 ## How to read the tables
 
-Each strategy and precision is trained {len(CLIPPING)} times for {NUM_WINDOWS} optimizer steps on 2 or 4 processes (CPU,
-gloo): without clipping, clipped by norm, clipped by value; in turn with
-{" and with ".join(map(str, ACCUMULATION))} micro-batches per step.
+Each strategy and precision is trained for {NUM_WINDOWS} optimizer steps on 2 or 4 processes (CPU, gloo). On 2 processes
+{len(CLIPPING)} times: without clipping, clipped by norm, clipped by value; in turn with
+{" and with ".join(map(str, ACCUMULATION))} micro-batches per step. On 4 processes once, in turn with each of these.
 
 **Tolerance** is relative to one process that sees all data with the same plugin, and applies to the loss of every
 micro-batch, the norm of every true gradient before clipping, and the final weights (relative to how far training has
