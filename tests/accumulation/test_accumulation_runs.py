@@ -346,6 +346,7 @@ def test_interrupted_after_any_micro_batch_a_run_ends_the_same(precision: str, o
         assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(straight), strict=True)), after
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
 def test_partial_gradients_of_two_ranks_are_the_mean_over_them(tmp_path: Path) -> None:
     counts = [[5, 9, 4, 8, 7, 3], [2, 3, 9, 5, 1, 7]]

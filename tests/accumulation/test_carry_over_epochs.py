@@ -153,6 +153,7 @@ def test_checkpoints_of_an_epochs_end_wait_for_the_window(tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.full
 def test_two_ranks_carry_over_together_with_one_reduction_per_window() -> None:
     def train(rank: int, epochs: int) -> Any:
         data = [token_batches(LENGTHS), token_batches([7, 3, 9, 6, 2])][rank]

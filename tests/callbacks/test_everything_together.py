@@ -147,6 +147,7 @@ def everything(tmp_path: Path) -> list[Callback]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 @pytest.mark.parametrize("order", ["as given", "reversed"])
 def test_all_of_the_pack_together_trains_as_the_window_controller_alone(

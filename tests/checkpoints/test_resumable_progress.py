@@ -39,6 +39,7 @@ LIMITS = {"epochs": {"max_epochs": 3}, "steps": {"max_epochs": -1, "max_steps": 
 a_stream = pytest.mark.parametrize("stream", STREAMS.values(), ids=list(STREAMS))
 
 
+@pytest.mark.full
 @a_stream
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=list(LIMITS))
 @pytest.mark.parametrize("save", SAVES.values(), ids=list(SAVES))

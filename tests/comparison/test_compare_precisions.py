@@ -253,6 +253,7 @@ def test_gradients_are_unscaled_in_every_precision():
         assert 1e-3 < errors[name] < 0.02, errors
 
 
+@pytest.mark.full
 def test_results_in_words_numbers_and_a_picture(found, tmp_path):
     text = str(found)
     assert "val/loss, 3 paired seeds of 13 steps, margin 0.004" in text

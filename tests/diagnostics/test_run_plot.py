@@ -29,7 +29,7 @@ def _labels(panel):
     return [text.get_text() for text in panel.get_legend().get_texts()]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 def test_the_picture_is_written_with_three_panels(tmp_path, precision):
     _run(precision).write(tmp_path / "report.png")

@@ -420,6 +420,7 @@ def test_it_prints_the_layers_that_lose_most_first() -> None:
     assert shares[0] > 0
 
 
+@pytest.mark.full
 def test_pictures_are_written(tmp_path: Path) -> None:
     monitor = UnderflowMonitor(every_n_steps=1, watch=("gradients", "activations"))
     with pytest.raises(ValueError, match="nothing to plot: no optimizer step was observed yet"):
@@ -433,6 +434,7 @@ def test_pictures_are_written(tmp_path: Path) -> None:
         monitor.plot(tmp_path / "no.png", "activation_gradients")
 
 
+@pytest.mark.full
 def test_layers_that_pass_no_16_bit_have_no_row_in_the_picture(tmp_path: Path) -> None:
     class WithNorm(Regression):
         def __init__(self) -> None:

@@ -108,6 +108,7 @@ def test_without_a_plugin_too() -> None:
         assert seen == expected
 
 
+@pytest.mark.full
 def test_fsdp1_shards_are_added() -> None:
     """Under DDP the fp32 embedding does not count, so the head is compared."""
 

@@ -320,6 +320,7 @@ def test_models_without_such_buffers_pay_nothing(where: str) -> None:
         assert [many - few for many, few in zip(constant, plain, strict=True)] == [1] * 6  # only after the first batch
 
 
+@pytest.mark.full
 def test_after_a_fit_that_failed_everything_is_taken_off_and_the_next_run_begins_alike() -> None:
     class Failing(Normed):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

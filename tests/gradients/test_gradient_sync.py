@@ -37,7 +37,7 @@ def full(module: TokenModel) -> list[torch.Tensor]:
     return [p.full_tensor() if isinstance(p, DTensor) else p for p in weights(module)]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "16-mixed"])
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_fsdp2_reduces_as_asked_and_ends_at_the_weights_of_ddp(sync: Any, precision: str) -> None:

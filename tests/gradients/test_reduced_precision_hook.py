@@ -246,6 +246,7 @@ def test_a_run_by_name_is_close_to_one_with_fp32_reduction(name: str, precision:
             torch.testing.assert_close(a, c, rtol=0, atol=2e-3)
 
 
+@pytest.mark.full
 def test_an_overflow_of_the_reduction_alone_lowers_the_scale_on_all_ranks() -> None:
     """The scaled gradients fit into fp32, not into fp16: steps are skipped until the mean fits."""
 
@@ -262,6 +263,7 @@ def test_an_overflow_of_the_reduction_alone_lowers_the_scale_on_all_ranks() -> N
     assert not torch.equal(first[0], weights(Regression())[0])
 
 
+@pytest.mark.full
 def test_lightning_leaves_a_hook_out_on_the_cpu_and_the_strategy_does_not() -> None:
     """The reason for ReducedPrecisionDDPStrategy: when this fails, Lightning registers hooks everywhere."""
     stock = DDPStrategy(ddp_comm_hook=reduced_precision_hook(torch.bfloat16))

@@ -37,6 +37,7 @@ def test_a_step_costs_with_all_callbacks_what_it_costs_without(setup: Setup) -> 
     assert ours.host_waits == (0 if setup.fused else 1)
 
 
+@pytest.mark.full
 def test_what_the_host_does_more_than_stock_does_not_grow_with_the_model() -> None:
     """Python calls per micro-batch, with 15 and 51 parameter tensors: not one more is ours."""
     small, large = growth_of_host_calls(2, GROWTH[:2])

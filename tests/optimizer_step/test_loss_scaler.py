@@ -91,7 +91,7 @@ def test_scale_and_weights_follow_grad_scaler_bit_for_bit(
     assert_same_run(torchs, ours, overflows, OPTIMIZERS[optimizer], unscale_first=unscale_first)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_long_run_with_torchs_arguments_follows_grad_scaler(optimizer):
     generator = torch.Generator().manual_seed(3)
@@ -537,6 +537,7 @@ COPIES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", COPIES)
 @settings(max_examples=25)
 @given(arguments=scaler_arguments(), before=overflow_sequences, after=overflow_sequences)

@@ -52,6 +52,7 @@ def both(callbacks, **trainer_args):
     return wanted, run(lambda: PipelineParallelStrategy(microbatches=4), 2, callbacks, **trainer_args)
 
 
+@pytest.mark.full
 def test_a_budget_by_parameters_is_that_of_the_whole_model():
     """Each stage would stop at its own budget, and wait for the others."""
 
@@ -68,6 +69,7 @@ def test_a_budget_by_parameters_is_that_of_the_whole_model():
         assert losses == pytest.approx(wanted[2], rel=1e-4)
 
 
+@pytest.mark.full
 def test_windows_are_weighted_by_tokens_over_batches_and_microbatches():
     """Promise 4."""
     wanted, got = both(lambda: [AccumulationScheduler({0: 1, 2: 2}, unit="step", weight_by="token")])
@@ -76,6 +78,7 @@ def test_windows_are_weighted_by_tokens_over_batches_and_microbatches():
         assert steps == wanted[2]
 
 
+@pytest.mark.full
 def test_lost_gradients_are_counted_on_all_stages():
     def callbacks():
         return [UnderflowMonitor(every_n_steps=1, scale=1.0)]

@@ -156,6 +156,7 @@ def test_the_best_checkpoint_is_loaded_for_a_test(tmp_path):
         assert before == pytest.approx(float(best))
 
 
+@pytest.mark.full
 def test_names_that_are_missing_are_told_with_the_whole_model_in_mind(tmp_path):
     run(PipelinedMLP, "two stages", "32-true", tmp_path / "a.ckpt", max_epochs=1)
     broken = loaded(tmp_path / "a.ckpt")

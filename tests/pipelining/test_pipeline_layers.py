@@ -237,6 +237,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(case):
     assert any(re.search(says, told, re.DOTALL) for told in run_ranks(rank, 2))
 
 
+@pytest.mark.full
 def test_a_split_model_is_not_split_again():
     def rank(_):
         module = PipelinedMLP()
@@ -295,6 +296,7 @@ class OtherNames(PipelinedMLP):
         return {"loss": loss} | ({} if self.training else {"error": loss}) | ({"late": loss} if late else {})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "devices", "says"),
     [

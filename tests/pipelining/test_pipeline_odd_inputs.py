@@ -147,6 +147,7 @@ class TurnedModel(PipelinedMLP):
         return F.mse_loss(output[0] * output[1], batch[1])
 
 
+@pytest.mark.full
 def test_layers_may_return_masks_and_tensors_of_any_layout():
     [wanted] = run_ranks(lambda _: losses_of(TurnedModel(), "ddp", 1, max_epochs=1), 1)
     # Microbatches of several rows: of one row every layout is the same.
@@ -251,6 +252,7 @@ class InSequence(PipelinedMLP):
         return list(self.layers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", [InSequence, PipelinedMLP])
 def test_layers_run_in_their_wrappers(model):
     """Those of FSDP1 gather weights, those of torch.compile run compiled code."""

@@ -12,6 +12,7 @@ from lightning_mp import AutocastPrecision, Float8Precision, PipelineParallelStr
 RULES = [("*.head", "fp32"), ("model.blocks.0.mlp", "fp32"), *PrecisionPolicy.default().rules]
 
 
+@pytest.mark.full
 def test_rules_about_modules_of_any_stage_hold_and_the_audit_shows_all_stages():
     """Each stage has a part of the modules only, and a rule about the others is no rule about nothing."""
 
@@ -83,6 +84,7 @@ class FullPrecision(PipelinedMLP):
         self.layers = nn.ModuleList(WithoutAutocast() for _ in range(4))
 
 
+@pytest.mark.full
 def test_backwards_run_outside_of_autocast_under_lightnings_own_plugin_too():
     """All stages run their backwards inside of training_step, and fp32 layers must not get products in bf16 there."""
 

@@ -128,6 +128,7 @@ class Manual(PipelinedMLP):
         self.train_losses.append(float(loss.detach()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_manual_optimization(devices):
     def rank(_, strategy, devices):
@@ -228,6 +229,7 @@ def test_stages_with_different_data_are_refused():
     assert run_ranks(rank, 2) == [True, True]
 
 
+@pytest.mark.full
 def test_the_scale_and_the_skips_are_monitored():
     def rank(_):
         module = PipelinedMLP()
@@ -307,6 +309,7 @@ class Looks(PipelinedMLP):
         self.seen.append(float(pipelined_loss(self, batch)))
 
 
+@pytest.mark.full
 def test_losses_and_outputs_of_one_batch_do_not_get_in_each_others_way():
     """Under no_grad after a loop in inference mode, too: what is kept for shapes must serve both."""
 

@@ -144,6 +144,7 @@ def test_a_plan_far_outside_is_warned_about_beside_the_result(capsys):
     assert "63.5 times outside" in json.loads(printed.out)["warnings"][0]
 
 
+@pytest.mark.full
 def test_the_table_of_a_fit(capsys, csv):
     printed = output(capsys, "fit", csv, "--samples", "100")
     assert printed.err == ""

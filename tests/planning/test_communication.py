@@ -139,6 +139,7 @@ def test_ddp_reduces_once_per_window():
     assert seen == by_formula(ParallelLayout(copies=2), micro_batches=3) + agreements(2, micro_batches=3)
 
 
+@pytest.mark.full
 def test_gradients_in_16_bit_are_half():
     hooked = counted(lambda: ReducedPrecisionDDPStrategy("bf16", process_group_backend="gloo"), 2) - agreements(2)
     assert hooked == by_formula(ParallelLayout(copies=2), reduced_gradients=True)
@@ -147,7 +148,7 @@ def test_gradients_in_16_bit_are_half():
     assert hooked == {("all_reduce", 2, 2 * SIZE.parameters): 1}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "strategy", "run", "formula"),
     [
@@ -212,6 +213,7 @@ def test_fsdp1_gathers_everything_in_16_bit(layout, strategy, formula):
     assert seen == by_formula(layout, precision="bf16-true", **formula) + agreements(layout.gpus, sharded=layout.gpus)
 
 
+@pytest.mark.full
 def test_calling_self_in_the_training_step_gathers_nothing_twice():
     """As most LightningModules do; with torch's own hooks what is outside of the blocks would be gathered again."""
     seen = counted(runs.fsdp2, 2, module=runs.Recorded)

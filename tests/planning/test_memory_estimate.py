@@ -62,6 +62,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cell", QUICK)
 def test_an_estimate_is_within_5_percent_of_a_real_run(cell):
     check(compare_on_one_device(cell, PLUGINS | OTHERS))
@@ -137,6 +138,7 @@ def test_ddp_keeps_gradients_a_second_time_unless_they_are_views_of_its_buckets(
     assert views.peak_bytes == one.peak_bytes
 
 
+@pytest.mark.full
 def test_fsdp2_gathers_two_units_and_what_is_in_none():
     """A block has 5 layers; in bf16-mixed its products are gathered in 2 bytes, norms and the token table in 4."""
     estimate = estimate_memory(
@@ -166,6 +168,7 @@ def test_on_a_gpu_autocast_keeps_norms_in_fp32_and_optimizers_work_on_all_tensor
     assert "allocator" not in str(cpu)
 
 
+@pytest.mark.full
 def test_checkpoints_save_activations_and_a_fused_step_has_no_temporaries():
     ids = MODELS["decoder"][1]()
     kept, again = (estimate_memory(Decoder(again=again), ids, precision="bf16-mixed") for again in (False, True))
@@ -246,6 +249,7 @@ def test_what_an_lstm_of_the_cpu_keeps_for_itself_is_known(shape, dtype):
     assert found == [pytest.approx(1, abs=0.05)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-masters"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_a_hugging_face_mixture_of_experts_is_estimated(precision, device_type):

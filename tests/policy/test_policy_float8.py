@@ -206,7 +206,7 @@ def test_manual_and_checkpointed_training_equal_plain_training(kind: Any, reentr
     assert equal(train(kind(reentrant)), train())
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_compiled_training_equals_eager_training_in_one_graph(recipe: str) -> None:
     class OwnRegion(Net):

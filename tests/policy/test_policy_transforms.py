@@ -64,6 +64,7 @@ def test_no_method_of_tensors_breaks_the_graph(method: str) -> None:
         assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(x), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rules", [{"norms": "fp32"}, RULES_OF_GPT], ids=["norms", "modules"])
 def test_the_compiled_gpt_is_one_graph(rules: dict[str, str]) -> None:
     torch._dynamo.reset()
@@ -116,7 +117,7 @@ def test_manual_and_checkpointed_training_equal_plain_training(kind: type[Classi
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("with_policy", [True, False], ids=["policy", "bare"])
 def test_compiled_training_equals_eager_training(with_policy: bool):
     class OwnRegion(Classifier):

@@ -261,7 +261,7 @@ def beside_tensor_parallelism(rank: int, how: str) -> tuple[int, str]:
     return trainer.global_step, ""
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["units", "parameters", "nothing"])
 def test_copies_beside_tensor_parallelism_compare_among_themselves(how: str) -> None:
     for steps, message in run_ranks(partial(beside_tensor_parallelism, how=how), 4):

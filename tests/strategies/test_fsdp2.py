@@ -123,6 +123,7 @@ class UsedLate(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.full
 def test_a_layer_first_used_in_the_last_micro_batch_of_a_window_trains() -> None:
     """D54: torch's assertion otherwise, for a gradient in 16 bit beside others in fp32."""
 

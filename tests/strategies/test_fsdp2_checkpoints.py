@@ -150,6 +150,7 @@ class PlainSGD(Regression):
         super().__init__(sgd)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharded", [pytest.param(True, marks=pytest.mark.full), False], ids=["shards", "one-file"])
 def test_an_optimizer_without_state_goes_on(sharded: bool, tmp_path: Path) -> None:
     def run(rank: int) -> Any:

@@ -107,6 +107,7 @@ class Fails(Callback):
         raise RuntimeError("planted")
 
 
+@pytest.mark.full
 def test_step_methods_are_given_back_and_a_second_run_keeps_the_shards() -> None:
     def run(rank: int) -> Any:
         module = Blocks()

@@ -70,6 +70,7 @@ def test_it_equals_one_process(ranks: int, arguments: dict[str, Any], alone: dic
     assert found[0]["whole"] == []
 
 
+@pytest.mark.full
 def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
     clip = {"gradient_clip_val": 0.5, "plugin": Precision()}
     found = run_ranks(lambda rank: train(rank, 2, fsdp2(), **clip), 2)
@@ -77,6 +78,7 @@ def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
     assert_same(found[0], train(**clip), atol=2e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_clipping_by_value_equals_one_process(ranks: int) -> None:
     clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
@@ -207,6 +209,7 @@ def test_only_what_autocast_casts_is_gathered_in_16_bit(policy: Any) -> None:
     assert dtypes == {torch.float32}
 
 
+@pytest.mark.full
 def test_evaluation_in_fp32_is_not_fed_rounded_weights() -> None:
     def run(rank: int) -> Any:
         module = Watched()
@@ -258,6 +261,7 @@ def test_a_module_that_cannot_be_initialised_is_refused() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.full
 def test_ranks_start_from_the_weights_of_rank_zero() -> None:
     def run(rank: int) -> Any:
         module = model()
@@ -359,6 +363,7 @@ def test_nothing_stays_gathered_after_evaluation() -> None:
 # -- names and refusals ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_lightning_knows_its_name() -> None:
     assert "mp_fsdp2" in StrategyRegistry.available_strategies()
 

@@ -194,11 +194,13 @@ def plain(cell: Cell, *, mean_of_means: bool = False) -> Run:
     return module.run
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("cell", TRAINED, ids=lambda cell: "-".join(map(str, cell)))
 def test_one_process_equals_a_plain_loop_in_fp32(cell: Cell) -> None:
     check_run([single(cell)], plain(cell), 4 * tolerance("", cell.precision), cell)
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("cell", TRAINED, ids=lambda cell: "-".join(map(str, cell)))
 def test_the_tolerance_tells_wrong_runs_apart(cell: Cell) -> None:
     """Without clipping, clipped in the other way, or with a mean of means, weights would be too far away."""

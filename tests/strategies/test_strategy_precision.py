@@ -222,6 +222,7 @@ def test_a_missing_loss_under_fsdp1() -> None:
     assert run_ranks(fit, 1) == [([True] * 4, [64.0] * 4, True)]
 
 
+@pytest.mark.full
 def test_fused_steps_under_fsdp1_after_clipping() -> None:
     """D04, D05: ShardedGradScaler's flag has the wrong shape for a fused step that comes after unscaling."""
     cell = Cell("16-mixed", "norm", 3)

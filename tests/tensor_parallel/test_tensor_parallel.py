@@ -64,6 +64,7 @@ def test_it_equals_one_process_and_counts_shared_data_once(optimizer: Any) -> No
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 if optimizer is sgd else 1e-4)
 
 
+@pytest.mark.full
 def test_param_groups_and_scheduler_know_nothing_of_it() -> None:
     """D21: one group as the user made it, its learning rate scheduled, every parameter stepped each time."""
 

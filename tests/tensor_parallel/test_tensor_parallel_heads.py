@@ -58,6 +58,7 @@ class HeadsSeen(Callback):
         F.scaled_dot_product_attention = nn.functional.scaled_dot_product_attention = self.plain
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["demo", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_attention_runs_on_the_heads_of_the_rank(kind: str) -> None:
     def run(rank: int) -> Any:
@@ -174,6 +175,7 @@ class Anew(Callback):
                 trainer.save_checkpoint(self.save_to)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["fp32", "masters", "masters, not stepped"])
 def test_optimizers_that_are_made_anew_have_the_order_of_one_process(kind: str, tmp_path: Path) -> None:
     """It was that of ranks, which a later run took for the order of one process."""
@@ -205,6 +207,7 @@ class Overflow(Callback):
             pl_module.get_parameter(QKV).grad.to_local()[-1, -1] = torch.inf
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_an_overflow_in_one_ranks_heads_skips_on_all(ranks: int) -> None:
     found = run_ranks(lambda rank: train(rank, ranks, fsdp2(**TENSOR), plugin=fp16(), callbacks=[Overflow()]), ranks)

@@ -100,6 +100,7 @@ def check(
     return counter
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_it_is_torchs_cross_entropy_and_nothing_is_gathered(ranks: int) -> None:

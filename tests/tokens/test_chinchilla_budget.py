@@ -91,6 +91,7 @@ def test_trimming_leaves_the_data_set_alone() -> None:
     assert all(torch.equal(y, copy) for y, copy in zip(labels, copies, strict=True))
 
 
+@pytest.mark.full
 def test_the_default_is_twenty_tokens_per_parameter(caplog: pytest.LogCaptureFixture) -> None:
     module = TokenModel()
     module.head.weight = module.embedding.weight

@@ -389,6 +389,7 @@ def test_ranks_that_all_ask_get_what_each_asked_for() -> None:
     assert run_ranks(ask, 2) == [24.0, 24.0]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 def test_sharded_optimizers_resume_at_the_same_rate(tmp_path: Path) -> None:
     """FSDP2 restores callbacks after they were set up, and writes parameter groups into a distributed checkpoint."""
