@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
 

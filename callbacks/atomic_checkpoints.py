@@ -29,7 +29,6 @@ from lightning_mp.checkpoints.atomic import (
     remove_checkpoint,
     temporary_path,
 )
-from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.checkpoints.sharded import (
     has_optimizer_state,
     is_sharded_checkpoint,
@@ -39,6 +38,7 @@ from lightning_mp.checkpoints.sharded import (
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.resume.resumable_progress import ResumableProgress
 
 
 class AtomicCheckpoints(SettingsRepr, Callback):
@@ -50,10 +50,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
     :func:`lightning_mp.checkpoints.latest_checkpoint` finds it again. All ranks must see the same folder. Paths with a
     protocol, such as ``s3://``, are left to Lightning.
 
-    A restarted run continues with the very next batch, if the loader has a ``state_dict``. Lightning alone loses
-    batches,
-    a validation or an epoch: after an epoch's last batch, with a loader without a length, with a sampler that orders
-    each epoch anew, after the end of a run, and after an exception.
+    What a restarted run continues with is :class:`~lightning_mp.ExactResume`'s part.
 
     Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no optimizer state yet, because
     all steps so far were skipped or did not use it, and writing one before the first step makes Adam count a step too

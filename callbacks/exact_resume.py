@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lightning_mp.callbacks._common import refuse_other_trainers
-from lightning_mp.checkpoints.resumable_progress import ResumableProgress, batches_to_do_again, saves_on_exception
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_loop_api import set_metric_state
@@ -31,6 +30,13 @@ from lightning_mp.resume.differences import EXACT_RESUME_KEY
 from lightning_mp.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported
 from lightning_mp.resume.random_numbers import captured, restore
 from lightning_mp.resume.records import RECORDED_KINDS, bit_hash, bit_hash_of_nested, write_record
+from lightning_mp.resume.resumable_progress import (
+    ResumableProgress,
+    batches_to_do_again,
+    is_epoch_over,
+    repeat_validation,
+    saves_on_exception,
+)
 
 
 class ExactResume(SettingsRepr, Callback):
@@ -79,7 +85,9 @@ class ExactResume(SettingsRepr, Callback):
         self._before_epoch: dict[str, Any] | None = None
         # Random state and metrics before the validation that runs.
         self._before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
+        # Random state of the run's end, and metrics of an epoch that it cuts off, before that logs and forgets them.
         self._at_end: dict[str, Any] | None = None
+        self._of_cut_epoch: dict[str, Any] | None = None
         self._hashes: dict[str, Tensor] = {}
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -90,7 +98,7 @@ class ExactResume(SettingsRepr, Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._positions, self._positions_are_complete = [], False
-        self._resumed = self._before_epoch = self._before_validation = self._at_end = None
+        self._resumed = self._before_epoch = self._before_validation = self._at_end = self._of_cut_epoch = None
         self._before_fetches.clear()
         progress = ResumableProgress.attach(trainer)
         progress.when_resumed = lambda: self._restore_metrics(trainer)
@@ -178,6 +186,10 @@ class ExactResume(SettingsRepr, Callback):
 
         private_loop_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
 
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Keeps the metrics of an epoch that a later run continues."""
+        self._of_cut_epoch = _metrics(trainer) if private_loop_api.is_epoch_cut(trainer) else None
+
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the random state of the end, for checkpoints that are written after the run."""
         self._at_end = captured(pl_module.device)
@@ -191,16 +203,8 @@ class ExactResume(SettingsRepr, Callback):
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if progress is None:
             return
-        metrics = {
-            "logged": private_loop_api.logged_results(trainer),
-            "states": metric_states(pl_module),
-            "latest": {
-                name: value.detach().cpu().clone()
-                for name, value in private_loop_api.latest_metrics(trainer).items()
-                if isinstance(value, Tensor)
-            },
-            "epoch_ends": private_loop_api.is_in_end_of_epoch(trainer),
-        }
+        metrics = self._of_cut_epoch if self._at_end is not None else None
+        metrics = metrics or _metrics(trainer) | {"epoch_ends": private_loop_api.is_in_end_of_epoch(trainer)}
         if self._before_validation is not None and progress["epoch_loop.batch_progress"]["current"]["completed"]:
             metrics["states"] = self._before_validation[1]
             repeat_validation(progress)
@@ -331,24 +335,6 @@ class ExactResume(SettingsRepr, Callback):
             write_record(self.record, number, trainer.global_step, hashes)
 
 
-def is_epoch_over(progress: Mapping[str, Any]) -> bool:
-    """Whether no batch of the epoch is left; ``progress`` is that of the fit loop, as a checkpoint holds it."""
-    epochs, batches = progress["epoch_progress"]["current"], progress["epoch_loop.batch_progress"]
-    is_done = batches["current"]["ready"] == batches["current"]["processed"]
-    return bool(epochs["ready"]) and (epochs["processed"] >= epochs["ready"] or (batches["is_last_batch"] and is_done))
-
-
-def repeat_validation(progress: dict[str, Any]) -> None:
-    """What is written inside of a validation counts as written before it; ``progress`` is changed in place."""
-    batches, validation = progress["epoch_loop.batch_progress"], progress["epoch_loop.val_loop.batch_progress"]
-    for counts in (batches["total"], batches["current"]):
-        counts["completed"] -= 1
-    for name, number in validation["current"].items():
-        validation["total"][name] -= number
-        validation["current"][name] = 0
-    validation["is_last_batch"] = False
-
-
 def _of_positions(states: list[Any]) -> list[Any]:
     """Those that this package has written."""
     return [state for state in states if isinstance(state, dict) and "is_over" in state]
@@ -372,6 +358,17 @@ def _start_workers_aside(loader: "DataLoader[Any]", patches: Patches) -> None:
             return making.original()
 
     making = patches.replace(loader, "_get_iterator", get_iterator)
+
+
+def _metrics(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What the epoch has logged so far, and what is in its metrics."""
+    latest = private_loop_api.latest_metrics(trainer).items()
+    return {
+        "logged": private_loop_api.logged_results(trainer),
+        "states": metric_states(trainer.lightning_module),
+        "latest": {name: value.detach().cpu().clone() for name, value in latest if isinstance(value, Tensor)},
+        "epoch_ends": False,
+    }
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
-from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
+from lightning_mp.resume.resumable_progress import ResumableProgress
 
 
 class StopAtBoundary(SettingsRepr, Callback):

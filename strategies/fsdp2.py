@@ -29,7 +29,6 @@ from lightning_mp.checkpoints.atomic import (
     temporary_path,
 )
 from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states
-from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.checkpoints.sharded import load_checkpoint, without_synthetic_step
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
@@ -44,6 +43,7 @@ from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizers.low_bit_states import refuse_whole_checkpoints
+from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,

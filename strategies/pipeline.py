@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, refuse_shards
-from lightning_mp.checkpoints.resumable_progress import ResumableProgress
 from lightning_mp.checkpoints.single_file import refuse_other_number
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.patches import Patch, Patches
@@ -35,6 +34,7 @@ from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import ScheduleName
 from lightning_mp.precision.base import GradientStepPrecision
+from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.strategies.pipeline_setup import (
     arguments_of_any_strategy,
     check_earlier_split,

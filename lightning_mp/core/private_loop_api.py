@@ -25,6 +25,7 @@ __all__ = [
     "before_each_fetch",
     "before_each_advance",
     "before_first_fetch",
+    "count_resumed_step_once",
     "ddp_arguments",
     "end_restart",
     "end_resumed_batch",
@@ -33,6 +34,7 @@ __all__ = [
     "fetches_ahead",
     "index_sampler",
     "is_accumulating",
+    "is_epoch_cut",
     "is_in_end_of_epoch",
     "is_in_start_of_epoch",
     "load_late_states",
@@ -159,6 +161,20 @@ def end_resumed_batch(trainer: "pl.Trainer") -> None:
         epoch_loop._batches_that_stepped = after
 
     patch = Patches.of(trainer).replace(epoch_loop, "reset", reset)
+
+
+def count_resumed_step_once(trainer: "pl.Trainer") -> None:
+    """Where a run had ended with a validation, Lightning ends that batch again and counts its step for loggers."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if not (epoch_loop.restarted_on_last and trainer.fit_loop.restarted_mid_epoch):
+        return
+
+    def advance(data_fetcher: Any) -> None:
+        patch.original(data_fetcher)
+        if epoch_loop._skip_next_val and not epoch_loop._should_accumulate():
+            epoch_loop._batches_that_stepped -= 1
+
+    patch = Patches.of(trainer).replace(epoch_loop, "advance", advance)
 
 
 def end_restart(trainer: "pl.Trainer") -> None:
@@ -292,6 +308,12 @@ def is_in_start_of_epoch(trainer: "pl.Trainer") -> bool:
     counts = trainer.fit_loop.epoch_progress.current
     assert isinstance(counts, _ProcessedTracker)
     return counts.ready > counts.started
+
+
+def is_epoch_cut(trainer: "pl.Trainer") -> bool:
+    """Whether the run ends before the epoch's last batch."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    return not batches.is_last_batch and batches.current.ready < trainer.num_training_batches
 
 
 def is_in_end_of_epoch(trainer: "pl.Trainer") -> bool:

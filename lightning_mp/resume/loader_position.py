@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, FLAG, Kind, checked_state, or_none
+from lightning_mp.core.saved_state import COUNT, FLAG, Kind, checked_state, or_none
 from lightning_mp.resume.random_numbers import RANDOM_STATE, captured, restore
 
 _CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ _KINDS = {
     "generators_at_start": _GENERATORS,
     "generators": _GENERATORS,
     "last": or_none(Kind("a hash", lambda value: isinstance(value, str))),
-    "seed": or_none(ANY_NUMBER),
+    "split": or_none(_MAPPING),
     "is_over": FLAG,
     "loader": _MAPPING,
 }
@@ -73,7 +73,7 @@ class LoaderPosition:
     ) -> None:
         self._loader, self._data_rank, self._num_data_ranks = loader, data_rank, num_data_ranks
         self._when_unrepeatable = when_unrepeatable
-        self._sampler = private_loop_api.index_sampler(loader)
+        self.sampler = private_loop_api.index_sampler(loader)
         self._iterator: Any = None
         self._iteration = 0
         self._start: dict[str, Any] | None = None
@@ -103,7 +103,7 @@ class LoaderPosition:
         making = patches.replace(loader, "_get_iterator", get_iterator)
         patches.replace(loader, "state_dict", self.state_dict)
         patches.replace(loader, "load_state_dict", self.load_state_dict)
-        patches.at_end(private_loop_api.replace_index_sampler(loader, _RecordedIndices(self._sampler, self)))
+        patches.at_end(private_loop_api.replace_index_sampler(loader, _RecordedIndices(self)))
         patches.at_end(self._forget)  # workers end with their iterator
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class LoaderPosition:
             "generators_at_start": list(self._generators_at_start),
             "generators": [generator.get_state() for generator in self._generators()],
             "last": _hash(last) if last is not None else self._last_hash if not yielded else None,
-            "seed": getattr(self._distributed_sampler(), "seed", None),
+            "split": _split(_inner(self.sampler)),
             "is_over": False,
             "loader": self._description(),
         }
@@ -135,9 +135,7 @@ class LoaderPosition:
                     f"ExactResume cannot continue in the data: {name} was {other} in the checkpoint's run and is {own}"
                     " now. Resume with the same loader, or without ExactResume()."
                 )
-        sampler = self._distributed_sampler()
-        if sampler is not None and saved["seed"] is not None:
-            sampler.seed = saved["seed"]  # Lightning takes that of `seed_everything`, which may be another one
+        self._take_split(saved["split"])
         self._resume, self._iteration = saved, saved["iteration"]
         if saved["start"] is not None:
             self._skipped, self._start, self._last_hash = saved["batches"], saved["start"], saved["last"]
@@ -158,7 +156,7 @@ class LoaderPosition:
             length: int | None = len(loader.dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             length = None
-        batch_size = loader.batch_size if loader.batch_size is not None else getattr(self._sampler, "batch_size", None)
+        batch_size = loader.batch_size if loader.batch_size is not None else getattr(self.sampler, "batch_size", None)
         # The state of a generator depends on how many batches are fetched ahead.
         workers = loader.num_workers if self._generators() else min(loader.num_workers, 1)
         return {
@@ -168,15 +166,45 @@ class LoaderPosition:
             "the number of generators": len(self._generators()),
         }
 
-    def _distributed_sampler(self) -> "DistributedSampler[Any] | None":
-        samplers = (self._sampler, getattr(self._sampler, "sampler", None))
-        return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+    def _take_split(self, saved: Mapping[str, Any] | None) -> None:
+        """Has samples in the order of the checkpoint's run, also where only one of the two runs splits them."""
+        sampler = _inner(self.sampler)
+        own = _split(sampler)
+        was_split, is_split = (split is not None and split["seed"] is not None for split in (saved, own))
+        if was_split != is_split and not all(split is not None and split["is_plain"] for split in (saved, own)):
+            raise ValueError(
+                "ExactResume cannot continue in the data on another number of ranks: a sampler of your own orders"
+                f" samples ({_sampler_name(self.sampler)} now), which is split over ranks in another order. Resume on"
+                " as many ranks."
+            )
+        if not was_split:
+            return
+        assert saved is not None
+        if not is_split:
+            sampler = DistributedSampler(self._loader.dataset, 1, 0, shuffle=saved["is_shuffled"])
+            self.sampler = _like(self.sampler, sampler)
+        sampler.seed = saved["seed"]  # Lightning takes that of `seed_everything`, which may be another one
+        sampler.set_epoch(saved["epoch"])
+
+    def _sampler_of(self, resume: Mapping[str, Any]) -> Any:
+        """For the rest of an epoch that began on one rank: this rank's share of that order."""
+        own, was = _inner(self.sampler), resume["split"]
+        if not isinstance(own, DistributedSampler) or was is None or was["seed"] is not None:
+            return self.sampler
+        dataset: Any = self._loader.dataset
+        order: Any = range(len(dataset))
+        if was["is_shuffled"]:
+            order = list(RandomSampler(dataset, generator=self._loader.generator))
+        share: DistributedSampler[Any] = DistributedSampler(
+            order, own.num_replicas, own.rank, shuffle=False, drop_last=own.drop_last
+        )
+        return _like(self.sampler, [order[place] for place in share])
 
     def _generators(self) -> list[torch.Generator]:
         """Those of the loader, its sampler and the samplers inside of it."""
         found: dict[int, torch.Generator] = {}
         holder: Any = self._loader
-        for holder in (self._loader, self._sampler, getattr(self._sampler, "sampler", None)):
+        for holder in (self._loader, self.sampler, getattr(self.sampler, "sampler", None)):
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
                 found[id(generator)] = generator
@@ -202,11 +230,11 @@ class LoaderPosition:
             self._iteration += 1
             self._start = captured(_CPU)
             self._generators_at_start = [generator.get_state() for generator in self._generators()]
-            rest = iter(self._sampler)
+            rest = iter(self.sampler)
         else:
             rest = self._replayed(resume)
         self._key = self._key_of_iteration()
-        seeds, looks = self._loader.num_workers > 0, not _is_repeatable(self._sampler)
+        seeds, looks = self._loader.num_workers > 0, not _is_repeatable(self.sampler)
         for number, indices in enumerate(self._watched(rest) if looks else rest, start=self._skipped):
             self._handed_out.append((number, indices))
             yield _ForAWorker(indices, self._seed(number)) if seeds else indices
@@ -217,7 +245,7 @@ class LoaderPosition:
         restore(resume["start"], _CPU)
         for generator, saved in zip(self._generators(), resume["generators_at_start"], strict=True):
             generator.set_state(saved)
-        rest: Iterator[Any] = iter(self._sampler)
+        rest: Iterator[Any] = iter(self._sampler_of(resume))
         last: Any = None
         for number in range(resume["batches"]):
             last = next(rest, _END)
@@ -230,7 +258,7 @@ class LoaderPosition:
         if resume["batches"] and resume["last"] is not None and (last is _END or _hash(last) != resume["last"]):
             raise ValueError(
                 f"ExactResume cannot continue in the data: batch {resume['batches']} of this epoch has other indices"
-                f" than before, as {_sampler_name(self._sampler)} does not repeat its order. Resume with the same"
+                f" than before, as {_sampler_name(self.sampler)} does not repeat its order. Resume with the same"
                 " dataset and sampler, and draw its numbers from a generator."
             )
         return rest
@@ -243,7 +271,7 @@ class LoaderPosition:
             indices = next(rest, _END)
             if before is not None and not _equal(before, captured(_CPU)):
                 self._when_unrepeatable(
-                    f"{_sampler_name(self._sampler)} draws from global random numbers in the middle of an epoch. Draw"
+                    f"{_sampler_name(self.sampler)} draws from global random numbers in the middle of an epoch. Draw"
                     " all of them in its __iter__ before the first index, or from a generator"
                 )
                 number = _LOOKED_AT
@@ -321,19 +349,19 @@ def why_unsupported(loader: object) -> str:
 class _RecordedIndices(Sampler[Any]):
     """In the place of a loader's sampler, for which it answers."""
 
-    def __init__(self, sampler: Any, position: LoaderPosition) -> None:
-        self._sampler, self._position = sampler, position
+    def __init__(self, position: LoaderPosition) -> None:
+        self._position = position
 
     def __iter__(self) -> Iterator[Any]:
         return self._position.indices()
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self._position.sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_sampler" not in vars(self):
+        if name.startswith("__") or "_position" not in vars(self):
             raise AttributeError(name)
-        return getattr(self._sampler, name)
+        return getattr(self._position.sampler, name)
 
 
 class _ForAWorker:
@@ -360,15 +388,34 @@ def _hash(indices: Any) -> str:
     return hashlib.blake2b(repr(indices).encode(), digest_size=16).hexdigest()
 
 
+def _inner(sampler: Any) -> Any:
+    """What orders samples, in a batch sampler perhaps."""
+    return sampler.sampler if isinstance(sampler, BatchSampler) else sampler
+
+
+def _like(sampler: Any, inner: Any) -> Any:
+    return BatchSampler(inner, sampler.batch_size, sampler.drop_last) if isinstance(sampler, BatchSampler) else inner
+
+
+def _split(sampler: Any) -> dict[str, Any] | None:
+    """How samples are ordered, if that can be done on another number of ranks; with a seed if they are split now."""
+    if isinstance(sampler, DistributedSampler):
+        is_plain = type(sampler) is DistributedSampler
+        return {"seed": sampler.seed, "epoch": sampler.epoch, "is_shuffled": sampler.shuffle, "is_plain": is_plain}
+    is_shuffled = type(sampler) is RandomSampler
+    if is_shuffled and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
+        return None
+    if is_shuffled or type(sampler) is SequentialSampler:
+        return {"seed": None, "epoch": 0, "is_shuffled": is_shuffled, "is_plain": True}
+    return None
+
+
 def _sampler_name(sampler: Any) -> str:
-    inner = getattr(sampler, "sampler", None) if isinstance(sampler, BatchSampler) else None
-    return type(sampler if inner is None else inner).__name__
+    return type(_inner(sampler)).__name__
 
 
 def _is_repeatable(sampler: Any) -> bool:
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    return type(sampler) in _REPEATABLE
+    return type(_inner(sampler) if type(sampler) is BatchSampler else sampler) in _REPEATABLE
 
 
 def _equal(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

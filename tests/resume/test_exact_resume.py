@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,14 +20,23 @@ from exact_runs import (
     Memory,
     run,
 )
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from restarts import Interruption
 from small_models import quiet_trainer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_mp import AtomicCheckpoints, AutocastPrecision, ExactResume, LossScaler
+from lightning_mp import (
+    AccumulationScheduler,
+    AtomicCheckpoints,
+    AutocastPrecision,
+    ChinchillaBudget,
+    ExactResume,
+    LossScaler,
+)
 from lightning_mp.__main__ import main
+from lightning_mp.callbacks import exact_resume
 from lightning_mp.resume.random_numbers import captured, restore
 
 pytestmark = [
@@ -88,11 +98,11 @@ def test_a_checkpoint_may_be_written_in_any_hook(hook: str, tmp_path: Path) -> N
     def fit(name: str, *callbacks: Callback, ckpt_path: Path | None = None, memory: Memory | None = None) -> Any:
         pl.seed_everything(0 if ckpt_path is None else 5, verbose=False)
         trainer = quiet_trainer(
-            callbacks=[ExactResume(), *callbacks],
+            callbacks=[ExactResume(), EarlyStopping("largest", patience=1, check_on_train_epoch_end=True), *callbacks],
             logger=memory,
             log_every_n_steps=1,
             val_check_interval=3,
-            max_epochs=3,
+            max_epochs=20,
         )
         module = Dropped(plateau=True)
         try:
@@ -107,6 +117,7 @@ def test_a_checkpoint_may_be_written_in_any_hook(hook: str, tmp_path: Path) -> N
     trainer, resumed = fit("resumed", ckpt_path=path, memory=memories[1])
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
     assert memories[0].logged == memories[1].logged
+    assert 3 <= trainer.current_epoch == expected.current_epoch < 20  # stopped early
     assert trainer.optimizers[0].param_groups[0]["lr"] == expected.optimizers[0].param_groups[0]["lr"] < 0.05
 
 
@@ -158,6 +169,123 @@ def test_in_fp16_with_skipped_steps_inside_windows(tmp_path: Path) -> None:
     assert (
         main(["bits", str(tmp_path / "straight" / "last.ckpt"), str(tmp_path / "resumed" / "(3,)" / "last.ckpt")]) == 0
     )
+
+
+class StochasticSGD(torch.optim.SGD):
+    """Rounds its weights to multiples of 1/64, up or down at random, as optimizers of 16-bit weights do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.copy_((parameter * 64 + torch.rand_like(parameter)).floor() / 64)
+        return loss
+
+
+class Stochastic(Dropped):
+    def configure_optimizers(self) -> Any:
+        return StochasticSGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def stateful() -> Any:
+    reason = "needs torchdata's StatefulDataLoader"
+    loading = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
+    return loading.StatefulDataLoader(Augmented(), batch_size=BATCH, shuffle=True)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The run ended after .* budgeted tokens")
+@pytest.mark.parametrize(
+    "make", [LOADERS["shuffle"], LOADERS["workers"], stateful], ids=["own", "workers", "torchdata"]
+)
+def test_inside_of_a_window_with_a_budget_and_an_optimizer_that_draws(make: Any, tmp_path: Path) -> None:
+    """Windows of three batches, whose gradient is saved in the middle; the budget ends in the second epoch."""
+
+    def callbacks() -> list[Callback]:
+        return [
+            ExactResume(),
+            AccumulationScheduler({0: 3}, unit="step", save_partial_gradients=True),
+            ChinchillaBudget(tokens=40, count=lambda batch: len(batch[1]), landing="floor"),
+        ]
+
+    runs = [
+        run(
+            tmp_path / str(before),
+            before,
+            make,
+            SAVES["on an exception"],
+            make_callbacks=callbacks,
+            module=Stochastic,
+            val_check_interval=2,
+        )
+        for before in ((), (5,), (BATCHES + 3,), (3, 4))
+    ]
+    assert max(runs[0].steps) < (1, BATCHES - 1)
+    for resumed in runs[1:]:
+        assert resumed.differences(runs[0]) == []
+
+
+@pytest.mark.full
+def test_a_run_that_had_ended_goes_on(tmp_path: Path) -> None:
+    """Its checkpoint is written after the run, inside of an epoch."""
+
+    def fit(max_steps: int, ckpt_path: Path | None = None) -> Any:
+        pl.seed_everything(0 if ckpt_path is None else 5, verbose=False)
+        trainer = quiet_trainer(callbacks=[ExactResume()], max_epochs=-1, max_steps=max_steps, val_check_interval=2)
+        module = Dropped()
+        trainer.fit(module, LOADERS["shuffle"](), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{max_steps}{ckpt_path is None}.ckpt")
+        return module.steps
+
+    straight = fit(BATCHES + 5)
+    begun = fit(BATCHES + 2)
+    assert begun | fit(BATCHES + 5, tmp_path / f"{BATCHES + 2}True.ckpt") == straight
+    assert main(["bits", *(str(tmp_path / f"{BATCHES + 5}{name}.ckpt") for name in (True, False))]) == 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed between the first batch and the end of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Counted(Callback):
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.operations.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BATCHES - 1:
+            self.operations.__exit__(None, None, None)
+
+
+def test_what_it_costs(tmp_path: Path) -> None:
+    """Nothing between checkpoints, and in one the random numbers and those of each loader."""
+    numbers, states = [], []
+    for callbacks in ([], [ExactResume()]):
+        operations = Operations()
+        trainer = quiet_trainer(callbacks=[*callbacks, Counted(operations)], limit_val_batches=0)
+        with patch.object(exact_resume, "captured", wraps=captured) as copies:
+            trainer.fit(Dropped(), LOADERS["shuffle"]())
+        assert copies.call_count <= 3  # before the first batch, at the beginning of the epoch, and at its end
+        numbers.append(operations.number)
+    assert numbers[0] == numbers[1] > 10 * BATCHES
+    for loader in ("shuffle", "max_size"):
+        saved = torch.load(saved_after(tmp_path, LOADERS[loader]()), weights_only=True)
+        torch.save(saved["lightning_mp_exact_resume"], tmp_path / "state.pt")
+        states.append((tmp_path / "state.pt").stat().st_size)
+    assert states[0] < 2 * 20_000
+    assert states[1] - states[0] < 20_000
 
 
 def test_a_record_names_the_step_and_kind_that_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

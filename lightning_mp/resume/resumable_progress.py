@@ -48,7 +48,7 @@ class ResumableProgress(Callback):
     The loader's state is copied before each fetch if it has no length, or if checkpoints are written on exceptions. All
     ranks are given the state that rank 0 saved, as in Lightning.
 
-    :class:`~lightning_mp.AtomicCheckpoints`, :class:`~lightning_mp.StopAtBoundary`,
+    :class:`~lightning_mp.ExactResume`, :class:`~lightning_mp.AtomicCheckpoints`, :class:`~lightning_mp.StopAtBoundary`,
     :class:`~lightning_mp.AccumulationScheduler`, :class:`~lightning_mp.ChinchillaBudget`,
     :class:`~lightning_mp.FSDP2Strategy` and :class:`~lightning_mp.PipelineParallelStrategy` bring it along.
     """
@@ -103,6 +103,7 @@ class ResumableProgress(Callback):
         if private_loop_api.end_resumed_epoch(trainer):
             self._at_start = []  # the next epoch begins anew
         private_loop_api.end_resumed_batch(trainer)
+        private_loop_api.count_resumed_step_once(trainer)
         goes_back = saves_on_exception(trainer)
 
         if goes_back or private_loop_api.fetches_ahead(trainer):
@@ -187,3 +188,21 @@ def reopen_epoch(progress: dict[str, Any], num_batches: float) -> None:
     for counts in (epochs["total"], epochs["current"]):
         counts["completed"] -= 1
         counts["processed"] -= not is_over
+
+
+def is_epoch_over(progress: Mapping[str, Any]) -> bool:
+    """Whether no batch of the epoch is left; ``progress`` is that of the fit loop, as a checkpoint holds it."""
+    epochs, batches = progress["epoch_progress"]["current"], progress["epoch_loop.batch_progress"]
+    is_done = batches["current"]["ready"] == batches["current"]["processed"]
+    return bool(epochs["ready"]) and (epochs["processed"] >= epochs["ready"] or (batches["is_last_batch"] and is_done))
+
+
+def repeat_validation(progress: dict[str, Any]) -> None:
+    """What is written inside of a validation counts as written before it; ``progress`` is changed in place."""
+    batches, validation = progress["epoch_loop.batch_progress"], progress["epoch_loop.val_loop.batch_progress"]
+    for counts in (batches["total"], batches["current"]):
+        counts["completed"] -= 1
+    for name, number in validation["current"].items():
+        validation["total"][name] -= number
+        validation["current"][name] = 0
+    validation["is_last_batch"] = False
