@@ -182,9 +182,9 @@ class LoaderPosition:
         assert saved is not None
         if not is_split:
             sampler = DistributedSampler(self._loader.dataset, 1, 0, shuffle=saved["is_shuffled"])
+            sampler.set_epoch(saved["epoch"])
             self.sampler = _like(self.sampler, sampler)
         sampler.seed = saved["seed"]  # Lightning takes that of `seed_everything`, which may be another one
-        sampler.set_epoch(saved["epoch"])
 
     def _sampler_of(self, resume: Mapping[str, Any]) -> Any:
         """For the rest of an epoch that began on one rank: this rank's share of that order."""
