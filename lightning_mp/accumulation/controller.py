@@ -24,6 +24,7 @@ from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_ab
 from lightning_mp.accumulation.schedule import Progress
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -77,6 +78,7 @@ class AccumulationController(Callback):
         self._count_check: CountCheck | None = None
         self._has_inspected = self._weighs = self._is_plugins = False
         self._boundary: AccumulationBoundary | None = None
+        self._is_in_backward = False
         self._before_steps: list[Callable[[], None]] = []
         # Of a checkpoint, until training starts.
         self._saved_window: PartialAccumulation | None = None
@@ -226,8 +228,10 @@ class AccumulationController(Callback):
         self.release(trainer)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Gives the Trainer its own setting back."""
-        self.release(trainer)
+        """The same; the window stays until all callbacks have had this hook, as one may write a checkpoint."""
+        if not self.settings.follows_trainer:
+            trainer.accumulate_grad_batches = self.settings.idle_value()
+        Patches.of(trainer).at_end(lambda: self.release(trainer))
 
     def release(self, trainer: "pl.Trainer") -> None:
         """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
@@ -240,6 +244,7 @@ class AccumulationController(Callback):
         self._loss_average, self._count_check, self._has_inspected = None, None, False
         self._before_steps = []
         self.state = replace(windows.close_early(self.state), micro_batch=None)
+        self._is_in_backward = False
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
@@ -307,6 +312,7 @@ class AccumulationController(Callback):
                 loss.mul_(factor)
         assert self.state.reference_items is not None
         self.state = windows.add_micro_batch(self.state, self.state.reference_items)
+        self._is_in_backward = True
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -332,6 +338,7 @@ class AccumulationController(Callback):
         if self.settings.weighting is None:
             return
         self.state = windows.end_micro_batch(self.state)
+        self._is_in_backward = False
         if self._boundary is not None and self._boundary.acts_at_ends:
             self._boundary.end()
         assert self.state.micro_batch is not None
@@ -432,7 +439,8 @@ class AccumulationController(Callback):
         window = self.state.window
         if not window.is_open or window.totals is None or self.settings.follows_trainer:
             return
-        if self.settings.saves_partial_gradients:
+        # A micro-batch that is interrupted after its loss is done again, and may have added to the gradient already.
+        if self.settings.saves_partial_gradients and not self._is_in_backward:
             totals = window.totals.tensor(pl_module.device)
             PartialAccumulation.of(trainer, pl_module, window.planned, window.position, totals).save(checkpoint)
             return

@@ -25,7 +25,6 @@ __all__ = [
     "before_each_fetch",
     "before_each_advance",
     "before_first_fetch",
-    "count_resumed_step_once",
     "ddp_arguments",
     "end_restart",
     "end_resumed_batch",
@@ -37,6 +36,7 @@ __all__ = [
     "is_epoch_cut",
     "is_in_end_of_epoch",
     "is_in_start_of_epoch",
+    "is_validation_due",
     "load_late_states",
     "log_resumed_batch",
     "logged_results",
@@ -163,18 +163,12 @@ def end_resumed_batch(trainer: "pl.Trainer") -> None:
     patch = Patches.of(trainer).replace(epoch_loop, "reset", reset)
 
 
-def count_resumed_step_once(trainer: "pl.Trainer") -> None:
-    """Where a run had ended with a validation, Lightning ends that batch again and counts its step for loggers."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    if not (epoch_loop.restarted_on_last and trainer.fit_loop.restarted_mid_epoch):
-        return
-
-    def advance(data_fetcher: Any) -> None:
-        patch.original(data_fetcher)
-        if epoch_loop._skip_next_val and not epoch_loop._should_accumulate():
-            epoch_loop._batches_that_stepped -= 1
-
-    patch = Patches.of(trainer).replace(epoch_loop, "advance", advance)
+def is_validation_due(trainer: "pl.Trainer") -> bool:
+    """Whether the batch at hand ends in a step and a validation, inside an epoch."""
+    fetcher, epoch_loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
+    if fetcher is None or not is_epoch_cut(trainer) or not epoch_loop.batch_progress.current.ready:
+        return False
+    return not is_accumulating(trainer) and epoch_loop._should_check_val_fx(fetcher)
 
 
 def end_restart(trainer: "pl.Trainer") -> None:

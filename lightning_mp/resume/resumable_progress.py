@@ -60,6 +60,7 @@ class ResumableProgress(Callback):
         self._at_start: list[dict[str, Any]] = []
         # Of a run that has ended.
         self._at_end: list[dict[str, Any]] = []
+        self._ends_with_validation = False
         #: Called in ``on_train_start``, before the epoch of a checkpoint continues or ends.
         self.when_resumed: Callable[[], None] = _nothing
 
@@ -80,7 +81,7 @@ class ResumableProgress(Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._before_fetches.clear()
-        self._at_end = []
+        self._at_end, self._ends_with_validation = [], False
         self.when_resumed = _nothing
 
         def process(dataloader: object) -> object:
@@ -103,7 +104,6 @@ class ResumableProgress(Callback):
         if private_loop_api.end_resumed_epoch(trainer):
             self._at_start = []  # the next epoch begins anew
         private_loop_api.end_resumed_batch(trainer)
-        private_loop_api.count_resumed_step_once(trainer)
         goes_back = saves_on_exception(trainer)
 
         if goes_back or private_loop_api.fetches_ahead(trainer):
@@ -131,12 +131,15 @@ class ResumableProgress(Callback):
         if _is_in_work(progress) and not private_loop_api.is_accumulating(trainer):
             # Lightning counts the step of a batch that was in work when it continues, and again when it has made it.
             progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        # Where the run ended with a validation, Lightning ends that batch again when it continues, and counts its step.
+        progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= self._ends_with_validation
         # Those before the fetch of the first batch that is not done. The present ones are right if it was not fetched.
         if self._at_end or 0 < fetched <= len(self._before_fetches):
             progress["state_dict"]["combined_loader"] = self._at_end or self._before_fetches[-fetched]
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the loaders' states, which Lightning resets after this."""
+        self._ends_with_validation = private_loop_api.is_validation_due(trainer)
         fetches_ahead = private_loop_api.fetches_ahead(trainer) and self._before_fetches
         self._at_end = self._before_fetches[-1] if fetches_ahead else deepcopy(private_loop_api.loader_states(trainer))
 
