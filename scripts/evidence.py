@@ -6,8 +6,9 @@
     make evidence ARGS="--quick"        # a few minutes: shows that it works, and says little
 
 Real text and the demo's model, at two learning rates; a small vision transformer on scikit-learn's handwritten digits,
-where that package is installed; adapters on a model that was trained on code, tuned on prose. The page, with its
-pictures and the results as JSON, is written from the files of ``--out``. Failed and unclear results are there like
+where that package is installed; adapters on a model that was trained on code, tuned on prose; masters of 24 bits, with
+8-bit moments where torchao is installed. The page, with its pictures and the results as JSON, is written from the files
+of ``--out``. Failed and unclear results are there like
 the others.
 """
 
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import compare_precisions
+from lightning_mp import MasterWeightsPrecision, compare_precisions
 from lightning_mp.demo.compare import short_runs
 from lightning_mp.demo.settings import CLIP_NORM
 from lightning_mp.language_model import (
@@ -60,6 +61,9 @@ PRECISIONS = (
     "fp8-tensorwise",
     "fp8-mixed",
 )
+MASTERS_OF_24_BITS = ("32-true", "bf16-masters", "bf16-24bit")
+#: torchao quantises moments of at least 4,096 elements: here those of all matrices but the attention's last.
+LOW_BIT_PARAMETERS = 100_000
 ADAPTER_RANK = 4
 #: At the demo's own rate the intervals are ten times as wide, see `text_demo_rate_part`.
 LEARNING_RATE = 3e-3
@@ -115,6 +119,27 @@ class VisionTransformer(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=5e-3, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class LowBitMoments(MasterWeightsPrecision):
+    """Marks the runs that have 8-bit moments."""
+
+
+class LowBitModel(LanguageModel):
+    """Has torchao's 8-bit AdamW in the runs that are marked, else its own."""
+
+    def configure_optimizers(self) -> Any:
+        """With the schedule of the model."""
+        found: Any = super().configure_optimizers()
+        if not isinstance(self.trainer.precision_plugin, LowBitMoments):
+            return found
+        from torchao.optim import AdamW8bit
+
+        groups = [{key: group[key] for key in ("params", "weight_decay")} for group in found["optimizer"].param_groups]
+        optimizer = AdamW8bit(groups, lr=self.hparams["learning_rate"], betas=found["optimizer"].defaults["betas"])
+        schedule = found["lr_scheduler"]["scheduler"].lr_lambdas[0]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class Adapted(nn.Module):
@@ -178,6 +203,23 @@ def adapters_part(sizes: Sizes, out: Path) -> dict[str, Any]:
     return compared(make, make_data, sizes, out / "adapters.jsonl")
 
 
+def masters_of_24_bits_part(sizes: Sizes, out: Path) -> dict[str, Any]:
+    """Masters of 24 bits, with fp32 and with 8-bit moments (torchao's AdamW8bit): 13 and 7 bytes per parameter.
+
+    The text of the first part, and a model of at least 100,000 parameters, of which most have 8-bit moments.
+    """
+    precisions: dict[str, Any] = {name: name for name in MASTERS_OF_24_BITS}
+    if find_spec("torchao") is not None:
+        precisions["bf16-24bit, 8-bit moments"] = lambda: LowBitMoments("bf16-true", storage="24bit")
+    shape = config_for_parameters(max(sizes.params, LOW_BIT_PARAMETERS))
+    make_module, make_data = short_runs(
+        load_standard_library(), shape, sizes.steps, sizes.batch_size, fused=False, module=LowBitModel
+    )
+    make = partial(make_module, learning_rate=LEARNING_RATE)
+    with torch.compiler.set_stance("force_eager"):  # torchao would compile its step for every shape
+        return compared(make, make_data, sizes, out / "masters_of_24_bits.jsonl", precisions=precisions)
+
+
 def text_runs(corpus: Corpus, sizes: Sizes) -> tuple[Callable[..., LanguageModel], Callable[[], TextData]]:
     """Not fused, since Lightning's own mixed precision refuses that with clipping."""
     return short_runs(corpus, config_for_parameters(sizes.params), sizes.steps, sizes.batch_size, fused=False)
@@ -219,13 +261,18 @@ def with_adapters(module: LanguageModel) -> LanguageModel:
 
 
 def compared(
-    make_module: Callable[[], pl.LightningModule], data: Any, sizes: Sizes, file: Path, val_data: Any = None
+    make_module: Callable[[], pl.LightningModule],
+    data: Any,
+    sizes: Sizes,
+    file: Path,
+    val_data: Any = None,
+    precisions: Any = None,
 ) -> dict[str, Any]:
     """Runs or resumes the pairs of one part, and draws its picture beside the page."""
     found = compare_precisions(
         make_module,
         data,
-        PRECISIONS,
+        PRECISIONS if precisions is None else precisions,
         steps=sizes.steps,
         seeds=sizes.seeds,
         rounds=sizes.rounds,
@@ -246,6 +293,7 @@ PARTS: Mapping[str, Callable[[Sizes, Path], dict[str, Any]]] = {
     "text_demo_rate": text_demo_rate_part,
     "vision": vision_part,
     "adapters": adapters_part,
+    "masters_of_24_bits": masters_of_24_bits_part,
 }
 
 

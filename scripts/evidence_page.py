@@ -43,8 +43,10 @@ def verdict_table(measured: Sequence[Mapping[str, Any]]) -> list[str]:
         "| precision | " + " | ".join(facts["part"] for facts in measured) + " |",
         "|---|" + "---|" * len(measured),
     ]
-    for name in list(columns[0]["precisions"])[1:]:
-        cells = [verdict_cell(column["precisions"][name]) for column in columns]
+    names = dict.fromkeys(name for column in columns for name in list(column["precisions"])[1:])
+    for name in names:
+        found = [column["precisions"].get(name) for column in columns]
+        cells = ["-" if each is None else verdict_cell(each) for each in found]
         lines += [f"| {name} | " + " | ".join(cells) + " |"]
     return lines
 

@@ -23,6 +23,7 @@ _BY_NAME: Mapping[str, Callable[[str], Precision]] = MappingProxyType(
         "bf16-true": lambda device_type: MasterWeightsPrecision("bf16-true"),
         "bf16-masters": lambda device_type: MasterWeightsPrecision("bf16-true"),
         "bf16-remainder": lambda device_type: MasterWeightsPrecision("bf16-true", storage="remainder"),
+        "bf16-24bit": lambda device_type: MasterWeightsPrecision("bf16-true", storage="24bit"),
         "16-true": lambda device_type: MasterWeightsPrecision("16-true"),
         "16-masters": lambda device_type: MasterWeightsPrecision("16-true"),
         "fp8-mixed": lambda device_type: Float8Precision("rowwise", emulate=device_type == "cpu"),

@@ -59,6 +59,7 @@ PRECISIONS: Mapping[str, PrecisionSpec] = MappingProxyType(
             PrecisionSpec("16-masters", "MasterWeightsPrecision('16-true')", 2, 4, _FP16),
             PrecisionSpec("bf16-masters", "MasterWeightsPrecision('bf16-true')", 2, 4, _BF16),
             PrecisionSpec("bf16-remainder", "MasterWeightsPrecision('bf16-true', storage='remainder')", 2, 2, _BF16),
+            PrecisionSpec("bf16-24bit", "MasterWeightsPrecision('bf16-true', storage='24bit')", 2, 1, _BF16),
             PrecisionSpec("fp8-mixed", "Float8Precision()", 4, 0, _BF16, autocast=True, fp8=True),
             PrecisionSpec("lightning:16-true", "Trainer(precision='16-true'), no masters", 2, 0, _FP16),
             PrecisionSpec("lightning:bf16-true", "Trainer(precision='bf16-true'), no masters", 2, 0, _BF16),
@@ -74,6 +75,7 @@ _BY_STORAGE: Mapping[tuple[str, str], str] = {
     ("16-true", "fp32"): "16-masters",
     ("bf16-true", "fp32"): "bf16-masters",
     ("bf16-true", "remainder"): "bf16-remainder",
+    ("bf16-true", "24bit"): "bf16-24bit",
 }
 
 
@@ -93,7 +95,7 @@ def find_precision(precision: object) -> PrecisionSpec:
     if name not in PRECISIONS:
         raise ValueError(
             f"`precision` {name!r} is not known. Use one of {', '.join(PRECISIONS)}, or a precision plugin; the ones"
-            " that end in -masters and -remainder are MasterWeightsPrecision."
+            " that end in -masters, -remainder and -24bit are MasterWeightsPrecision."
         )
     return replace(PRECISIONS[name], cache_weights=getattr(precision, "cache_weights", False) is True)
 

@@ -14,7 +14,13 @@ from lightning_mp.language_model import Corpus, GPTConfig, LanguageModel, TextDa
 
 
 def short_runs(
-    corpus: Corpus, shape: GPTConfig, steps: int, batch_size: int, *, fused: bool = True
+    corpus: Corpus,
+    shape: GPTConfig,
+    steps: int,
+    batch_size: int,
+    *,
+    fused: bool = True,
+    module: type[LanguageModel] = LanguageModel,
 ) -> tuple[Callable[..., LanguageModel], Callable[[], TextData]]:
     """Functions that make a model and its data for runs of n steps, as ``compare_precisions`` takes them.
 
@@ -23,7 +29,7 @@ def short_runs(
     """
     schedule = {"total_steps": steps, "warmup_steps": min(max(1, round(WARMUP_SHARE * steps)), steps - 1)}
     peak = peak_learning_rate(shape.parameters)
-    make_module = partial(LanguageModel, **asdict(shape), learning_rate=peak, fused=fused, **schedule)
+    make_module = partial(module, **asdict(shape), learning_rate=peak, fused=fused, **schedule)
     return make_module, partial(TextData, corpus, batch_size, steps)
 
 

@@ -57,6 +57,19 @@ def test_adapters_train_from_one_model_and_what_is_missing_is_said(evidence, tmp
     )
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::DeprecationWarning")
+def test_masters_of_24_bits_are_paired_with_8_bit_moments_too(evidence, tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "MASTERS_OF_24_BITS", ("32-true", "bf16-24bit"))
+    page, arguments = tmp_path / "quality.md", ["--quick", "--parts", "masters_of_24_bits", *TOY]
+    assert evidence.main([*arguments, "--out", str(tmp_path), "--page", str(page)]) == 0
+    result = json.loads((tmp_path / "masters_of_24_bits.json").read_text())["result"]["precisions"]
+    assert list(result) == ["32-true", "bf16-24bit", "bf16-24bit, 8-bit moments"]
+    losses = {tuple(found["final_losses"]) for found in result.values()}
+    assert len(losses) == 3
+    assert "| bf16-24bit, 8-bit moments | " in page.read_text()
+
+
 def test_only_adapters_are_trained(evidence):
     sizes = evidence.replace(evidence.QUICK, params=9264)
     make_module, _ = evidence.text_runs(evidence.load_standard_library(max_bytes=10**6), sizes)
@@ -78,12 +91,14 @@ FOUND = {"mean_difference": 0.001, "interval": [-0.002, 0.0031], "verdict": "not
     ],
 )
 def test_failed_and_unclear_results_stand_in_the_table_of_verdicts(monkeypatch, changed, cell):
+    verdict = "not worse: +0.0010 (-0.0020 to +0.0031)"
     monkeypatch.syspath_prepend(SCRIPTS)
     page = importlib.import_module("evidence_page")
     precisions = {"32-true": {}, "16-mixed": {**FOUND, **changed}}
     result = {"baseline": "32-true", "confidence": 0.95, "margin": 0.004, "precisions": precisions}
-    lines = page.verdict_table([{"part": "text", "result": result}])
-    assert lines[-1] == f"| 16-mixed | {cell} |"
+    other = {**result, "precisions": {"32-true": {}, "bf16-24bit": FOUND}}
+    lines = page.verdict_table([{"part": "text", "result": result}, {"part": "other", "result": other}])
+    assert lines[-2:] == [f"| 16-mixed | {cell} | - |", f"| bf16-24bit | - | {verdict} |"]
 
 
 @pytest.mark.parametrize(

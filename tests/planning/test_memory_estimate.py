@@ -52,6 +52,7 @@ def check(rows):
 QUICK = [
     ("mlp", "bf16-remainder", "AdamW"),
     ("mlp", "bf16-remainder", "fused AdamW"),  # fp32 gradients and whole masters for the step
+    ("mlp", "bf16-24bit", "fused AdamW"),
     ("mlp", "bf16-masters", "fused AdamW"),
     ("decoder", "bf16-mixed", "SGD with momentum"),
     ("checkpointed decoder", "bf16-mixed", "AdamW"),

@@ -55,8 +55,8 @@ class Hooked:
 def test_every_optimizer_sees_nothing_but_fp32(name: str, store: type[MasterStore]) -> None:
     """Bit-identical to the same optimizer over fp32 copies that were made by hand."""
     reference_module = net()
-    ties_to_even = store is FullMasters
-    reference = MastersByHand(reference_module, torch.bfloat16, OPTIMIZERS[name], ties_to_even=ties_to_even)
+    storage = "fp32" if store is FullMasters else "remainder"
+    reference = MastersByHand(reference_module, torch.bfloat16, OPTIMIZERS[name], storage)
     for step in range(STEPS):
         backward(reference_module, step)
         reference.step()
@@ -205,8 +205,8 @@ def test_a_step_around_the_parents_step_is_one_step(store: type[MasterStore]) ->
 
     torch.optim.SGD(net().parameters(), lr=1e-3)  # from here on torch has hooked the parent's step
     reference_module = net()
-    ties_to_even = store is FullMasters
-    reference = MastersByHand(reference_module, torch.bfloat16, lambda p: Around(p, lr=1e-2), ties_to_even=ties_to_even)
+    storage = "fp32" if store is FullMasters else "remainder"
+    reference = MastersByHand(reference_module, torch.bfloat16, lambda p: Around(p, lr=1e-2), storage)
     for step in range(4):
         backward(reference_module, step)
         reference.step()

@@ -65,7 +65,7 @@ class Run:
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer], store: type[MasterStore]) -> None:
         reference = net()
-        self.by_hand = MastersByHand(reference, torch.bfloat16, make, ties_to_even=store is FullMasters)
+        self.by_hand = MastersByHand(reference, torch.bfloat16, make, "fp32" if store is FullMasters else "remainder")
         self.reference, self.module, self.store = reference, net(), store()
         values = [p.detach().clone() for p in self.module.parameters()]
         self.module.to(torch.bfloat16)

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -19,7 +19,7 @@ from lightning_mp import AutocastPrecision, MasterWeightsPrecision
 from lightning_mp.gradients import step_blocks
 from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
-from lightning_mp.precision.masters.store import make_store
+from lightning_mp.precision.masters.store import Storage, make_store
 
 ROOM = ("empty", "empty_like", "new_empty", "empty_strided")
 
@@ -142,10 +142,11 @@ def cost(module: pl.LightningModule, plugin: Any, optimizer: str) -> tuple[int, 
 MASTERS: dict[str, Any] = {
     "fp32": lambda: MasterWeightsPrecision("bf16-true"),
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "fp16": lambda: MasterWeightsPrecision("16-true"),
 }
 #: Operations and bytes per parameter with a fused AdamW.
-FUSED = {"fp32": (40, 56), "remainder": (60, 72), "fp16": (50, 66)}
+FUSED = {"fp32": (40, 56), "remainder": (60, 72), "24bit": (60, 82), "fp16": (50, 66)}
 
 
 @pytest.mark.quick_cases(6)
@@ -184,7 +185,7 @@ def test_a_step_in_blocks_needs_little_memory(storage: str, optimizer: str, monk
     one = cost(Wide(), MASTERS[storage](), optimizer)
     monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", 0)
     blocks = cost(Wide(), MASTERS[storage](), optimizer)
-    assert one[2] >= (8 if storage == "remainder" else 4)
+    assert one[2] >= (8 if storage in ("remainder", "24bit") else 4)
     assert blocks[2] <= (1.0 if optimizer == "AdamW-foreach" else 0.5)  # foreach makes temporaries itself
     assert blocks[1] == pytest.approx(one[1], rel=0.01), "nothing is moved twice"
 
@@ -227,7 +228,7 @@ def trained(name: str, storage: Any, block: int, monkeypatch: pytest.MonkeyPatch
     return [*parameters, *map(store.get, parameters), *[t for t in tree_leaves(state) if isinstance(t, Tensor)]], swaps
 
 
-@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+@pytest.mark.parametrize("storage", get_args(Storage))
 @pytest.mark.parametrize("name", SEPARABLE)
 def test_blocks_change_no_bit(name: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}

@@ -30,7 +30,7 @@ def test_training_equals_a_loop_by_hand_and_stays_close_to_fp32(
     batches = regression_batches(10)
     make = GRID_OPTIMIZERS[optimizer]
     by_hand = Regression(make)
-    expected = train_by_hand(by_hand, batches, precision, clip, scale_of(precision), ties_to_even=storage == "fp32")
+    expected = train_by_hand(by_hand, batches, precision, clip, scale_of(precision), storage)
     module = Regression(make)
     trainer = quiet_trainer(plugins=[master_weights(precision, storage)], **clipping(clip))
     trainer.fit(module, loader(batches))
@@ -86,7 +86,8 @@ def test_small_updates_do_not_vanish(precision: str, storage: str) -> None:
     module = OneWeight()
     trainer = quiet_trainer(plugins=[master_weights(precision, storage)])
     trainer.fit(module, loader([torch.ones(1)] * 20))
-    assert masters_of(trainer)[0].item() == pytest.approx(0.98, abs=1e-6)
+    # Each step is off by at most one of 24 bits.
+    assert masters_of(trainer)[0].item() == pytest.approx(0.98, abs=5 * 2**-15 if storage == "24bit" else 1e-6)
     assert module.weight.item() == pytest.approx(0.98, rel=2**-9)
 
     half = OneWeight()

@@ -66,6 +66,7 @@ class Measure(Callback):
 ROWS: dict[str, Any] = {
     '``storage="fp32"``': lambda: MasterWeightsPrecision("bf16-true"),
     '``storage="remainder"``': lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    '``storage="24bit"``': lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     '``storage="fp32", fp32_gradients=True``': lambda: MasterWeightsPrecision("bf16-true", fp32_gradients=True),
     "``AutocastPrecision``": lambda: AutocastPrecision("bf16-mixed"),
     'Lightning\'s "bf16-true"': lambda: HalfPrecision("bf16-true"),
@@ -91,7 +92,7 @@ def test_bytes_per_parameter_are_those_of_the_table(row: str) -> None:
     trainer = quiet_trainer(plugins=[ROWS[row]()], callbacks=[measure])
     trainer.fit(OneMatrix(), loader([torch.ones(2, SIDE)] * 3))
     assert measure.between / SIDE**2 == documented()[row][-1]
-    during = {'``storage="fp32"``': 4, '``storage="remainder"``': 8}
+    during = {'``storage="fp32"``': 4, '``storage="remainder"``': 8, '``storage="24bit"``': 8}
     if row in during:
         assert measure.in_step / SIDE**2 == documented()[row][-1] + during[row]
 
@@ -159,6 +160,7 @@ def test_weights_are_compared_only_where_they_may_have_changed() -> None:
     """No kernel for those that were not, however many there are; a wait for none."""
     assert lent("fp32") == []
     assert lent("remainder") == ["_foreach_copy_", "addcmul"]
+    assert lent("24bit") == ["_foreach_copy_", "addcmul", "bitwise_left_shift_"]
     for change in CHANGES.values():
         for storage in get_args(Storage):
             ran = lent(storage, change)

@@ -1,7 +1,7 @@
 """MasterWeightsPrecision on two real processes: DDP with and without bucket views, FSDP1, FSDP2, tensor parallelism."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -33,11 +33,11 @@ def full(tensors: list[Tensor]) -> list[Tensor]:
     return [(t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
 
 
-def two_ranks_by_hand(precision: str, optimizer: str, *, ties_to_even: bool) -> list[Tensor]:
+def two_ranks_by_hand(precision: str, optimizer: str, storage: str) -> list[Tensor]:
     """The same training in one process, gradients averaged in 16 bit as DDP does."""
     dtype, scale = DTYPES[precision], scale_of(precision)
     module = Regression(OPTIMIZERS[optimizer])
-    by_hand = MastersByHand(module, dtype, module.make_optimizer, ties_to_even=ties_to_even)
+    by_hand = MastersByHand(module, dtype, module.make_optimizer, storage)
     for index in range(4):
         gradients = []
         for rank in (0, 1):
@@ -64,7 +64,7 @@ def test_ddp_equals_one_process(precision: str, storage: str, optimizer: str, bu
         return masters_of(trainer)
 
     first, second = run_ranks(train, 2)
-    expected = two_ranks_by_hand(precision, optimizer, ties_to_even=storage == "fp32")
+    expected = two_ranks_by_hand(precision, optimizer, storage)
     for ours, other, theirs in zip(first, second, expected, strict=True):
         assert torch.equal(ours, other)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
@@ -137,7 +137,7 @@ def model_parallel(parallelism: type[Regression], **arguments: Any) -> ModelPara
     )
 
 
-@pytest.mark.parametrize("storage", ["fp32", "remainder"])
+@pytest.mark.parametrize("storage", get_args(store.Storage))
 @pytest.mark.parametrize("parallelism", [Sharded, TensorParallel], ids=["fsdp2", "tp"])
 @pytest.mark.full
 def test_model_parallel_equals_ddp(parallelism: type[Regression], storage: str) -> None:
@@ -153,7 +153,7 @@ def test_model_parallel_equals_ddp(parallelism: type[Regression], storage: str) 
         batches = BATCHES[rank if parallelism is Sharded else 0]
         with patch.object(store, "rounds_to", follow):  # after the fit nobody watches, and weights are compared
             trainer.fit(module, loader(batches))
-        each = {"fp32": 4, "remainder": 2}[storage]
+        each = {"fp32": 4, "remainder": 2, "24bit": 1}[storage]
         local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.parameters())
         assert ours._masters is not None
         assert ours._masters.nbytes == each * local
@@ -173,7 +173,7 @@ def test_model_parallel_equals_ddp(parallelism: type[Regression], storage: str) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("storage", ["fp32", pytest.param("remainder", marks=pytest.mark.full)])
+@pytest.mark.parametrize("storage", get_args(store.Storage))
 def test_a_second_fit_under_fsdp2_goes_on_from_the_masters_of_the_first(storage: str) -> None:
     def train(rank: int, sharded: bool) -> list[Tensor]:
         module = (Sharded if sharded else Regression)(OPTIMIZERS["adamw_foreach"])

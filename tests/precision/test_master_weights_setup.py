@@ -61,13 +61,16 @@ def test_an_unknown_precision_is_refused(precision: Any) -> None:
 
 
 def test_an_unknown_storage_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"storage='int8'\) is unknown; it must be one of \('fp32', 'remainder'\)"):
+    with pytest.raises(
+        ValueError, match=r"storage='int8'\) is unknown; it must be one of \('fp32', 'remainder', '24bit'\)"
+    ):
         MasterWeightsPrecision("bf16-true", storage="int8")  # type: ignore[arg-type]
 
 
-def test_a_remainder_of_fp16_is_refused() -> None:
+@pytest.mark.parametrize("storage", ["remainder", "24bit"])
+def test_a_remainder_of_fp16_is_refused(storage: Any) -> None:
     with pytest.raises(MisconfigurationException, match="fp16 has a different exponent. Use storage='fp32', or 'bf16"):
-        MasterWeightsPrecision("16-true", storage="remainder")
+        MasterWeightsPrecision("16-true", storage=storage)
 
 
 def test_bf16_takes_no_scaler() -> None:
@@ -109,6 +112,8 @@ def check(strategy: type[Any], module: nn.Module | None = None, **arguments: Any
 def test_a_remainder_under_fsdp_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="its shards are fp32 already.*Leave storage out"):
         check(FSDPStrategy, storage="remainder")
+    with pytest.raises(MisconfigurationException, match=r"storage='24bit'\) cannot be used with FSDPStrategy"):
+        check(FSDPStrategy, storage="24bit")
     check(FSDPStrategy, storage="fp32", fp32_gradients=True)
 
 

@@ -21,6 +21,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=64.0)),
     "masters": lambda: MasterWeightsPrecision("bf16-true"),
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "masters-fp16": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=64.0)),
     "fp8": lambda: Float8Precision(emulate=True, skip_first_and_last=False),
 }
@@ -61,7 +62,7 @@ def test_complex_parameters_train(plugin: str, foreach: bool) -> None:
     expected = pytest.warns(
         UserWarning, match="These keep their dtype and have no masters: {'phases': torch.complex64}"
     )
-    with expected if "masters" in plugin or plugin == "remainder" else nullcontext():
+    with expected if "masters" in plugin or plugin in ("remainder", "24bit") else nullcontext():
         trainer = fit(PLUGINS[plugin](), module, gradient_clip_val=0.5, callbacks=[OverflowMonitor()])
     assert trainer.global_step == 4
     assert module.phases.dtype == torch.complex64

@@ -25,6 +25,7 @@ MASTERS: dict[str, Callable[[], Any]] = {
     "bf16-true": lambda: MasterWeightsPrecision("bf16-true"),
     "16-true": lambda: MasterWeightsPrecision("16-true"),
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "policy": lambda: MasterWeightsPrecision("bf16-true", policy=PrecisionPolicy.default()),
 }
 

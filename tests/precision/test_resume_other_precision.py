@@ -15,12 +15,14 @@ from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from master_loops import as_kept
 from small_models import loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision, Float8Precision, FSDP2Strategy, LossScaler, MasterWeightsPrecision
+from lightning_mp.precision.masters.bf16_remainder import split
 
 PRECISIONS: dict[str, Callable[[], list[Any]]] = {
     "stock-32": list,
@@ -29,11 +31,12 @@ PRECISIONS: dict[str, Callable[[], list[Any]]] = {
     "autocast": lambda: [AutocastPrecision("bf16-mixed")],
     "masters": lambda: [MasterWeightsPrecision("bf16-true")],
     "remainder": lambda: [MasterWeightsPrecision("bf16-true", storage="remainder")],
+    "24bit": lambda: [MasterWeightsPrecision("bf16-true", storage="24bit")],
     "policy": lambda: [MasterWeightsPrecision("bf16-true", policy={"norms": "fp32"})],
     "fp8": lambda: [Float8Precision("rowwise", emulate=True, skip_first_and_last=False)],
 }
 STOCK = ("stock-32", "stock-mixed", "stock-true")
-MASTERS = ("masters", "remainder", "policy")
+MASTERS = ("masters", "remainder", "24bit", "policy")
 
 
 class Net(pl.LightningModule):
@@ -86,8 +89,8 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) > 0 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def rounded(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.bfloat16().float() for t in tensors]
+def rounded(tensors: list[Tensor], *, ties_to_even: bool = True) -> list[Tensor]:
+    return [(t.bfloat16() if ties_to_even else split(t)[0]).float() for t in tensors]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,11 @@ def test_every_precision_goes_on_from_every_other(
         first_moments = rounded(first_moments)
     lossy = after == "stock-true" or (before in MASTERS and after in STOCK)
     if lossy:
-        norm = weights[2:4] if before == "policy" and after != "stock-true" else rounded(weights[2:4])
-        weights = [*rounded(weights[:2]), *norm, *rounded(weights[4:])]
+        to_16_bit = partial(rounded, ties_to_even=before != "24bit")  # of which one in 256 is a tie
+        norm = weights[2:4] if before == "policy" and after != "stock-true" else to_16_bit(weights[2:4])
+        weights = [*to_16_bit(weights[:2]), *norm, *to_16_bit(weights[4:])]
+    if after == "24bit":
+        weights = [as_kept(w, after, 2 if before in MASTERS else 0) for w in weights]
     assert same(start.weights, weights)
     assert same(start.moments, first_moments)
     keys = {key for entry in second.optimizers[0].state.values() for key in entry}

@@ -114,7 +114,7 @@ def test_state_of_both_is_that_of_fp32_copies_by_hand(depth: int, base: str, sto
         return Sharing(parameters, BASES[base] if depth == 1 else lambda p: Sharing(p, BASES[base]))
 
     reference = net()
-    by_hand = MastersByHand(reference, torch.bfloat16, make, ties_to_even=store is FullMasters)
+    by_hand = MastersByHand(reference, torch.bfloat16, make, "fp32" if store is FullMasters else "remainder")
     for step in range(STEPS):
         backward(reference, step)
         by_hand.step()
@@ -162,7 +162,7 @@ def test_in_a_trainer_it_is_the_loop_by_hand(precision: str, storage: str, kind:
     trainer.fit(Regression(make, overflows=(3,)), loader(batches))
     scale = 1024.0 if precision == "16-true" else 1.0
     reference = Regression(make, overflows=(3,))
-    expected = train_by_hand(reference, batches, precision, scale=scale, ties_to_even=storage == "fp32")
+    expected = train_by_hand(reference, batches, precision, scale=scale, storage=storage)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(_masters(trainer), expected, strict=True))
 
 

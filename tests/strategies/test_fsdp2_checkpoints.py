@@ -170,7 +170,7 @@ def test_an_optimizer_without_state_goes_on(sharded: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("storage", ["remainder", "fp32"])
+@pytest.mark.parametrize("storage", ["remainder", "24bit", "fp32"])
 def test_masters_go_on(storage: Any, tmp_path: Path) -> None:
     """bf16 weights and their fp32 masters: the same weights as without a stop, to the last bit."""
 

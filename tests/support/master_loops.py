@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp import LossScaler, MasterWeightsPrecision
-from lightning_mp.precision.masters.bf16_remainder import split
+from lightning_mp.precision.masters.bf16_remainder import round_to_24_bits, split
 
 DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -20,7 +20,7 @@ Parameters = Iterable[nn.Parameter]
 
 SCALE = 2.0**10
 # (precision, storage)
-KINDS = [("bf16-true", "fp32"), ("bf16-true", "remainder"), ("16-true", "fp32")]
+KINDS = [("bf16-true", "fp32"), ("bf16-true", "remainder"), ("bf16-true", "24bit"), ("16-true", "fp32")]
 
 
 def master_weights(precision: str = "bf16-true", storage: str = "fp32", **arguments: Any) -> MasterWeightsPrecision:
@@ -56,15 +56,21 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 }
 
 
+def as_kept(master: Tensor, storage: str, steps: int = 0) -> Tensor:
+    """What is kept of a master after so many steps."""
+    return round_to_24_bits(master, steps) if storage == "24bit" else master
+
+
 class MastersByHand:
     """16-bit weights, and an optimizer over fp32 copies of what they were."""
 
     def __init__(
-        self, module: nn.Module, dtype: torch.dtype, make_optimizer: Callable[..., Any], *, ties_to_even: bool = True
+        self, module: nn.Module, dtype: torch.dtype, make_optimizer: Callable[..., Any], storage: str = "fp32"
     ) -> None:
-        self.ties_to_even = ties_to_even
+        self.storage = storage
+        self.steps = 0
         self.parameters = list(module.parameters())
-        self.masters = [nn.Parameter(p.detach().clone()) for p in self.parameters]
+        self.masters = [nn.Parameter(as_kept(p.detach().clone(), storage)) for p in self.parameters]
         module.to(dtype)
         self.optimizer = make_optimizer(self.masters)
 
@@ -79,9 +85,11 @@ class MastersByHand:
                 clipping = nn.utils.clip_grad_norm_ if clip[0] == "norm" else nn.utils.clip_grad_value_
                 clipping(self.masters, clip[1])
             self.optimizer.step()
+            self.steps += 1
             with torch.no_grad():
                 for master, parameter in zip(self.masters, self.parameters, strict=True):
-                    parameter.copy_(master if self.ties_to_even else split(master.detach())[0])
+                    master.copy_(as_kept(master.detach(), self.storage, self.steps))
+                    parameter.copy_(master if self.storage == "fp32" else split(master.detach())[0])
         return stepped
 
 
@@ -91,12 +99,11 @@ def train_by_hand(
     precision: str,
     clip: tuple[str, float] | None = None,
     scale: float = 1.0,
-    *,
-    ties_to_even: bool = True,
+    storage: str = "fp32",
 ) -> list[Tensor]:
     """Returns the masters after one pass over the batches; the scale is halved at each overflow."""
     dtype = DTYPES[precision]
-    by_hand = MastersByHand(module, dtype, module.make_optimizer, ties_to_even=ties_to_even)
+    by_hand = MastersByHand(module, dtype, module.make_optimizer, storage)
     for index, batch in enumerate(batches):
         loss = module.training_step([x.to(dtype) for x in batch], index)
         (loss.float() * scale).backward()

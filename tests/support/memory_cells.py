@@ -29,6 +29,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "fp8-mixed": lambda: Float8Precision(),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
+    "bf16-24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "32-true": lambda: None,
     "cached casts": lambda: AutocastPrecision("bf16-mixed", cache_weights=True),
 }

@@ -18,6 +18,7 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
     "fp16 autocast": lambda: AutocastPrecision("16-mixed", scaler=LossScaler.static(256.0)),
     "fp32 masters": lambda: MasterWeightsPrecision("bf16-true"),
     "remainder masters": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "24bit masters": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
 }
 
 CHECKS = ("train", "clip", "skip", "resume")
@@ -54,7 +55,7 @@ def _lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return import_module("torch_optimizer").Lookahead(optimizer, k=3)
 
 
-_VIEWS = dict.fromkeys(("fp32 masters", "remainder masters"), "made views of the 16-bit weights")
+_VIEWS = dict.fromkeys(("fp32 masters", "remainder masters", "24bit masters"), "made views of the 16-bit weights")
 
 ROWS = [
     *(Row("bitsandbytes", "bitsandbytes.optim", name) for name in ("AdamW8bit", "Lion8bit", "PagedAdamW8bit", "AdamW")),
@@ -74,7 +75,10 @@ ROWS = [
     *(Row("torch-optimi", "optimi", name) for name in ("AdamW", "Lion", "StableAdamW")),
     *(Row("heavyball", "heavyball", name) for name in ("AdamW", "SOAP")),
     Row(
-        "heavyball", "heavyball", "SFAdamW", refused={"remainder masters": "finds its state by the memory of a weight"}
+        "heavyball",
+        "heavyball",
+        "SFAdamW",
+        refused=dict.fromkeys(("remainder masters", "24bit masters"), "finds its state by the memory of a weight"),
     ),
     *(Row("dion", "dion", name) for name in ("Dion", "Muon", "NorMuon")),
     Row("distributed-shampoo", "distributed_shampoo", "DistributedShampoo", refused=_VIEWS),

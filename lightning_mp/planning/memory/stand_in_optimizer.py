@@ -115,8 +115,8 @@ class StandInOptimizer:
         value = torch.empty(parameter.shape, dtype=dtype, device="meta")
         kept: Tensor | None = None
         if has_master:
-            short = self._precision.master_bytes == 2
-            kept = torch.empty(padded(parameter.numel()), dtype=torch.int16, device="meta") if short else value
+            short = {1: torch.int8, 2: torch.int16}.get(self._precision.master_bytes)
+            kept = torch.empty(padded(parameter.numel()), dtype=short, device="meta") if short else value
         stand_in = nn.Parameter(value, requires_grad=parameter.requires_grad)
         self._of.append((parameter, stand_in, kept))
         return stand_in
@@ -171,7 +171,7 @@ class StandInOptimizer:
                 live.add("temporaries" if widened else None, [stand_in.grad])
                 if kept is None:
                     live.add(None, [stand_in])
-                elif kept.dtype == torch.int16:  # the whole master, put together for the step
+                elif not kept.is_floating_point():  # the whole master, put together for the step
                     live.add("temporaries", [stand_in])
         if live is not None:
             live.sample()

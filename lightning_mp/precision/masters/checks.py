@@ -1,7 +1,7 @@
 """What MasterWeightsPrecision refuses, at set-up and with what to do instead."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -21,12 +21,12 @@ from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.optimizers.schedule_free import has_evaluated_weights
 from lightning_mp.precision.autocast_context import why_no_autocast
 from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
-from lightning_mp.precision.masters.store import unwrapped
+from lightning_mp.precision.masters.store import Storage, unwrapped
 
 #: The 16-bit dtype of each precision.
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
-_STORAGES = ("fp32", "remainder")
+_STORAGES = get_args(Storage)
 
 
 def check_arguments(precision: str, storage: str, scaler: object) -> None:
@@ -38,10 +38,10 @@ def check_arguments(precision: str, storage: str, scaler: object) -> None:
         )
     if storage not in _STORAGES:
         raise ValueError(f"MasterWeightsPrecision(storage={storage!r}) is unknown; it must be one of {_STORAGES}.")
-    if storage == "remainder" and precision != "bf16-true":
+    if storage != "fp32" and precision != "bf16-true":
         raise MisconfigurationException(
-            f"MasterWeightsPrecision({precision!r}, storage='remainder'): an fp32 number is not an fp16 number plus 16"
-            " more bits, because fp16 has a different exponent. Use storage='fp32', or 'bf16-true'."
+            f"MasterWeightsPrecision({precision!r}, {storage=}): an fp32 number is not an fp16 number plus more bits,"
+            " because fp16 has a different exponent. Use storage='fp32', or 'bf16-true'."
         )
     if scaler is not None and precision == "bf16-true":
         raise MisconfigurationException(
@@ -54,9 +54,9 @@ def check_strategy(strategy: Strategy, module: nn.Module, *, storage: str, fp32_
     """Refuses strategies that cannot do what was requested."""
     name = type(strategy).__name__
     if isinstance(strategy, FSDPStrategy):
-        if storage == "remainder":
+        if storage != "fp32":
             raise MisconfigurationException(
-                f"MasterWeightsPrecision(storage='remainder') cannot be used with {name}: its shards are fp32 already"
+                f"MasterWeightsPrecision({storage=}) cannot be used with {name}: its shards are fp32 already"
                 " and serve as masters. Leave storage out."
             )
         return
@@ -139,13 +139,9 @@ def refuse_copies_of_weights(optimizer: Optimizer) -> None:
 
 def refuse_states_by_memory(optimizer: Optimizer, storage: str) -> None:
     """Refuses heavyball's optimizers with ``train()`` and ``eval()`` where masters are lent in new memory (3.2)."""
-    if (
-        storage == "remainder"
-        and type(optimizer).__module__.startswith("heavyball")
-        and has_evaluated_weights(optimizer)
-    ):
+    if storage != "fp32" and type(optimizer).__module__.startswith("heavyball") and has_evaluated_weights(optimizer):
         raise MisconfigurationException(
-            f"MasterWeightsPrecision(storage='remainder') cannot be used with {type(optimizer).__name__} of heavyball,"
+            f"MasterWeightsPrecision({storage=}) cannot be used with {type(optimizer).__name__} of heavyball,"
             " which finds its state by the memory of a weight, and that is new in every step. Use storage='fp32'."
         )
 

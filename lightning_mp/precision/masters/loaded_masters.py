@@ -25,6 +25,9 @@ MASTERS_KEY = "lightning_mp_masters"
 #: In a checkpoint that is a single file: how many masters its optimizer states have.
 MASTER_COUNT_KEY = "lightning_mp_master_count"
 
+#: In a checkpoint: of how many steps its masters are, for masters that are rounded stochastically.
+MASTER_STEPS_KEY = "lightning_mp_master_steps"
+
 
 def without_masters(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Tensor]]:
     """An optimizer's state without masters, and the masters; the dictionaries that are given stay as they are.

@@ -126,6 +126,7 @@ class MasterHooks:
             return None
         self.swap_out()  # what a step that raised may have left
         self._depth = 1
+        self._store.steps += 1
         # args[0] is the optimizer itself.
         if len(args) > 1 and callable(args[1]):
             changed = (args[0], self._with_weights(args[1]), *args[2:]), kwargs

@@ -10,13 +10,19 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_api
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.precision.masters.bf16_remainder import RemainderBlock, join, split
+from lightning_mp.precision.masters.bf16_remainder import (
+    RemainderBlock,
+    join,
+    round_to_24_bits,
+    split,
+    split_24_bits,
+)
 from lightning_mp.precision.masters.changed_weights import ChangedWeights
 
 #: The largest fp16 number.
 HALF_MAX = torch.finfo(torch.float16).max
 
-Storage = Literal["fp32", "remainder"]
+Storage = Literal["fp32", "remainder", "24bit"]
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -116,6 +122,8 @@ class MasterStore(ABC):
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor] = {}
         self._exact_fp32: set[Tensor] = set()
+        #: Optimizer steps so far: rounding that is stochastic depends on it.
+        self.steps = 0
         #: Knows which parameters to compare; all of them until it watches.
         self.changed = ChangedWeights()
 
@@ -143,7 +151,7 @@ class MasterStore(ABC):
     def refine_from(self, parameter: Tensor, value: Tensor, *, is_exact_fp32: bool = False) -> bool:
         """Sets a master from a checkpoint, where it rounds to the weight that the model has now."""
         working = _local(parameter)
-        local = _local(value).to(device=working.device, dtype=torch.float32)
+        local = self._rounded(_local(value).to(device=working.device, dtype=torch.float32))
         if parameter in self._exact_fp32 and not self.changed.version_moved(parameter):
             refined = refine_full(_local(self.get(parameter)), local)
         else:
@@ -182,6 +190,10 @@ class MasterStore(ABC):
     @abstractmethod
     def _keep(self, parameter: Tensor, value: Tensor) -> None:
         """Makes room for a master, or takes the value as it."""
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        """What is kept of a master."""
+        return value
 
     @abstractmethod
     def _read(self, parameter: Tensor) -> Tensor: ...
@@ -228,18 +240,25 @@ class FullMasters(MasterStore):
 class RemainderMasters(MasterStore):
     """Masters of bf16 parameters kept as the 16 bits that the parameter lacks: 2 bytes each, fp32 while lent.
 
+    Or, as int8, 8 bits of them: masters are rounded to 24 bits when they come back
+    (:func:`~lightning_mp.precision.masters.bf16_remainder.round_to_24_bits`).
+
     Those that are lent together lie in one memory from then on (:class:`RemainderBlock`), so that few kernels join and
     split them all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.int16) -> None:
         super().__init__()
+        self._dtype = dtype
         self._lent: dict[Tensor, nn.Parameter] = {}
         self._blocks: dict[Tensor, RemainderBlock] = {}
 
     def _keep(self, parameter: Tensor, value: Tensor) -> None:
         self._dissolve(parameter)
-        self._kept[parameter] = torch.empty_like(_local(parameter), dtype=torch.int16)
+        self._kept[parameter] = torch.empty_like(_local(parameter), dtype=self._dtype)
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        return round_to_24_bits(value, self.steps) if self._dtype == torch.int8 else value
 
     def _read(self, parameter: Tensor) -> Tensor:
         return distribute_like(join(_local(parameter), self._kept[parameter]), parameter)
@@ -264,7 +283,7 @@ class RemainderMasters(MasterStore):
             return block
         for parameter in members:
             self._dissolve(parameter)
-        block = RemainderBlock(members, [_local(p) for p in members])
+        block = RemainderBlock(members, [_local(p) for p in members], self._dtype)
         for parameter, room in zip(members, block.remainders, strict=True):
             room.copy_(self._kept[parameter])
             self._kept[parameter] = room
@@ -283,10 +302,12 @@ class RemainderMasters(MasterStore):
         for members in _by_device(parameters):
             block = self._blocks.get(members[0])
             if block is not None and block.is_lent and block.holds(members):
-                block.split([_local(p) for p in members], [_local(given[p]) for p in members])
+                block.split([_local(p) for p in members], [_local(given[p]) for p in members], self.steps)
                 continue
             for parameter in members:
-                working, remainder = split(_local(given[parameter]))
+                master = _local(given[parameter])
+                exact = self._dtype == torch.int16
+                working, remainder = split(master) if exact else split_24_bits(master, self.steps)
                 _local(parameter).copy_(working)
                 self._kept[parameter].copy_(remainder)
         for parameter in parameters:
@@ -303,4 +324,6 @@ def _by_device(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def make_store(storage: Storage) -> MasterStore:
     """A store by its name."""
-    return FullMasters() if storage == "fp32" else RemainderMasters()
+    if storage == "fp32":
+        return FullMasters()
+    return RemainderMasters(torch.int16 if storage == "remainder" else torch.int8)
