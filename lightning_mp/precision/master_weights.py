@@ -121,7 +121,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     Lightning's "bf16-true"                     2      2        0      4       8
     =========================================== ====== ======== ====== ======= ===
 
-    During a step come an fp32 copy of the gradients (4 bytes) and, but with "fp32", the fp32 masters (4 bytes). The
+    During a step come an fp32 copy of the gradients (4 bytes) and, unless they are kept, fp32 masters (4 bytes). The
     optimizers of ``torch.optim`` whose update of a parameter depends on no other (all but LBFGS and SparseAdam) step in
     blocks of 64 MiB or of a 32nd of the parameters, whichever is larger, if no other hooks are around their steps:
     then these are needed for one block at a time. A parameter that is frozen, or that no optimizer has, takes 2 bytes
