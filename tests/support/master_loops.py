@@ -70,8 +70,9 @@ class MastersByHand:
         self.storage = storage
         self.steps = 0
         self.parameters = list(module.parameters())
-        self.masters = [nn.Parameter(as_kept(p.detach().clone(), storage)) for p in self.parameters]
+        self.masters = [nn.Parameter(p.detach().clone()) for p in self.parameters]
         module.to(dtype)
+        self._write()
         self.optimizer = make_optimizer(self.masters)
 
     def step(self, scale: float = 1.0, clip: tuple[str, float] | None = None) -> bool:
@@ -86,11 +87,14 @@ class MastersByHand:
                 clipping(self.masters, clip[1])
             self.optimizer.step()
             self.steps += 1
-            with torch.no_grad():
-                for master, parameter in zip(self.masters, self.parameters, strict=True):
-                    master.copy_(as_kept(master.detach(), self.storage, self.steps))
-                    parameter.copy_(master if self.storage == "fp32" else split(master.detach())[0])
+            self._write()
         return stepped
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.copy_(as_kept(master, self.storage, self.steps))
+            parameter.copy_(master if self.storage == "fp32" else split(master)[0])
 
 
 def train_by_hand(
