@@ -461,6 +461,12 @@ def has_other_step_hooks(before: RemovableHandle, after: RemovableHandle) -> boo
     )
 
 
+def is_next_to_the_step(before: RemovableHandle, after: RemovableHandle) -> bool:
+    """Whether nothing else is called between these hooks of an optimizer and its step."""
+    own = before.hooks_dict_ref(), after.hooks_dict_ref()
+    return None not in own and (list(own[0])[-1], next(iter(own[1]))) == (before.id, after.id)
+
+
 def make_room_for_hooks(optimizer: Optimizer) -> None:
     """Lets hooks be registered where ``Optimizer.__init__`` was not called (torch_optimizer.Lookahead)."""
     Optimizer.__setstate__(optimizer, {} if hasattr(optimizer, "defaults") else {"defaults": {}})

@@ -14,16 +14,16 @@ from lightning_mp.core.patches import Patch
 def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     """Whether an optimizer's ``step`` is known to call its closure once, before anything else, or takes none.
 
-    So do all of torch's but LBFGS, torchao's, and :class:`~lightning_mp.JointOptimizer`, which then need none: it has
-    run already.
-    Whoever writes a ``step`` may do anything.
+    So do all of torch's but LBFGS, torchao's, lion-pytorch's, and :class:`~lightning_mp.JointOptimizer`. They need no
+    closure: it has run already. Whoever writes a ``step`` may do anything.
 
     >>> import torch
     >>> evaluates_its_closure_once(torch.optim.AdamW), evaluates_its_closure_once(torch.optim.LBFGS)
     (True, False)
     """
     package = kind.step.__module__.split(".")
-    known = package[:2] in (["torch", "optim"], ["torchao", "optim"]) or package[0] == "lightning_mp"
+    packages = ["torch", "optim"], ["torchao", "optim"], ["lion_pytorch", "lion_pytorch"]
+    known = package[:2] in packages or package[0] == "lightning_mp"
     if known and not issubclass(kind, LBFGS):
         return True
     parameters = inspect.signature(kind.step).parameters

@@ -50,10 +50,17 @@ def check_arguments(precision: str, storage: str, scaler: object) -> None:
         )
 
 
-def check_strategy(strategy: Strategy, module: nn.Module, *, storage: str, fp32_gradients: bool) -> None:
+def check_strategy(
+    strategy: Strategy, module: nn.Module, *, storage: str, fp32_gradients: bool, compiled_step: bool = False
+) -> None:
     """Refuses strategies that cannot do what was requested."""
     name = type(strategy).__name__
     if isinstance(strategy, FSDPStrategy):
+        if compiled_step:
+            raise MisconfigurationException(
+                f"MasterWeightsPrecision(compiled_step=True) cannot be used with {name}, where the optimizer steps fp32"
+                " shards itself. Leave compiled_step out."
+            )
         if storage != "fp32":
             raise MisconfigurationException(
                 f"MasterWeightsPrecision({storage=}) cannot be used with {name}: its shards are fp32 already"

@@ -32,6 +32,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.patches import Patch
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.gradients.step_blocks import step_blocks
+from lightning_mp.precision.masters.compiled_step import CompiledStep
 from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32Gradients
 from lightning_mp.precision.masters.loaded_masters import (
     MASTER_KEY,
@@ -50,8 +51,16 @@ __all__ = ["MASTER_KEY", "MasterHooks"]
 class MasterHooks:
     """Swaps masters in for the steps of one optimizer, and carries them through its checkpoints."""
 
-    def __init__(self, optimizer: Optimizer, store: MasterStore, gradients: Fp32Gradients | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: MasterStore,
+        gradients: Fp32Gradients | None = None,
+        *,
+        compiled: CompiledStep | None = None,
+    ) -> None:
         self.optimizer = optimizer
+        self._compiled = compiled
         self._store = store
         self._gradients = gradients if gradients is not None else Fp32Gradients()
         # The parameters of each group while one block of them is in its place.
@@ -128,15 +137,35 @@ class MasterHooks:
         self._depth = 1
         self._store.steps += 1
         # args[0] is the optimizer itself.
+        wrapped = self._with_weights if self._compiled is None else _evaluated
+        changed = None
         if len(args) > 1 and callable(args[1]):
-            changed = (args[0], self._with_weights(args[1]), *args[2:]), kwargs
+            changed = (args[0], wrapped(args[1]), *args[2:]), kwargs
         elif callable(kwargs.get("closure")):
-            changed = args, kwargs | {"closure": self._with_weights(kwargs["closure"])}
-        else:
+            changed = args, kwargs | {"closure": wrapped(kwargs["closure"])}
+        if self._compiled is not None:
+            self._step_compiled(self._compiled)
+            return changed
+        if changed is None:
             self._step_all_blocks_but_the_last()
             return None
         self._swap_in(only_with_gradient=False)
         return changed
+
+    def _step_compiled(self, compiled: CompiledStep) -> None:
+        """The optimizer itself is left what has no master."""
+        if not private_api.is_next_to_the_step(*self._around_steps):
+            raise RuntimeError(
+                f"MasterWeightsPrecision(compiled_step=True) makes the step of {type(self.optimizer).__name__} itself,"
+                " and a step hook of other code would find no parameters in its groups. Leave the hook or"
+                " compiled_step out."
+            )
+        groups = self.optimizer.param_groups
+        stepped = {p: g for g in groups for p in g["params"] if p.grad is not None and self._has_master(p)}
+        compiled.step(stepped, self._gradients.factor)
+        self._whole = [(group, group["params"]) for group in groups]
+        for group in groups:
+            group["params"] = [p for p in group["params"] if not self._has_master(p)]
 
     def _step_all_blocks_but_the_last(self) -> None:
         # Other hooks around the step have to find all parameters in it.
@@ -294,6 +323,12 @@ class MasterHooks:
 def _mark(gradient: Tensor | None, master: Tensor) -> tuple[Tensor | None, int]:
     """A gradient and its version; -1 if it is the master's own too, which the optimizer may change."""
     return gradient, -1 if gradient is None or gradient is master.grad else private_api.version_of(gradient)
+
+
+def _evaluated(closure: Callable[[], Any]) -> Callable[[], Any]:
+    with torch.enable_grad():
+        result = closure()
+    return lambda: result
 
 
 def _widen(optimizers: list[Optimizer], group: dict[str, Any], parameter: Tensor, master: Tensor) -> None:

@@ -173,14 +173,28 @@ class MasterStore(ABC):
             if parameter not in self._kept:
                 self.set(parameter, parameter)
         with torch.no_grad():
-            return self._lend(parameters, [p for p in parameters if self.changed.may_be(p)])
+            self._follow(parameters)
+            return self._lend(parameters)
+
+    def in_place(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What is kept of masters, for code that writes this and the parameters itself, and then calls `written`."""
+        for parameter in parameters:
+            if parameter not in self._kept:
+                self.set(parameter, parameter)
+        with torch.no_grad():
+            self._follow(parameters)
+        return [_local(self._kept[parameter]) for parameter in parameters]
+
+    def written(self, parameters: Sequence[Tensor]) -> None:
+        """These and their masters belong together."""
+        self._exact_fp32.difference_update(parameters)
+        self.changed.written(parameters)
 
     def write_back(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Keeps the masters and writes the 16-bit parameters, each cast once."""
-        self._exact_fp32.difference_update(parameters)
         with torch.no_grad():
             self._write(parameters, masters)
-        self.changed.written(parameters)
+        self.written(parameters)
 
     def follow_devices(self) -> None:
         """Moves masters to where their parameters are."""
@@ -199,8 +213,11 @@ class MasterStore(ABC):
     def _read(self, parameter: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _lend(self, parameters: Sequence[Tensor], changed: Sequence[Tensor]) -> list[Tensor]:
-        """First takes what other code made of those that may have been changed, without waiting for the device."""
+    def _follow(self, parameters: Sequence[Tensor]) -> None:
+        """Takes what other code made of those that may have been changed, without waiting for the device."""
+
+    @abstractmethod
+    def _lend(self, parameters: Sequence[Tensor]) -> list[Tensor]: ...
 
     @abstractmethod
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None: ...
@@ -224,9 +241,11 @@ class FullMasters(MasterStore):
             return kept
         return distribute_like(refine(_local(parameter).to(kept.device), _local(kept)), parameter)
 
-    def _lend(self, parameters: Sequence[Tensor], changed: Sequence[Tensor]) -> list[Tensor]:
-        for parameter in changed:
+    def _follow(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in filter(self.changed.may_be, parameters):
             _local(self._kept[parameter]).copy_(_local(self._read(parameter)))
+
+    def _lend(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [self._kept[parameter] for parameter in parameters]
 
     def _write(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
@@ -263,10 +282,12 @@ class RemainderMasters(MasterStore):
     def _read(self, parameter: Tensor) -> Tensor:
         return distribute_like(join(_local(parameter), self._kept[parameter]), parameter)
 
-    def _lend(self, parameters: Sequence[Tensor], changed: Sequence[Tensor]) -> list[Tensor]:
-        for parameter in changed:
+    def _follow(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in filter(self.changed.may_be, parameters):
             # Set to zero from outside, it would be a nan with a remainder below zero.
             self._kept[parameter].masked_fill_((_local(parameter) == 0) & (self._kept[parameter] < 0), 0)
+
+    def _lend(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         for members in _by_device(parameters):
             masters = self._block_of(members).join([_local(p) for p in members])
             for parameter, master in zip(members, masters, strict=True):

@@ -1,0 +1,200 @@
+"""Steps in one compiled loop per parameter, beside those of the optimizers themselves."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lion_pytorch import Lion
+from master_loops import master_weights, masters_of
+from small_models import Regression, loader, quiet_trainer, regression_batches
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from lightning_mp.precision.masters.checks import check_strategy
+from lightning_mp.precision.masters.compiled_step import CompiledStep, check_compiled_step
+from lightning_mp.precision.masters.fp32_gradients import Fp32Gradients
+from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
+from lightning_mp.precision.masters.store import MasterStore, Storage, make_store
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
+}
+# Bytes per parameter: gradient, weight, master and states, read and written.
+CASES = [("adamw", "fp32", 28), ("adamw", "remainder", 26), ("sgd", "fp32", 20), ("lion", "remainder", 18)]
+
+
+class Stepped:
+    """Weights of several shapes, their masters and an optimizer."""
+
+    def __init__(self, name: str, storage: Storage, *, compiled: bool) -> None:
+        torch.manual_seed(0)
+        values = [torch.randn(*shape) for shape in ((40, 8), (24,), (4, 3, 3, 3))]
+        values[2] = values[2].to(memory_format=torch.channels_last)
+        self.weights = [nn.Parameter(value.bfloat16()) for value in values]
+        self.store: MasterStore = make_store(storage)
+        for weight, value in zip(self.weights, values, strict=True):
+            self.store.set(weight, value)
+        self.store.changed.watch()
+        self.optimizer = OPTIMIZERS[name](self.weights)
+        self.gradients = Fp32Gradients()
+        step = CompiledStep(self.optimizer, self.store) if compiled else None
+        self.hooks = MasterHooks(self.optimizer, self.store, self.gradients, compiled=step)
+
+    def step(self, index: int) -> None:
+        generator = torch.Generator().manual_seed(index)
+        for weight in self.weights:
+            weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
+        # A factor, as after clipping or under a loss scale, or none.
+        self.gradients.factor = torch.tensor(0.37) if index % 2 else None
+        self.optimizer.param_groups[0]["lr"] *= 0.9
+        if index == 2:
+            self.weights[1].grad = None
+        if index == 3:
+            with torch.no_grad():
+                self.weights[0].clamp_(-1, 1)
+        if index == 4:
+            assert self.optimizer.step(lambda: 0.5) == 0.5
+        else:
+            self.optimizer.step()
+
+    def tensors(self) -> list[Tensor]:
+        """Masters, then states."""
+        states = [self.optimizer.state[w] for w in self.weights]
+        moments = [s[key] for s in states for key in sorted(s) if isinstance(s[key], Tensor) and s[key].dim()]
+        return [self.store.get(w).detach().clone() for w in self.weights] + [t.clone() for t in moments]
+
+    def take(self, other: "Stepped") -> None:
+        for ours, theirs in zip(self.weights, other.weights, strict=True):
+            self.store.set(ours, other.store.get(theirs).detach().clone())
+            assert torch.equal(ours, theirs)
+            self.optimizer.state[ours] = {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in other.optimizer.state[theirs].items()
+            }
+
+
+def last_places(ours: Tensor, theirs: Tensor, scale: Tensor) -> float:
+    """The largest difference, in units of the last place of the larger of numbers and scale."""
+    largest = torch.stack([ours.abs(), theirs.abs(), scale.abs()]).amax(0)
+    unit = 2.0 ** (torch.frexp(largest.double()).exponent - 24).double()
+    return float(((ours.double() - theirs.double()).abs() / unit).max())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "storage", "moved"), CASES)
+def test_a_compiled_step_is_the_optimizers_own_in_one_loop(name: str, storage: Any, moved: int) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    ours, codes = run_and_get_code(lambda: Stepped(name, storage, compiled=True))
+    assert loops(codes) == [moved]
+    compiled = counters["stats"]["unique_graphs"]
+
+    theirs = Stepped(name, storage, compiled=False)
+    for index in range(5):
+        before = theirs.tensors()
+        ours.step(index)
+        theirs.step(index)
+        assert ours.optimizer.param_groups[0]["params"] == ours.weights
+        for place, (a, b) in enumerate(zip(ours.tensors(), theirs.tensors(), strict=True)):
+            start = before[place] if place < len(before) else torch.zeros_like(b)
+            scale = torch.maximum(start.abs(), (b - start).abs())
+            assert last_places(a, b, scale) <= 2  # 1 but where the mean of gradients cancels
+        assert all(
+            (a.float() - b.float()).abs().max() <= 2**-8 * a.abs().max()
+            for a, b in zip(ours.weights, theirs.weights, strict=True)
+        )
+        ours.take(theirs)
+    # One for all shapes, learning rates, factors and steps.
+    assert counters["stats"]["unique_graphs"] == compiled
+
+
+SIZES = {"at::BFloat16": 2, "float": 4, "int16_t": 2}
+
+
+def loops(codes: list[str]) -> list[int]:
+    """Bytes per parameter that each loop of generated C++ reads and writes; what has no index is one number."""
+    found = []
+    for kernel in "\n".join(codes).split('extern "C"')[1:]:
+        assert kernel.count("for(int64_t") == 1
+        sizes = {name: SIZES[kind] for kind, name in re.findall(r"(at::BFloat16|float|int16_t)\* (\w+)", kernel)}
+        index = r"(?: \+ |\[)static_cast<int64_t>\(x0\)"
+        read = set(re.findall(rf"(?:loadu\(|= )(\w+){index}", kernel))
+        written = set(re.findall(rf"(?:store\(|^ *)(\w+){index}", kernel, re.MULTILINE))
+        found.append(sum(sizes[name] for name in [*read, *written]))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_a_fit_with_compiled_steps_accumulates_clips_skips_and_resumes(name: str, tmp_path: Any) -> None:
+    def fit(epochs: int, *, compiled: bool = True, ckpt_path: Any = None) -> Any:
+        module = Regression(OPTIMIZERS[name], overflows=() if ckpt_path else (3,))
+        trainer = quiet_trainer(
+            plugins=[master_weights(storage="remainder", compiled_step=compiled)],
+            max_epochs=epochs,
+            gradient_clip_val=0.1,
+            accumulate_grad_batches=2,
+        )
+        with patch.object(CompiledStep, "step", autospec=True, side_effect=CompiledStep.step) as step:
+            trainer.fit(module, loader(regression_batches(6)), ckpt_path=ckpt_path)
+        assert step.call_count == (3 * (1 if ckpt_path else epochs) - (ckpt_path is None) if compiled else 0)
+        return trainer
+
+    torch._dynamo.reset()
+    straight, eager = fit(2), fit(2, compiled=False)
+    fit(1).save_checkpoint(tmp_path / "x.ckpt")
+    resumed = fit(2, ckpt_path=tmp_path / "x.ckpt")
+    assert all(map(torch.equal, masters_of(straight), masters_of(resumed)))
+    for ours, theirs in zip(masters_of(straight), masters_of(eager), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)  # a bf16 weight rounds to another side now and then
+        assert ours.isfinite().all()
+
+
+REFUSED: dict[str, Any] = {
+    "has no compiled step for Adam: torch.optim.AdamW": lambda p: torch.optim.Adam(p),
+    "does not support fused=True": lambda p: torch.optim.AdamW(p, fused=True),
+    "does not support amsgrad=True, foreach=True": lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=True),
+    "does not support maximize=True": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
+    "does not support decoupled_wd=True": lambda p: Lion(p, decoupled_weight_decay=True),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_compiled_is_refused(words: str) -> None:
+    with pytest.raises(MisconfigurationException, match=words):
+        quiet_trainer(plugins=[master_weights(compiled_step=True)]).fit(
+            Regression(REFUSED[words]), loader(regression_batches(1))
+        )
+
+
+def test_24_bits_and_fsdp1_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="storage='24bit'\\) is not supported. Use storage='remainder'"):
+        check_compiled_step(torch.optim.AdamW([nn.Parameter(torch.ones(1))]), "24bit")
+    with pytest.raises(MisconfigurationException, match="FSDPStrategy, where the optimizer steps fp32 shards itself"):
+        check_strategy(
+            object.__new__(FSDPStrategy), nn.Linear(1, 1), storage="fp32", fp32_gradients=False, compiled_step=True
+        )
+
+
+def test_a_compiler_that_is_missing_is_told_at_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(MisconfigurationException, match=r"could not compile a step for cpu.*C\+\+ compiler"),
+    ):
+        Stepped("adamw", "fp32", compiled=True)
+
+
+def test_hooks_of_others_around_the_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledStep, "_try_out", lambda self: None)
+    stepped = Stepped("adamw", "fp32", compiled=True)
+    stepped.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="AdamW itself, and a step hook of other code would find no parameters"):
+        stepped.step(0)
