@@ -48,9 +48,11 @@ def test_24_bit_masters_and_8_bit_moments_are_7_bytes_per_parameter() -> None:
     weights = list(module.parameters())
     state = to_plain_tensors([trainer.optimizers[0].state[p] for p in weights])
     kept = [*weights, *tree_leaves(state)]
-    own = sum(t.nbytes for t in kept if isinstance(t, torch.Tensor) and t.numel() > 1) + plugin._masters.nbytes
+    # Without torchao's tables of 256 numbers, one for each state, and counters of steps.
+    tensors = [t for t in kept if isinstance(t, torch.Tensor) and t.shape not in ((), (256,))]
+    own = sum(t.nbytes for t in tensors) + plugin._masters.nbytes
     gradients = sum(2 * p.numel() for p in weights)
-    assert (own + gradients) / sum(p.numel() for p in weights) == pytest.approx(7, abs=0.1)
+    assert (own + gradients) / sum(p.numel() for p in weights) == pytest.approx(7 + 2 * 4 / 256)
 
 
 def test_only_classes_of_torchao_are_made_from_a_checkpoint() -> None:

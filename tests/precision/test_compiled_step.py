@@ -22,6 +22,9 @@ from lightning_mp.precision.masters.fp32_gradients import Fp32Gradients
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.store import MasterStore, Storage, make_store
 
+# torch's own, while it compiles
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
