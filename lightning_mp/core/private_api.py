@@ -463,8 +463,11 @@ def has_other_step_hooks(before: RemovableHandle, after: RemovableHandle) -> boo
 
 def is_next_to_the_step(before: RemovableHandle, after: RemovableHandle) -> bool:
     """Whether nothing else is called between these hooks of an optimizer and its step."""
-    own = before.hooks_dict_ref(), after.hooks_dict_ref()
-    return None not in own and (list(own[0])[-1], next(iter(own[1]))) == (before.id, after.id)
+    hooks_before, hooks_after = before.hooks_dict_ref(), after.hooks_dict_ref()
+    if hooks_before is None or hooks_after is None:
+        return False
+    last, first = list(hooks_before)[-1], next(iter(hooks_after))
+    return bool(last == before.id and first == after.id)
 
 
 def make_room_for_hooks(optimizer: Optimizer) -> None:

@@ -105,7 +105,7 @@ def check_compiled_step(optimizer: Optimizer, storage: str) -> None:
         )
     given = [key for key in _UNSUPPORTED if any(group.get(key) for group in optimizer.param_groups)]
     given += [key for key in ("decoupled_wd",) if getattr(optimizer, key, False)]
-    if getattr(optimizer, "update_fn", None) is not None and "triton" in optimizer.update_fn.__module__:
+    if "triton" in getattr(getattr(optimizer, "update_fn", None), "__module__", ""):
         given.append("use_triton")
     if given:
         raise MisconfigurationException(
@@ -221,7 +221,14 @@ class CompiledStep:
         states: Mapping[str, Tensor],
     ) -> None:
         numbers = [torch.tensor(number, dtype=torch.float64) for number in self._numbers(group, state)]
-        tensors = [_flat(t) for t in (weight, kept, gradient)]
-        is_short = kept.dtype == torch.int16
-        self._run(self._update, is_short, *tensors, factor.float(), [_flat(t) for t in states.values()], numbers)
+        self._run(
+            self._update,
+            kept.dtype == torch.int16,
+            _flat(weight),
+            _flat(kept),
+            _flat(gradient),
+            factor.float(),
+            [_flat(state) for state in states.values()],
+            numbers,
+        )
         torch.autograd.graph.increment_version((weight, kept, *states.values()))
