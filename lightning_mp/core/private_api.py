@@ -61,6 +61,7 @@ __all__ = [
     "has_unscaled",
     "holds_compiled_code",
     "is_compiled",
+    "is_next_to_the_step",
     "is_orthogonal_parametrization",
     "muon_learning_rate",
     "observe_dispatch",
