@@ -91,7 +91,16 @@ def last_places(ours: Tensor, theirs: Tensor, scale: Tensor) -> float:
     return float(((ours.double() - theirs.double()).abs() / unit).max())
 
 
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(8))
+    except RuntimeError as error:
+        pytest.skip(f"torch.compile needs a C++ compiler and the headers of Python: {type(error).__name__}")
+
+
 @pytest.mark.full
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("name", "storage", "moved"), CASES)
 def test_a_compiled_step_is_the_optimizers_own_in_one_loop(name: str, storage: Any, moved: int) -> None:
     torch._dynamo.reset()
@@ -136,6 +145,7 @@ def loops(codes: list[str]) -> list[int]:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_a_fit_with_compiled_steps_accumulates_clips_skips_and_resumes(name: str, tmp_path: Any) -> None:
     def fit(epochs: int, *, compiled: bool = True, ckpt_path: Any = None) -> Any:
