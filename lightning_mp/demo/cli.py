@@ -17,7 +17,7 @@ from lightning_mp.demo.settings import Settings
 
 _DESCRIPTION = """\
 Train a byte-level GPT on the source text of the Python standard library, in mixed precision, on exactly its Chinchilla
-budget (20 tokens per parameter). With the default options this takes 2 to 5 minutes on 2 idle CPU cores, depending on
+budget (20 tokens per parameter). With the default options this takes 2 to 8 minutes on 2 idle CPU cores, depending on
 whether they have bf16 instructions."""
 
 _EXAMPLES = """\
