@@ -230,7 +230,7 @@ def test_an_optimizer_that_wants_a_trainer_is_refused_with_what_to_pass():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1 / self.trainer.estimated_stepping_batches)
 
-    with pytest.raises(ValueError, match="configure_optimizers of Planned asks for self.trainer.*Pass optimizer="):
+    with pytest.raises(ValueError, match="configure_optimizers of Planned reads self.trainer.*Pass optimizer="):
         estimate_memory(Planned(), torch.ones(2, 32))
     assert estimate_memory(Planned(), torch.ones(2, 32), optimizer="sgd").peak.total_bytes > 0
 

@@ -195,7 +195,7 @@ def stateful() -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The run ended after .* budgeted tokens")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after .* budgeted tokens")
 @pytest.mark.parametrize(
     "make",
     [
