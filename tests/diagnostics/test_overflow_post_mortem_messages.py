@@ -39,7 +39,9 @@ def test_a_diverged_model_is_called_diverged(kind: Any, tmp_path: Path, caplog: 
     assert report.growth is not None
     assert report.growth.rms > 1e3 > 1 > report.growth.rms_at_start
     text = messages(caplog)[0]
-    assert f"training has diverged: the values of {report.growth.parameter} are about {report.growth.rms:.2g}" in text
+    assert (
+        f"training has diverged: the values of {report.growth.parameter} are now about {report.growth.rms:.2g}" in text
+    )
     assert "division by zero" not in text
 
 

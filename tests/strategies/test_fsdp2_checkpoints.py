@@ -137,7 +137,9 @@ def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     torch.save(more, tmp_path / "two.ckpt")
 
     def run(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"'exp_avg' of shape \(3, 5\) .* parameter of shape \(32, 16\); only state"):
+        with pytest.raises(
+            ValueError, match=r"'exp_avg' of shape \(3, 5\) .* parameter of shape \(32, 16\); only state"
+        ):
             train(rank, 2, fsdp2(), steps=2, ckpt_path=path)
         with pytest.raises(ValueError, match="the state of 2 optimizers, and configure_optimizers made 1"):
             train(rank, 2, fsdp2(), steps=2, ckpt_path=tmp_path / "two.ckpt")
@@ -473,7 +475,9 @@ def test_folders_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
         written("half", lambda parameters: sgd(list(parameters)[:2]))
         (tmp_path / "empty").mkdir(exist_ok=True)
         refused("weights", "contains no state of optimizers, .* save_weights_only=True .* Load its weights only")
-        refused("half", r"net\.2\.bias, net\.2\.weight are only in those of configure_optimizers\. Resume with the model")
+        refused(
+            "half", r"net\.2\.bias, net\.2\.weight are only in those of configure_optimizers\. Resume with the model"
+        )
         refused("empty", r"empty is a folder without meta\.pt, .* latest_checkpoint\(folder\) finds the last complete")
 
     run_ranks(run, 2)
