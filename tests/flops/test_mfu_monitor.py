@@ -447,7 +447,7 @@ def test_a_batch_without_tokens_is_refused_and_samples_can_be_counted() -> None:
     [
         (
             {"count": len},
-            r"gives 2 for the first batch, of type 'list' with 3 samples, or 3 to 12 tokens. Count samples with .*len\(batch\[0\]\)",
+            r"gives 2 for the first batch, of type 'list' with 3 samples, or 3 to 12 tokens. Count .*len\(batch\[0\]\)",
         ),
         ({"count": lambda batch: 13}, "gives 13 for the first batch"),
         (
