@@ -11,7 +11,7 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from master_loops import DTYPES, KINDS, CountCasts, master_weights, scale_of
+from master_loops import DTYPES, KINDS, CountCasts, as_kept, master_weights, scale_of
 from policy_models import CLASSES, RULES, WIDTH, ByHand, Classifier, batches, failing, nothing_is_left
 from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
@@ -79,15 +79,22 @@ class LoopByHand:
         self.masters = {
             p: nn.Parameter(start[name]) for name, p in self.module.named_parameters() if p.dtype == self.low
         }
+        self.steps = 0
+        self.write()
         self.optimizer = adamw([self.masters.get(p, p) for p in self.module.parameters()])
 
     def step(self, gradients: Iterable[Tensor], scale: float) -> None:
         for p, gradient in zip(self.module.parameters(), gradients, strict=True):
             self.masters.get(p, p).grad = gradient.float() / scale
         self.optimizer.step()
-        with torch.no_grad():
-            for p, master in self.masters.items():
-                p.copy_(master if self.storage == "fp32" else split(master.detach())[0])
+        self.steps += 1
+        self.write()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        for p, master in self.masters.items():
+            master.copy_(as_kept(master, self.storage, self.steps))
+            p.copy_(master if self.storage == "fp32" else split(master)[0])
 
     def gradients(self, batch: Any, scale: float) -> tuple[Tensor, ...]:
         loss = loss_by_hand(self.module, batch, self.low, self.head)
