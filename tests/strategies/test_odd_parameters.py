@@ -202,8 +202,8 @@ def model_parallel() -> ModelParallelStrategy:
 
 def test_fp16_over_a_users_own_bf16_policy_is_refused() -> None:
     message, _ = run_ranks(partial(refused, module=OwnPolicy, strategy=model_parallel, precision="16-mixed"), 2)
-    assert "computes in torch.float16, and blocks.0, blocks.1 were sharded" in message
-    assert "give param_dtype=torch.float16 or None" in message
+    assert "computes in torch.float16, but fully_shard gathers blocks.0, blocks.1 in torch.bfloat16" in message
+    assert "set MixedPrecisionPolicy(param_dtype=torch.float16) or None" in message
 
 
 def test_tensor_parallelism_on_a_model_that_splits_itself_names_configure_model() -> None:
