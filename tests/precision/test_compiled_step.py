@@ -7,6 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fsdp2_runs import fsdp2
+from gloo import run_ranks
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lion_pytorch import Lion
@@ -15,6 +17,7 @@ from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.tensor import DTensor
 
 from lightning_mp.precision.masters.checks import check_strategy
 from lightning_mp.precision.masters.compiled_step import CompiledStep, check_compiled_step
@@ -169,6 +172,33 @@ def test_a_fit_with_compiled_steps_accumulates_clips_skips_and_resumes(name: str
     for ours, theirs in zip(masters_of(straight), masters_of(eager), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)  # a bf16 weight rounds to another side now and then
         assert ours.isfinite().all()
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    groups = [{"params": [first], "weight_decay": 0.1}, {"params": others, "lr": 5e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("compiler")
+def test_shards_in_two_groups_are_stepped_as_by_the_optimizer() -> None:
+    def on_rank(rank: int) -> list[list[Tensor]]:
+        masters = []
+        for compiled in (True, False):
+            torch._dynamo.reset()
+            plugin = master_weights(storage="remainder", compiled_step=compiled)
+            trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[plugin], max_epochs=2)
+            trainer.fit(Regression(two_groups), loader(regression_batches(4)))
+            own = masters_of(trainer)
+            masters.append([m.full_tensor() if isinstance(m, DTensor) else m for m in own])
+        return masters
+
+    (ours, theirs), (others, _) = run_ranks(on_rank, 2)
+    assert all(map(torch.equal, ours, others))
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in ours)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 REFUSED: dict[str, Any] = {
