@@ -11,7 +11,7 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from master_loops import DTYPES, KINDS, CountCasts, as_kept, master_weights, scale_of
+from master_loops import DTYPES, KINDS, CountCasts, master_weights, scale_of, write_back
 from policy_models import CLASSES, RULES, WIDTH, ByHand, Classifier, batches, failing, nothing_is_left
 from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from lightning_mp import MasterWeightsPrecision, PrecisionPolicy
 from lightning_mp.precision import master_weights as plugin_module
 from lightning_mp.precision.masters import checks
-from lightning_mp.precision.masters.bf16_remainder import split
 
 DEFAULT = PrecisionPolicy.default()
 WITH_HEAD = PrecisionPolicy(RULES)
@@ -90,11 +89,8 @@ class LoopByHand:
         self.steps += 1
         self.write()
 
-    @torch.no_grad()
     def write(self) -> None:
-        for p, master in self.masters.items():
-            master.copy_(as_kept(master, self.storage, self.steps))
-            p.copy_(master if self.storage == "fp32" else split(master)[0])
+        write_back(self.masters.values(), self.masters, self.storage, self.steps)
 
     def gradients(self, batch: Any, scale: float) -> tuple[Tensor, ...]:
         loss = loss_by_hand(self.module, batch, self.low, self.head)

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
-from restarts import InterruptedBefore, Interruption
+from restarts import MOMENTS, InterruptedBefore, Interruption
 from small_models import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -221,12 +221,8 @@ class Save(NamedTuple):
 
 
 SAVES = {
-    "each step": Save({"every_n_train_steps": 1, "save_top_k": 0}),
-    "each validation": Save({"monitor": "score", "save_on_train_epoch_end": False}, {"val_check_interval": 2}),
-    "each epoch": Save({"save_on_train_epoch_end": True}),
-    "on an exception": Save(
-        {"save_on_exception": True, "every_n_train_steps": 100, "filename": "last", "enable_version_counter": False}
-    ),
+    name: Save(arguments, {"val_check_interval": 2} if name == "each validation" else {})
+    for name, arguments in MOMENTS.items()
 }
 
 

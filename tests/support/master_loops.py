@@ -61,6 +61,14 @@ def as_kept(master: Tensor, storage: str, steps: int = 0) -> Tensor:
     return round_to_24_bits(master, steps) if storage == "24bit" else master
 
 
+@torch.no_grad()
+def write_back(masters: Iterable[Tensor], weights: Iterable[Tensor], storage: str, steps: int) -> None:
+    """What a store does after so many steps: masters as they are kept, and 16-bit weights of them."""
+    for master, weight in zip(masters, weights, strict=True):
+        master.copy_(as_kept(master, storage, steps))
+        weight.copy_(master if storage == "fp32" else split(master)[0])
+
+
 class MastersByHand:
     """16-bit weights, and an optimizer over fp32 copies of what they were."""
 
@@ -90,11 +98,8 @@ class MastersByHand:
             self._write()
         return stepped
 
-    @torch.no_grad()
     def _write(self) -> None:
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            master.copy_(as_kept(master, self.storage, self.steps))
-            parameter.copy_(master if self.storage == "fp32" else split(master)[0])
+        write_back(self.masters, self.parameters, self.storage, self.steps)
 
 
 def train_by_hand(

@@ -193,14 +193,21 @@ class Save(NamedTuple):
     module: type[Traced] = Traced
 
 
-SAVES = {
-    "each step": Save({"every_n_train_steps": 1, "save_top_k": 0}),
-    "each step, before validation": Save({"every_n_train_steps": 1, "save_top_k": 0}, Validated),
-    "each validation": Save({"monitor": "score", "save_on_train_epoch_end": False}, ValidatedByEpoch),
-    "each epoch": Save({"save_on_train_epoch_end": True}),
-    "on an exception": Save(
-        {"save_on_exception": True, "every_n_train_steps": 100, "filename": "last", "enable_version_counter": False}
-    ),
+#: Arguments of ModelCheckpoint.
+MOMENTS: dict[str, dict[str, Any]] = {
+    "each step": {"every_n_train_steps": 1, "save_top_k": 0},
+    "each validation": {"monitor": "score", "save_on_train_epoch_end": False},
+    "each epoch": {"save_on_train_epoch_end": True},
+    "on an exception": {
+        "save_on_exception": True,
+        "every_n_train_steps": 100,
+        "filename": "last",
+        "enable_version_counter": False,
+    },
+}
+SAVES = {name: Save(arguments) for name, arguments in MOMENTS.items()} | {
+    "each step, before validation": Save(MOMENTS["each step"], Validated),
+    "each validation": Save(MOMENTS["each validation"], ValidatedByEpoch),
 }
 
 
