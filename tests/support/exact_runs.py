@@ -153,9 +153,15 @@ class Dropped(pl.LightningModule):
         self.mean = MeanMetric()
         self.plateau = plateau
         self.steps: dict[tuple[int, int], list[float]] = {}
+        #: What a callback finds before each batch, values of the last validation among them.
+        self.found: dict[tuple[int, int], dict[str, float]] = {}
 
     def on_train_epoch_start(self) -> None:
         self.scale = 1.0 + torch.rand(()).item()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        metrics = self.trainer.callback_metrics
+        self.found[self.current_epoch, batch_idx] = {name: float(value) for name, value in metrics.items()}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         parts = [part for part in (batch.values() if isinstance(batch, dict) else [batch]) if part is not None]
@@ -191,6 +197,7 @@ class Result(NamedTuple):
     weights: list[Tensor]
     optimizer: list[Tensor]
     steps: dict[tuple[int, int], list[float]]
+    found: dict[tuple[int, int], dict[str, float]]
     logged: dict[tuple[int, str], float]
     rates: list[float]
     stopping: tuple[int, float]
@@ -238,6 +245,7 @@ def run(
 ) -> Result:
     """A run that is interrupted before its n-th batch, resumed, and so on; the last one reaches its end."""
     steps: dict[tuple[int, int], list[float]] = {}
+    found: dict[tuple[int, int], dict[str, float]] = {}
     logger = Memory()
     path = folder / "last.ckpt"
     for number, n in enumerate((*before, 0)):
@@ -256,11 +264,13 @@ def run(
         with contextlib.suppress(Interruption):
             trainer.fit(trained, make_loader(), ckpt_path=path if path.exists() else None)
         steps.update(trained.steps)
+        found.update(getattr(trained, "found", {}))
     optimizer = trainer.optimizers[0]
     return Result(
         [p.detach().clone() for p in trained.parameters()],
         [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)],
         steps,
+        found,
         logger.logged,
         [group["lr"] for group in optimizer.param_groups],
         (stopping.wait_count, float(stopping.best_score)),
