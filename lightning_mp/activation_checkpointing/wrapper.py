@@ -226,7 +226,7 @@ class WholeRuns:
         """Looks for such an operation in the graph between inputs and output, once."""
         if not self._is_known:
             self._is_known = self._module.training
-            ends = {id(tensor.grad_fn) for tensor in tensors_in(args)}
+            ends = {tensor.grad_fn for tensor in tensors_in(args)}
             self._needed = _has_node(_FILLS_WHAT_IT_SAVED, (tensor.grad_fn for tensor in tensors_in(output)), ends)
         return self._needed
 
@@ -238,13 +238,14 @@ def _run(forward: Callable[..., Any], runs: WholeRuns, *args: Any, **kwargs: Any
     return output
 
 
-def _has_node(name: str, nodes: Iterable[Any], ends: set[int]) -> bool:
+def _has_node(name: str, nodes: Iterable[Any], ends: set[Any]) -> bool:
+    # nodes, not their ids: Python's view of a node goes with its last reference, and its id is used again
     waiting, seen = [node for node in nodes if node is not None], set(ends)
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:
+        if node in seen:
             continue
-        seen.add(id(node))
+        seen.add(node)
         if node.name().startswith(name):
             return True
         waiting.extend(following for following, _ in node.next_functions if following is not None)

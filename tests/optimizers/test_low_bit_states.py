@@ -9,6 +9,7 @@ import fsdp2_runs as runs
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed.tensor
 from gloo import run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from optimizer_packages import PRECISIONS, Net, Row, batches, fit
@@ -143,6 +144,10 @@ class MXFP8(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.tensor._ops, "scaled_mm_single_dim_strategy"),
+    reason="torchao 0.18 trains with MXFP8 weights on torch 2.13 and above only",
+)
 def test_masters_of_mxfp8_weights_are_plain_and_alike_in_both_storages() -> None:
     rows = list(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)))
     trained = []
