@@ -71,11 +71,11 @@ def _read(text: str) -> int | None:
 
 
 class AccumulationScheduler(SettingsRepr, Callback):
-    """Micro-batches per optimizer step, by schedule or for a target batch; always the exact mean.
+    """Sets the micro-batches per optimizer step, by schedule or target batch size; gradients are exact means.
 
-    A drop-in for Lightning's ``GradientAccumulationScheduler`` that accepts its names. A change takes effect when the
-    next window opens. The last window of an epoch may be shorter and is still an exact mean. The schedule also applies
-    after a resume in the middle of an epoch and in a second ``fit``.
+    A drop-in for Lightning's ``GradientAccumulationScheduler`` that accepts its argument names. A change takes effect
+    when the next window opens. The last window of an epoch may be shorter and is still an exact mean. The schedule also
+    applies after a resume in the middle of an epoch and in a second ``fit``.
 
     Give one of ``schedule``, ``target_samples`` and ``target_tokens``. Thresholds in samples and tokens are compared
     with the counts over all ranks up to the window before the last one, whose count may still be on the device.
@@ -88,21 +88,21 @@ class AccumulationScheduler(SettingsRepr, Callback):
         schedule: threshold -> micro-batches per optimizer step. Keys may be strings ("1_000", "1.5B").
         scheduling: Lightning's name for ``schedule``.
         unit: what thresholds count: "epoch", "step" for optimizer steps (``trainer.global_step``), "sample" or "token".
-        target_samples: the global batch in samples: a number, or threshold -> number from threshold 0 on. The nearest
-            whole number of micro-batches is taken, from the size of the run's first one and the number of ranks that
-            see different data; a resume on other ranks, or with another batch size of the loader, measures again.
+        target_samples: global batch size in samples: a number, or threshold -> number, starting at threshold 0. It is
+            rounded to a whole number of micro-batches, given the size of the run's first one and the number of ranks
+            that see different data; a resume with another number of ranks or another batch size measures again.
         target_tokens: the same in tokens, padding included.
         ramp: between the targets: "stepped" or "linear".
-        weight_by: what a micro-batch weighs in the mean of its window: "token" for its target tokens, "sample"
-            for its batch size, "batch" for equal weights. "auto" takes tokens if batches have token labels, else
-            samples. The loss must be a mean over these items; or, if the batch is a mapping with
-            ``"num_items_in_batch"``, a sum divided by that, as Hugging Face models make it.
-        count: a function from a batch to its number of tokens on this rank (int, or scalar tensor), where they are not
+        weight_by: weight of a micro-batch in the mean of its window: "token" for its target tokens, "sample" for its
+            batch size, "batch" for equal weights. "auto" uses tokens if batches have token labels, else samples. The
+            loss must be a mean over these items; or, if the batch is a mapping with ``"num_items_in_batch"``, a sum
+            divided by that, as Hugging Face models make it.
+        count: a function that returns the number of tokens in a batch on this rank (int, or scalar tensor); None counts
             the labels other than -100.
         sync: under FSDP and FSDP2, "window" reduces gradients once per window and keeps them unsharded until then;
             "micro_batch" reduces and shards them after every micro-batch. The bytes of both are printed.
-        save_partial_gradients: let checkpoints be written inside a window, with its gradient so far. On one process a
-            resumed run is the same to the bit, on several, or on another number, up to rounding. Not with sharded
+        save_partial_gradients: allow checkpoints inside a window, with its gradient so far. A resumed run is
+            bit-identical on one process, and equal up to rounding on several or on another number. Not for sharded
             strategies or pipelines.
         carry_over: let a window that is not full at the end of an epoch continue in the next one, instead of closing
             there. The last epoch of ``max_epochs`` still closes it.
@@ -197,7 +197,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
         check_counts(self, trainer, pl_module, batch, needs_tokens="token" in self.windows.units)
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Hands the schedule to the accumulation controller."""
+        """Passes the schedule to the accumulation controller."""
         refuse_other_trainers(self, trainer)
         if stage != "fit":
             return

@@ -32,20 +32,20 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         Trainer(callbacks=[ActivationCheckpointing(Block, every=2)])         # blocks 0, 2, 4, ...
 
     Works under any strategy and precision, and inside torch.compile. Weights, gradients and names in the state dict are
-    those of a run without it, to the last bit, dropout included: checkpoints are non-reentrant
-    (``torch.utils.checkpoint``), the second run has the random state, the autocast and the default dtype of the first,
-    and buffers that a forward changes (running statistics, the vectors of ``spectral_norm``, a codebook) are changed
-    once, and are for the second run what the first one found. Of modules that change buffers, all buffers are kept
-    until backward. Compiled modules that change buffers are refused, but for norms of torch. Forwards without
-    gradients, as in validation, are left alone. Other side effects of a forward (counting calls in a plain attribute,
-    writing to parameters, forward hooks of inner modules) happen twice.
+    bit-identical to a run without it, dropout included: checkpoints are non-reentrant (``torch.utils.checkpoint``),
+    recomputation uses the random state, autocast and default dtype of the first forward, and buffers that a forward
+    changes (running statistics, the vectors of ``spectral_norm``, a codebook) change once, and recomputation sees their
+    original values. For modules that change buffers, all buffers are kept until backward. Compiled modules that change
+    buffers are refused, except torch's norms. Forwards without gradients, as in validation, are unaffected. Other side
+    effects of a forward (counting calls in a plain attribute, writing to parameters, forward hooks of inner modules)
+    happen twice.
 
     Modules are searched once all of them exist, including those built in ``setup`` or ``configure_model`` or replaced
     by a plugin. Their own forwards are wrapped, so it does not matter whether a strategy has wrapped them. At the end
     of the fit everything is removed.
 
     In the first micro-batch saved bytes and FLOPs are counted, not timed, and printed once; a compiled model is not
-    counted, because it would have to run uncompiled for it.
+    counted, because it would have to run uncompiled.
 
     For a chain of ``L`` equal blocks with ``a`` bytes saved in each and ``b`` bytes of input, where ``b`` is part of
     ``a``, at the end of the forward and at the peak of the backward (Chen et al. 2016, "Training Deep Nets with
@@ -60,25 +60,24 @@ class ActivationCheckpointing(SettingsRepr, Callback):
     segments of ``L/s`` blocks  :math:`s b`                            :math:`s b + (L/s) \; a - b`
     ==========================  =====================================  ==================================
 
-    The last is least at :math:`s = \sqrt{L a / b}` segments. For segments, put the blocks of one into an
-    ``nn.Sequential`` and name these.
+    The last is least at :math:`s = \sqrt{L a / b}` segments. To checkpoint segments, put the blocks of each into an
+    ``nn.Sequential`` and name those.
 
     Args:
         modules: what to checkpoint: a module class, its name, a glob over names, or a list of these. A string is a
-            glob; where it matches no name it is the name of a class. Of modules inside of each other the outer one is
-            checkpointed. The LightningModule itself, containers without a forward, metrics and TorchScript modules
-            cannot be.
+            glob; where it matches no name it is the name of a class. Of nested modules the outer one is checkpointed.
+            The LightningModule itself, containers without a forward, metrics and TorchScript modules are not supported.
         every: checkpoint the first of each ``every`` modules found, in the order of the model. (The last ones gain
             least: their activations are needed first.)
 
     Attributes:
-        module_names: what is checkpointed.
+        module_names: names of the checkpointed modules.
         report: what was counted in the first micro-batch on this rank; None before, or if it was not counted.
 
     Raises:
         ValueError: if ``modules`` or ``every`` cannot be read; at the start of a fit, if a pattern matches nothing
             (with the names that exist), or only modules inside those that another pattern matches.
-        MisconfigurationException: at the start of a fit, if something else checkpoints already; in its first
+        MisconfigurationException: at the start of a fit, if activations are already checkpointed; in its first
             micro-batch, if a compiled forward changes buffers.
 
     Example:
@@ -132,11 +131,11 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         self._detach()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Takes everything off."""
+        """Removes the wrappers."""
         self._detach()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Takes everything off."""
+        """Removes the wrappers."""
         self._detach()
 
     def _detach(self) -> None:

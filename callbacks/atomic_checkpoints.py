@@ -50,7 +50,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
     :func:`lightning_mp.checkpoints.latest_checkpoint` finds it again. All ranks must see the same folder. Paths with a
     protocol, such as ``s3://``, are left to Lightning.
 
-    What a restarted run continues with is :class:`~lightning_mp.ExactResume`'s part.
+    To make a restarted run continue exactly, add :class:`~lightning_mp.ExactResume`.
 
     Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no optimizer state yet, because
     all steps so far were skipped or did not use it, and writing one before the first step makes Adam count a step too
@@ -58,8 +58,8 @@ class AtomicCheckpoints(SettingsRepr, Callback):
     does nothing there. FSDPStrategy cannot read a folder without optimizer state; an error says so.
 
     ``strategy.save_checkpoint`` and ``remove_checkpoint``, and for the last two ``load_checkpoint`` and
-    ``optimizer_state``, are wrapped for the time of ``fit``, ``validate`` or ``test``; a ``trainer.save_checkpoint``
-    after it is written as without this callback.
+    ``optimizer_state``, are wrapped during ``fit``, ``validate`` or ``test``; a later ``trainer.save_checkpoint`` is
+    written as without this callback.
 
     Raises:
         MisconfigurationException: at set-up, if checkpoints are written in the background by ``AsyncCheckpointIO``; on

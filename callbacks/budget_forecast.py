@@ -26,23 +26,22 @@ _RECENT_POINTS = 200
 
 
 class BudgetForecast(SettingsRepr, Callback):
-    """Forecasts the loss at the end of the budget, with a band, and the time until then.
+    """Forecasts the loss at the end of the budget, with a confidence band, and the time remaining.
 
     Needs a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is
     recorded, one window late so that nothing waits for the device. Every ``every_n_steps`` the law of
     :func:`lightning_mp.planning.scaling_laws.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU
-    core), printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not know about a
-    learning rate that is still to decay: such a run ends somewhat below the forecast. The points are saved in the
-    checkpoint.
+    core), printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not model a learning
+    rate that has yet to decay: such a run ends somewhat below the forecast. The points are saved in the checkpoint.
 
     Args:
         metric: name under which the module logs its training loss, with ``on_step=True``.
         every_n_steps: optimizer steps from one forecast to the next.
-        confidence: of the band, over 0 and below 1.
+        confidence: confidence level of the band, between 0 and 1.
 
     Attributes:
         loss: the last forecast; None until there are enough points (20, over a factor of 3 in tokens).
-        time: the last forecast of the seconds that are left.
+        time: the last forecast of the remaining seconds.
 
     Raises:
         ValueError: if an argument is not valid.
@@ -136,7 +135,7 @@ class BudgetForecast(SettingsRepr, Callback):
         rank_zero_info(f"BudgetForecast: {self.loss}. The budget ends in {middle} ({low} to {high}).")
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Says so if the loss was never seen."""
+        """Warns if the loss was never logged."""
         if not self._windows and trainer.global_step > 1:
             rank_zero_warn(
                 f"BudgetForecast({self.metric!r}) saw no loss: the module logs"

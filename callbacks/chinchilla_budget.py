@@ -36,26 +36,27 @@ OnWaste = Literal["report", "extend"]
 class ChinchillaBudget(SettingsRepr, Callback):
     """Ends the run when it has spent its budget, by default 20 tokens per parameter.
 
-    Target tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, also
-    on another number of ranks. The run always ends at the end of an accumulation window, after a last validation. Use
-    it with ``Trainer(max_epochs=-1)``. If there are several targets, the first to be reached ends the run.
+    Target tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, even on
+    another number of ranks. The run always ends at the end of an accumulation window, after a last validation. Use it
+    with ``Trainer(max_epochs=-1)``. If there are several targets, the first to be reached ends the run.
 
     Args:
-        tokens_per_parameter: 20, the ratio of Hoffmann et al. 2022, where nothing else is given.
-        tokens: the budget itself, a whole number; strings such as "1.5B" are read.
-        flops: training compute C; it becomes C / (6 N) tokens, attention scores and recomputation not counted. Of a
-            mixture of experts N has those that a token is sent to, as its Hugging Face configuration says.
-        device_hours: time of training, validation included, times the number of devices. The run ends at the first
-            window end after it; on several ranks one window later.
+        tokens_per_parameter: ratio of tokens to parameters; 20, as in Hoffmann et al. 2022, if no other target is
+            given.
+        tokens: the budget in tokens, a whole number or a string such as "1.5B".
+        flops: training compute C, converted to C / (6 N) tokens, without attention scores and recomputation. For a
+            mixture of experts N counts those that a token is routed to, read from its Hugging Face configuration.
+        device_hours: training time, validation included, times the number of devices. The run ends at the first window
+            end after it; on several ranks one window later.
         parameters: which parameters N counts: "all" of them, tied ones once; "trainable"; or "non_embedding", all but
             those of ``nn.Embedding`` modules (a head tied to one is left out with it).
-        count: a function from a batch to its number of tokens on this rank, where they are not the labels other than
+        count: a function that returns the number of tokens in a batch on this rank; None counts the labels other than
             -100.
         landing: "exact" hides surplus tokens of the last micro-batch from the loss by label -100; "floor" ends before
             the budget would be passed, "ceil" after it is reached, "nearest" where the run is within half of the
             largest micro-batch.
-        trim: for "exact" with other batches: ``trim(batch, keep_tokens)`` leaves that many tokens in the loss, in
-            place, and returns a function that undoes it.
+        trim: for "exact" with batches that have no such labels: ``trim(batch, keep_tokens)`` leaves that many tokens in
+            the loss, in place, and returns a function that undoes it.
         on_waste: tokens of skipped optimizer steps are spent ("report"), or made up for ("extend"; it waits for the
             device once, at the last step).
         save: write ``budget_reached-step-<step>.ckpt`` beside the Trainer's checkpoints when the budget is spent.
@@ -144,7 +145,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     @property
     def tokens_spent(self) -> int:
-        """Those that count towards the budget: not those of skipped steps under ``on_waste="extend"``."""
+        """Tokens that count towards the budget: under ``on_waste="extend"``, without those of skipped steps."""
         skipped = (
             self._controller.counter.skipped_tokens if self._controller is not None and self.on_waste == "extend" else 0
         )
@@ -252,7 +253,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Warns with the first batch if the run ends before the budget, or the budget long before a scheduler."""
+        """Warns with the first batch if the run ends before its budget, or the budget long before a scheduler."""
         if self._first_batch:
             self._first_batch = False
             self._warn_about_early_end(trainer, batch)
@@ -312,7 +313,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Logs the totals, saves, and says so if the run ended before its budget or not exactly on it."""
+        """Logs the totals, saves, and warns if the run ended before its budget or not exactly on it."""
         assert self._controller is not None
         self._stop_clock()
         RunState.of(trainer).flush()
@@ -364,12 +365,12 @@ class ChinchillaBudget(SettingsRepr, Callback):
         )
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Says so if Lightning had nothing to train."""
+        """Warns if Lightning had nothing to train."""
         if not self._has_reported and not self.reached and (self.budget_tokens or self.device_hours):
             self._warn_about_rest("max_steps or max_epochs was reached before this fit, or there were no batches")
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Says so after an interrupt, which Lightning takes for an end."""
+        """Reports an interrupt, which Lightning treats as a normal end."""
         self._stop_clock()
         is_fit = not self._has_reported and self._controller is not None and (self.budget_tokens or self.device_hours)
         if isinstance(exception, KeyboardInterrupt) and is_fit and not self.reached:

@@ -40,27 +40,27 @@ from lightning_mp.resume.resumable_progress import (
 
 
 class ExactResume(SettingsRepr, Callback):
-    """Has ``fit(ckpt_path=...)`` continue on the next batch with the same random numbers, as if it had not stopped.
+    """Makes ``fit(ckpt_path=...)`` continue with the next batch and the same random numbers, as if never stopped.
 
-    Every checkpoint of the run then holds, for each rank, the state of the random numbers (torch on the CPU and on the
-    rank's device, Python, NumPy), the position of every training loader, and what was logged of the epoch so far. The
-    loaders stay as they are: an ordinary ``DataLoader`` with ``shuffle``, a sampler, a batch sampler, a ``generator``
-    or workers; a ``DistributedSampler``; several in a ``CombinedLoader``. A resumed run asks the sampler again for the
-    indices that were used, and loads none of their samples. Loaders with a ``state_dict``, such as torchdata's
-    ``StatefulDataLoader``, and iterable datasets with one (without workers), continue from that.
+    Every checkpoint of the run then stores, for each rank, the state of the random generators (torch on the CPU and on
+    the rank's device, Python, NumPy), the position of every training loader, and the values logged in the epoch so far.
+    Loaders need no change: an ordinary ``DataLoader`` with ``shuffle``, a sampler, a batch sampler, a ``generator`` or
+    workers; a ``DistributedSampler``; several in a ``CombinedLoader``. A resumed run draws the used indices from the
+    sampler again, without loading their samples. Loaders with a ``state_dict``, such as torchdata's
+    ``StatefulDataLoader``, and iterable datasets with one (without workers), continue from it.
 
-    A run is changed in two places: each batch that a worker process loads has its own seed, so that augmentation
-    does not depend on what the worker had loaded before; and a validation loader with ``persistent_workers`` no longer
-    advances the random numbers of the process when it starts its workers.
+    It changes a run in two ways: each batch that a worker process loads has its own seed, so that augmentation does not
+    depend on what the worker loaded before; and a validation loader with ``persistent_workers`` no longer advances the
+    random generators of the process when it starts its workers.
 
     Args:
-        on_unsupported: what to do about a training loader whose position cannot be recorded: ``"warn"`` or ``"error"``.
+        on_unsupported: what to do if the position of a training loader cannot be recorded: ``"warn"`` or ``"error"``.
         record: a file ``*.jsonl`` to which a hash of each batch, loss, gradients, weights and state is written, for
             ``lightning-mp bits``. It costs one read from the device per batch.
 
     Raises:
         ValueError: if ``on_unsupported`` is neither of the two, or ``record`` is no ``.jsonl`` file; on loading, if the
-            state in a checkpoint is damaged, or from a loader with another dataset length or batch size.
+            state in a checkpoint is damaged, or belongs to a loader with another dataset length or batch size.
         MisconfigurationException: at set-up, with ``on_unsupported="error"``, if the position of a training loader
             cannot be recorded.
 
@@ -93,7 +93,7 @@ class ExactResume(SettingsRepr, Callback):
     # -- set-up --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Looks at loaders as they are made, and at the moments from which a checkpoint may be written."""
+        """Records loaders as they are created, and the moments from which a checkpoint may be written."""
         refuse_other_trainers(self, trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -176,7 +176,7 @@ class ExactResume(SettingsRepr, Callback):
         self._before_validation = None
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Keeps random states before each fetch, where a batch may be done again."""
+        """Keeps random states before each fetch, where a batch may be repeated."""
         if self.record is not None and trainer.is_global_zero and trainer.ckpt_path is None:
             self.record.parent.mkdir(parents=True, exist_ok=True)
             self.record.unlink(missing_ok=True)
@@ -237,7 +237,7 @@ class ExactResume(SettingsRepr, Callback):
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Takes this rank's state, and gives the loaders theirs.
+        """Restores the state of this rank and of its loaders.
 
         Raises:
             ValueError: if the state is damaged.

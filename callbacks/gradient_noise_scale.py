@@ -47,7 +47,7 @@ _OPEN_WINDOW = "lightning_mp_noise_window"
 
 
 class GradientNoiseScale(SettingsRepr, Callback):
-    r"""Estimates during training how large a batch pays off: the gradient noise scale.
+    r"""Estimates the gradient noise scale during training: the batch size beyond which returns diminish.
 
     :math:`B_{simple} = \operatorname{tr}(\Sigma) / |G|^2` (McCandlish et al. 2018, "An Empirical Model of Large-Batch
     Training", eq. 2.9) follows from the norms of two gradients of different batch size. The large one is that of the
@@ -58,13 +58,13 @@ class GradientNoiseScale(SettingsRepr, Callback):
     - FSDP2: the gradient of all ranks' first micro-batches, after its reduction. Needs two micro-batches per step.
 
     Both are true gradients of the optimizer's parameters: the loss scale is divided out, and so are the weights of
-    :class:`~lightning_mp.AccumulationScheduler`. Steps that are skipped are left out. A unit of noise is a *sample*
-    (a sequence): tokens of a sequence are not independent. With micro-batches weighted by tokens, the gradient is a
-    mean over tokens, and a batch still counts by its samples. ``mp/noise_scale`` is in samples, and
+    :class:`~lightning_mp.AccumulationScheduler`. Skipped steps are left out. Noise is measured per *sample* (a
+    sequence), because the tokens of a sequence are not independent. With micro-batches weighted by tokens, the gradient
+    is a mean over tokens, and the batch size is still counted in samples. ``mp/noise_scale`` is in samples, and
     ``mp/noise_scale_tokens`` is that times the mean target tokens of a sample.
 
-    It only monitors. What it recommends rests on a model of training; the best batch sizes in measurements can differ
-    by a factor of two and more, above all early in a run (Merrill et al. 2025, "Critical Batch Size Revisited").
+    It only monitors. The estimate rests on a model of training; measured best batch sizes can differ by a factor of two
+    or more, especially early in a run (Merrill et al. 2025, "Critical Batch Size Revisited").
 
     Per step: one norm over the gradients after the first backward (during it, parameter by parameter, where DDP reduces
     them at once: windows of one micro-batch) and one reduction of ten numbers; with Lightning's own precision plugins
@@ -72,11 +72,12 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     Args:
         average_steps: time constant of the averages, in optimizer steps. One step's estimate is mostly noise.
-        count: a function from a batch to its number of samples on this rank, where that is not the first dimension of
-            its tensors. For a batch without any, a ``count=`` of :class:`~lightning_mp.AccumulationScheduler` is used.
+        count: a function that returns the number of samples in a batch on this rank; None uses the first dimension of
+            its tensors, or, for a batch without tensors, the ``count=`` of
+            :class:`~lightning_mp.AccumulationScheduler`.
 
     Raises:
-        ValueError: if ``average_steps`` is not a whole number of 2 or more, or ``count`` is no function.
+        ValueError: if ``average_steps`` is not a whole number of 2 or more, or ``count`` is not a function.
         MisconfigurationException: at set-up, with manual optimization or DeepSpeed.
 
     Example:
@@ -125,7 +126,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
             CallbackMetrics.attach(trainer).add(self._metrics)
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any = None) -> None:
-        """Refuses Trainers and modules in which gradients of micro-batches cannot be told apart.
+        """Refuses Trainers and modules in which the gradients of micro-batches cannot be separated.
 
         Raises:
             MisconfigurationException: says why.
@@ -148,7 +149,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
             )
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Finds out where gradients and outcomes come from."""
+        """Determines where gradients and outcomes come from."""
         self._trainer = trainer
         Patches.of(trainer).at_end(self._forget)
         self._ours = isinstance(trainer.precision_plugin, GradientStepPrecision)
@@ -157,7 +158,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self._told = False
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Says what was found."""
+        """Logs the estimate."""
         self._flush_pending()
         if self.average.windows:
             rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
@@ -298,7 +299,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """With our precision plugins: the large norm comes from the outcome. A skipped step has none."""
+        """With our precision plugins: the large norm comes from the outcome. A skipped step has no norm."""
         if self._ours:
             known = outcome.stepped and outcome.grad_norm is not None
             self._big_squares[outcome.step_index] = (outcome.grad_norm or 0.0) ** 2 if known else torch.nan
@@ -306,7 +307,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Closes a window whose step was made, and reads those before."""
+        """Closes a window whose step was taken, and reads earlier ones."""
         window = self._window
         if window is None or trainer.global_step <= window.step_index:
             return
@@ -364,7 +365,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Remembers it."""
+        """Keeps the measurements of an open window."""
         # not finite in a window that is going to be skipped
         kinds = {_OPEN_WINDOW: or_none(listed_of(ANY_NUMBER, NUM_NUMBERS))}
         saved = {_OPEN_WINDOW: checkpoint.get(_OPEN_WINDOW)}

@@ -34,7 +34,7 @@ from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 
 class MFUMonitor(SettingsRepr, Callback):
-    """Logs how fast a run goes and how much of the machine it uses.
+    """Logs the throughput of a run and its share of the hardware's peak.
 
     Logged over the last ``window`` optimizer steps and all devices together:
 
@@ -46,12 +46,11 @@ class MFUMonitor(SettingsRepr, Callback):
     mp/goodput                   tokens that are neither padding nor in a skipped step, over all tokens
     ===========================  ========================================================================
 
-    Where samples are counted (``unit``), ``mp/samples_per_second`` replaces the first two, and every figure
-    is per sample.
+    If samples are counted (``unit``), ``mp/samples_per_second`` replaces the first two, and every figure is per sample.
 
-    MFU and HFU count all tokens, because the devices multiply padding as well; times goodput they are the share of the
-    peak that went into training. The same figures of the whole run are in :attr:`total` and printed at its end. The
-    sums behind them are in the checkpoint, so they survive a resume, also on other devices.
+    MFU and HFU count all tokens, because devices multiply padding as well; multiplied by goodput they give the share of
+    the peak that was spent on training. The same figures of the whole run are in :attr:`total` and printed at its end.
+    The sums behind them are in the checkpoint, so they survive a resume, also on other devices.
 
     *Time.* Nothing waits for the device. Token counts of an optimizer step reach the host when the device has finished
     its backward, one step late, and the clock is read then. If the device is slower than the host, a reading is exact;
@@ -60,25 +59,25 @@ class MFUMonitor(SettingsRepr, Callback):
     device once. Reading data and writing checkpoints is part of the time.
 
     *Operations.* In the first micro-batch of a fit every matrix product, convolution and attention is counted as it
-    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.flops.flop_counter`. Its cost per
-    token is used for all; where lengths vary, the part of attention is that of the first micro-batch. The format in
-    which most of these products ran picks the peak, whatever the precision plugin. Work that several tensor-parallel
-    ranks repeat on plain tensors counts on each of them.
+    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.flops.flop_counter`. This cost per
+    token is used for the whole run; if lengths vary, attention is counted as in the first micro-batch. The peak is that
+    of the format in which most of these products ran, regardless of the precision plugin. Work that several
+    tensor-parallel ranks repeat on plain tensors counts on each of them.
 
     Like every token counter of the pack this makes the gradient of an accumulation window the exact mean over its
     tokens. Skipped steps are known with the precision plugins of this package, or with ``OverflowMonitor``.
 
     Args:
         flops_per_token: "exact" counts; a name of :data:`~lightning_mp.flops.conventions.CONVENTIONS` ("6N", "palm",
-            "megatron") uses its formula, with layers and width from a Hugging Face configuration; a number is taken as
-            it is, forward and backward.
+            "megatron") uses its formula, with layers and width from a Hugging Face configuration; a number is used as
+            given, for forward and backward.
         peak_flops: dense peak of one device in FLOP/s, for devices that
             :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and a message
             says so once.
-        window: optimizer steps that the logged rates look back over.
-        count: a function from a batch to its number of tokens, or of samples, on this rank, where tokens are not the
+        window: optimizer steps that the logged rates cover.
+        count: a function that returns the number of tokens, or of samples, in a batch on this rank; None counts the
             labels other than -100.
-        unit: what ``count`` counts. "auto" takes samples if the count of the first batch is the size of its first
+        unit: what ``count`` counts. "auto" means samples if the count of the first batch is the size of its first
             dimension, else tokens. "sample" counts samples without a ``count``, whatever the labels are, as for images;
             micro-batches then weigh by their samples. "token" is for batches whose first dimension is tokens.
 
@@ -162,7 +161,7 @@ class MFUMonitor(SettingsRepr, Callback):
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses what cannot be counted."""
+        """Refuses modules that cannot be counted."""
         Patches.of(trainer).at_end(self._stop)
         self._is_settled = self._is_warm = self._is_count_checked = False
         self._refuse_compiled(pl_module)
@@ -331,7 +330,7 @@ class MFUMonitor(SettingsRepr, Callback):
         return {} if self.window.mfu is None else {"mp/mfu": self.window.mfu}
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Stops the clock when the device has caught up."""
+        """Waits for the device and stops the clock."""
         if self._is_running:
             self._flush_and_read()
             self._validation_began = self._clock()

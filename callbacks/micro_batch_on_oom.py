@@ -44,19 +44,20 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     is kept for all following micro-batches, on all ranks, and in the checkpoint. It never grows by itself; set
     :attr:`size` to None to start over.
 
-    What is different from a run without it:
+    Differences from a run without it:
 
     - Forwards *and* backwards run inside ``training_step``; Lightning's backward only hands the gradients out. Hooks
       (``on_before_backward``, ``on_after_backward``), the loss scale, accumulation, budgets and the optimizer see one
       micro-batch, as always; a profiler shows backwards as part of the training step. It costs two passes over the
       gradients per micro-batch, and inside an open window memory for one more set of gradients towards the end of a
-      backward. A micro-batch that fits is bit-equal to stock.
+      backward. A micro-batch that fits is bit-identical to stock Lightning.
     - Under DDP gradients are reduced once per window, as always, but after the last backward and not during it. Ranks
       need not agree on microbatches; the smallest size is shared by one 8-byte reduction per optimizer step.
     - Values given to ``self.log`` in the training step are logged once, as the mean over microbatches by their shares
-      (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are joined, numbers
+      (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are concatenated, numbers
       averaged.
-    - A split micro-batch whose labels are on a device waits for it once: a microbatch without any token is left out.
+    - Splitting a micro-batch whose labels are on a device waits for the device once, since microbatches without tokens
+      are left out.
     - Layers that mix samples (BatchNorm) see microbatches; a warning says so. Dropout masks of microbatches differ from
       those of the whole. ``torch.compile`` recompiles for a new size.
 
@@ -64,9 +65,9 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     (``self.all_gather`` is refused).
 
     Args:
-        split: a function from a batch and a size to a list of batches of at most that many samples each, where the
-            batch is not made of tensors whose first dimension is the sample. ``len(split(batch, 1))`` must be the
-            number of samples.
+        split: a function of a batch and a size that returns a list of batches of at most that many samples each, for
+            batches that are not made of tensors whose first dimension is the sample. ``len(split(batch, 1))`` must be
+            the number of samples.
         min_size: the size is not halved below this. If that does not fit, the original error is raised, with a note of
             the sizes tried and what else to do.
 
@@ -96,13 +97,13 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Refuses what cannot be repeated on one rank alone."""
+        """Refuses set-ups in which one rank cannot repeat a step alone."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             _refuse(trainer, pl_module)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Takes over the training step."""
+        """Wraps the training step."""
         _refuse_module(trainer, pl_module)
         _warn_about_mixing_layers(pl_module)
         original = pl_module.training_step
@@ -153,7 +154,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """With the first batch: finds out how microbatches are weighed, and whether batches can be split at all."""
+        """With the first batch: determines how microbatches are weighted, and whether batches can be split at all."""
         if self._weighting is not None:
             return
         if self.split is None:
@@ -167,7 +168,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """At the end of a window: takes the smallest size of all ranks, one window later."""
+        """At the end of a window: adopts the smallest size of all ranks, one window later."""
         is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if trainer.world_size == 1 or not is_step:
             return

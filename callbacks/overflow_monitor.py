@@ -32,9 +32,9 @@ class OverflowMonitor(SettingsRepr, Callback):
     ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping; with the
     plugins of this package, or with ``guard``). Totals are saved in the checkpoint.
 
-    A run that only skips steps is ended, see ``stop_after_skips``. A warning at the end of a fit says so if more than
-    10 steps and more than half of all were skipped, or more than a tenth where that is more than the 48 skips that a
-    falling loss scale explains.
+    A run that only skips steps is stopped, see ``stop_after_skips``. A warning at the end of a fit reports more than 10
+    skipped steps that are more than half of all, or more than 48 (as many as a falling loss scale explains) that are
+    more than a tenth.
 
     The precision plugins of this package keep learning-rate schedulers and averaged weights from advancing on a skipped
     step. With Lightning's own plugins this callback does.
@@ -43,14 +43,13 @@ class OverflowMonitor(SettingsRepr, Callback):
     count.
 
     Args:
-        count_real_steps: ``Trainer(max_steps=n)`` ends the run after n steps that were made; without it after n
-            attempts. With a fused optimizer the host waits for the device once, shortly before the limit.
-        stop_after_skips: end the run after this many skips in a row: a checkpoint is saved, and a warning gives the
-            reason, which is kept in ``stop_reason``. "auto" is 100, or twice the skips that a loss scale with a slower
-            ``backoff_factor`` may need. In a healthy run a streak ends when the scale has fallen to where gradients
-            fit: from 2^24 to 2^-24 are 48 skips, and ``hysteresis`` adds one less than its value. Without a loss
-            scale only the batch changes between two skips, so 100 of them do not come from a few bad batches. None
-            never stops.
+        count_real_steps: let ``Trainer(max_steps=n)`` end the run after n steps that were taken, not after n attempts.
+            With a fused optimizer the host waits for the device once, shortly before the limit.
+        stop_after_skips: stop the run after this many skips in a row: a checkpoint is saved, and a warning gives the
+            reason, which is also in ``stop_reason``. "auto" is 100, or twice the skips that a loss scale with a slower
+            ``backoff_factor`` may need. In a healthy run a streak ends once the scale has fallen far enough: from 2^24
+            to 2^-24 takes 48 skips, and ``hysteresis`` adds one less than its value. Without a loss scale only the
+            batch changes between two skips, and 100 in a row are more than a few bad batches. None never stops.
         guard: on Lightning's own plugins without a loss scaler (``"bf16-mixed"``, ``"32-true"``, ``"bf16-true"``) also
             skip steps with non-finite gradients. This costs one pass over the gradients and, unless the optimizer is
             fused, one wait for the device per step. The plugins of this package always do this, without the extra pass.
@@ -58,7 +57,7 @@ class OverflowMonitor(SettingsRepr, Callback):
     Raises:
         ValueError: if ``stop_after_skips`` is not "auto", None or a positive whole number.
         MisconfigurationException: at set-up, if ``count_real_steps`` is used without ``max_steps``, or ``guard`` with
-            something that makes its own steps (DeepSpeed, LBFGS).
+            something that takes its own steps (DeepSpeed, LBFGS).
 
     Example:
         >>> from lightning_mp import OverflowMonitor
@@ -139,7 +138,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         self._pass_on_skips()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Takes over the totals of a checkpoint."""
+        """Continues from the totals of a checkpoint."""
         self._before = self.attempted_steps, self.skipped_steps
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -43,38 +43,38 @@ class OverflowPostMortem(SettingsRepr, Callback):
     """Reports why a step was skipped, in the log and in ``overflow_step_<step_index>.json``.
 
     The same verdict in the same module is reported once, then counted; a summary follows after 10, 100, 1000, ...
-    skipped steps and at the end. The files and ``reports`` have every skipped step.
+    skipped steps and at the end. The files and ``reports`` contain every skipped step.
 
     Each report names the parameters whose gradients were not finite. The precision plugins of this package know them
     from the norms that they compute anyway; with Lightning's own plugins, which need an
-    :class:`~lightning_mp.OverflowMonitor` beside this callback, the gradients are read once. Until a step is skipped it
-    costs one pass over the weights, at the start of the run: weights 100 times as large later mean divergence.
+    :class:`~lightning_mp.OverflowMonitor` beside this callback, the gradients are read once. Until a step is skipped,
+    the only cost is one pass over the weights at the start of the run: weights that grow to 100 times their size mean
+    divergence.
 
-    With ``replay=True`` the micro-batches of the skipped window are run again, with the same random numbers and hooks
-    on all modules, and the report says which micro-batch on which rank went wrong, in which module and tensor, in the
-    forward, the loss or the backward, and what caused it: the loss scale (finite at a smaller one), the range of 16-bit
-    numbers (finite in fp32 only), the model (not finite at scale 1), the data, the weights, or a run that has diverged.
-    The run then continues as if there had been no replay.
+    With ``replay=True`` the micro-batches of the skipped window run again, with the same random numbers and with hooks
+    on all modules. The report then says which micro-batch on which rank overflowed, in which module and tensor, in the
+    forward, the loss or the backward, and why: the loss scale (finite at a smaller one), the range of 16-bit numbers
+    (finite in fp32 only), the model (not finite at scale 1), the data, the weights, or a run that has diverged. The run
+    then continues as if there had been no replay.
 
-    What ``replay=True`` costs on healthy steps: batches are kept until the outcome of their step is known, with a fused
+    Cost of ``replay=True`` on healthy steps: batches are kept until the outcome of their step is known, with a fused
     optimizer those of two windows; per micro-batch the random generators' states are copied, about 10 kB on the host.
     No wait for the device, no pass over gradients, no hook. On a skip: up to one forward and backward per micro-batch
     of the window, then up to seven of one micro-batch, and memory for a second set of gradients.
 
-    What a replay cannot undo: what ``training_step`` does outside the module (files, loggers) and to weights.
-    What it cannot repeat: batches that ``training_step`` changed in place, random numbers from generators in objects of
-    other classes.
+    A replay cannot undo what ``training_step`` does outside the module (files, loggers) or to weights. It cannot repeat
+    batches that ``training_step`` changed in place, or random numbers from generators in objects of other classes.
 
     Args:
-        replay: run the batch of a skipped step again.
+        replay: rerun the batches of a skipped step.
         dirpath: folder for the JSON files; None puts them beside the checkpoints, or into ``trainer.default_root_dir``
             where none are written.
         max_replays: at most this many skipped steps per fit are replayed; later ones are reported without a replay.
 
     Raises:
         ValueError: if ``max_replays`` is not a positive whole number.
-        MisconfigurationException: at set-up, if nothing reports outcomes, or with ``replay=True`` if a training step
-            cannot be run again (manual optimization, LBFGS, ``dataloader_iter``, DeepSpeed) or ranks may decide
+        MisconfigurationException: at set-up, if nothing reports outcomes, or, with ``replay=True``, if a training step
+            cannot be rerun (manual optimization, LBFGS, ``dataloader_iter``, DeepSpeed) or ranks may decide
             differently.
 
     Example:
@@ -112,7 +112,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
             _refuse_what_cannot_be_replayed(trainer, pl_module)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts afresh."""
+        """Resets the state of an earlier run."""
         if StepOutcomeDispatcher.of(trainer) is None:
             raise MisconfigurationException(
                 "OverflowPostMortem gets skipped steps from the precision plugins of lightning_mp. With"
@@ -151,7 +151,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._end()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Lets the batches go."""
+        """Releases the batches."""
         self._end()
 
     def _end(self) -> None:
@@ -298,7 +298,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
                 lightning_logger().warning(self._tally.summary())
 
     def state_dict(self) -> dict[str, Any]:
-        """How large the weights were when the run began."""
+        """The size of the weights when the run began."""
         return {"rms_at_start": self._rms_at_start.tolist() if self._rms_at_start is not None else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

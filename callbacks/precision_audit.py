@@ -27,7 +27,7 @@ _MOST_IN_LOG = 12
 
 
 class PrecisionAudit(SettingsRepr, Callback):
-    """Watches one training batch and reports in which dtype every module and operation really ran.
+    """Reports the dtype in which every module and operation of one training batch actually ran.
 
     ::
 
@@ -35,21 +35,21 @@ class PrecisionAudit(SettingsRepr, Callback):
 
     After the backward of that batch the hooks are removed, so the rest of the run costs nothing, and rank 0 logs a
     table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast it ran
-    under. What is wrong (:data:`~lightning_mp.diagnostics.audit.findings.FindingKind`) follows as one ``UserWarning``
-    that names the modules and says what to do.
+    under. Problems (:data:`~lightning_mp.diagnostics.audit.findings.FindingKind`) follow in one ``UserWarning`` that
+    names the modules and says what to do.
 
-    The run computes the same numbers, to the last bit, with it and without. It works with any precision plugin. With
-    manual optimization the whole training step is watched, without its optimizer steps. A batch without a backward
-    (a ``training_step`` that returned None) is ignored. In a pipeline all stages are watched, and the table has the
-    modules of all of them, including the run that finds out shapes. What it can see of compiled code is described in
+    The results of the run are bit-identical with and without it. It works with any precision plugin. With manual
+    optimization the whole training step is watched, except its optimizer steps. A batch without a backward (a
+    ``training_step`` that returned None) is ignored. In a pipeline all stages are watched, and the table lists the
+    modules of all of them, including the run that infers shapes. What it can see of compiled code is described in
     :class:`~lightning_mp.diagnostics.audit.watch.PrecisionWatch`, which also works without a Trainer.
 
     Args:
         batch: which training batch of a fit, from 0.
 
     Attributes:
-        records: what was seen, with ``to_dict()`` and ``to_json()``; None before.
-        findings: what is wrong; empty before, and if nothing is.
+        records: what was seen, with ``to_dict()`` and ``to_json()``; None before the batch.
+        findings: the problems found; empty before the batch, and if there are none.
 
     Raises:
         ValueError: if ``batch`` is negative.
@@ -106,7 +106,7 @@ class PrecisionAudit(SettingsRepr, Callback):
         self._end(trainer, pl_module)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Says so if there was nothing to audit."""
+        """Warns if there was nothing to audit."""
         if self._is_due:
             rank_zero_warn(
                 f"PrecisionAudit(batch={self.batch}) has seen nothing: the fit had {self._num_batches} batches,"

@@ -12,22 +12,22 @@ from lightning_mp.distributed.heartbeat import Heartbeat
 
 
 class RankWatchdog(SettingsRepr, Callback):
-    """Ends a run that makes no progress, with a message that names the rank that hangs.
+    """Ends a run that makes no progress and names the rank that hangs.
 
     A rank that hangs (in a data loader, on a lock, on a device) makes the others wait in a collective until the process
-    group times out, half an hour by default, with a message about a socket; the hung process itself stays behind. Here
-    two threads in each rank record the hooks that training passes. When a rank has not reached the next one for
-    ``timeout_seconds``, the ranks compare how far they are. The one that is behind is named, prints its stacks, and all
-    processes end with exit code 75. One that cannot even do that (stopped, or holding Python's lock) is killed by
-    another rank on its machine; if that is rank 0, which stores the records, this takes twice the timeout. Nothing is
-    saved then: start again from ``latest_checkpoint``.
+    group times out, half an hour by default, with a message about a socket, and the hung process keeps running. With
+    this callback two threads in each rank record the hooks that training passes. If a rank has not reached the next
+    hook for ``timeout_seconds``, the ranks compare their progress. The one that is behind is named and prints its
+    stacks, and all processes end with exit code 75. A rank that cannot even do that (stopped, or holding the GIL) is
+    killed by another rank on its machine; for rank 0, which stores the records, this takes twice the timeout. Nothing
+    is saved: restart from ``latest_checkpoint``.
 
-    It watches ``fit`` from its start to its end. The timeout must be longer than the longest time between two hooks: a
-    micro-batch with its compilation, a checkpoint, a log entry over the network. The ranks must reach rank 0 on a port
-    that the system chooses. On a single process a hang in code that holds Python's lock is not seen.
+    It watches ``fit`` only. The timeout must be longer than the longest time between two hooks: a micro-batch with its
+    compilation, a checkpoint, a log entry sent over the network. The ranks must reach rank 0 on a port that the system
+    chooses. On a single process a hang in code that holds the GIL is not detected.
 
     Args:
-        timeout_seconds: how long a rank may be silent.
+        timeout_seconds: how long a rank may take to reach its next hook.
 
     Raises:
         ValueError: if it is not a positive number.
@@ -72,7 +72,7 @@ class RankWatchdog(SettingsRepr, Callback):
         self._stop()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Tells the other ranks why this one has left."""
+        """Tells the other ranks why this one ended."""
         self._stop(f"{type(exception).__name__}: {str(exception).partition(chr(10))[0]}")
 
     def _stop(self, error: str = "") -> None:
@@ -82,7 +82,7 @@ class RankWatchdog(SettingsRepr, Callback):
             self._heartbeat = self._heartbeat if error else None
 
     def needs_gradients(self, step_index: int) -> bool:
-        """Our precision plugins need not make true gradients for a beat; stock ones beat before the step, too."""
+        """False: a beat needs no unscaled gradients; with stock plugins it also beats before the step."""
         return False
 
     # -- beats ---------------------------------------------------------------------------------------------------------

@@ -24,18 +24,18 @@ from lightning_mp.resume.resumable_progress import ResumableProgress
 class StopAtBoundary(SettingsRepr, Callback):
     """Saves and ends the run at the next optimizer step after a signal or a time limit.
 
-    On SIGTERM Lightning stops wherever it is, even inside an accumulation window, and writes nothing. Here the first
-    signal is remembered, the window is finished, ``stopped-step-<step>.ckpt`` is written beside the other checkpoints,
-    and ``fit`` returns. A second signal does what it would have done without this callback. All ranks stop at the same
+    On SIGTERM Lightning stops immediately, even inside an accumulation window, and writes nothing. With this callback
+    the first signal is recorded, the window is finished, ``stopped-step-<step>.ckpt`` is written beside the other
+    checkpoints, and ``fit`` returns. A second signal acts as it would without this callback. All ranks stop at the same
     step, even if only one received the signal: they sum a flag after every step and read it one step later, so that
     nothing waits for it.
 
     It puts itself last among the Trainer's callbacks, since it saves the state of the others.
 
     Args:
-        signals: their names. Ctrl-C is "SIGINT".
+        signals: names of the signals to handle. Ctrl-C is "SIGINT".
         max_seconds: also stop after this much training time; None for no limit.
-        dirpath: where the checkpoint goes; None for beside the others, or ``trainer.default_root_dir``.
+        dirpath: folder for the checkpoint; None uses that of the other checkpoints, or ``trainer.default_root_dir``.
         filename: its name without ``.ckpt``; ``{step}`` is the optimizer step.
 
     Attributes:
@@ -44,8 +44,8 @@ class StopAtBoundary(SettingsRepr, Callback):
         path: the checkpoint that was written; None if the run was not stopped.
 
     Raises:
-        ValueError: if a signal is unknown or cannot be taken, nothing would stop the run, ``max_seconds`` is not
-            positive, or ``filename`` is not such a name.
+        ValueError: if a signal is unknown or cannot be handled, nothing would stop the run, ``max_seconds`` is not
+            positive, or ``filename`` is not a valid name.
 
     Example:
         >>> StopAtBoundary(signals=["SIGTERM", "SIGINT"]).stopped_by is None
@@ -102,13 +102,13 @@ class StopAtBoundary(SettingsRepr, Callback):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Checks the Trainer and goes to the end of its callbacks."""
+        """Checks the Trainer and moves to the end of its callbacks."""
         refuse_other_trainers(self, trainer)
         ResumableProgress.attach(trainer)
         RunState.of(trainer).place_callback(self, "last")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Takes the signals, after Lightning has taken them, and starts the clock."""
+        """Installs signal handlers over Lightning's, and starts the clock."""
         self.stopped_by = self._asked_by = self.path = None
         self._agreement = AsyncAnyRank()
         self._started = time.monotonic()

@@ -22,31 +22,31 @@ from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 
 class TokenLearningRate(SettingsRepr, Callback):
-    """Sets the learning rate of every optimizer step by the tokens trained on before it.
+    """Sets the learning rate of every optimizer step from the number of tokens trained on before it.
 
     .. code-block:: text
 
         lr = initial_lr * schedule(tokens / horizon)
 
     ``initial_lr`` is each parameter group's own rate in ``configure_optimizers``, so groups keep their ratios.
-    ``tokens`` are the target tokens of all optimizer steps before this one, over all ranks, exactly: however many
-    micro-batches a step has. Those of a skipped step do not count, so the next step uses the rate that the skipped one
-    had; with a stock precision plugin this needs ``OverflowMonitor``. ``horizon`` is the budget of
-    ``ChinchillaBudget``, or ``tokens``. Where skipped tokens are spent (``on_waste="report"``), the rest of the
-    schedule is shortened accordingly, so that it ends with the run.
+    ``tokens`` are the target tokens of all earlier optimizer steps, counted exactly over all micro-batches and ranks.
+    Those of a skipped step do not count, so the next step uses the rate that the skipped one had; with a stock
+    precision plugin this needs ``OverflowMonitor``. ``horizon`` is the budget of ``ChinchillaBudget``, or ``tokens``.
+    Where skipped tokens are spent (``on_waste="report"``), the rest of the schedule is shortened accordingly, so that
+    it ends with the run.
 
-    It takes the place of a learning-rate scheduler; return none from ``configure_optimizers``. The rate is set just
-    before the step, when the tokens of the last one have arrived, so that nothing waits: ``LearningRateMonitor``, which
-    looks at the beginning of a batch, shows the rate of the step before. A parameter group added during the run uses
+    It replaces a learning-rate scheduler; do not return one from ``configure_optimizers``. The rate is set just before
+    the step, when the tokens of the previous one have arrived, so that nothing waits: ``LearningRateMonitor``, which
+    reads it at the start of a batch, shows the rate of the previous step. A parameter group added during the run uses
     its rate at that time as ``initial_lr``. The gradient of a window becomes the exact mean over its tokens, as with
     ``ChinchillaBudget``.
 
     Args:
-        schedule: from the fraction of the horizon to a factor: :class:`WarmupStableDecay`, :class:`WarmupCosine`, or
-            any function that gives finite numbers from 0.
-        tokens: the horizon, a whole number or a string such as "1.5B"; None for the budget's. Beyond it the rate stays
+        schedule: a function from the fraction of the horizon to a factor: :class:`WarmupStableDecay`,
+            :class:`WarmupCosine`, or any other that returns finite numbers of 0 or more.
+        tokens: the horizon, a whole number or a string such as "1.5B"; None uses the budget. Beyond it the rate stays
             where the schedule ends.
-        count: a function from a batch to its number of tokens on this rank, where they are not the labels other than
+        count: a function that returns the number of tokens in a batch on this rank; None counts the labels other than
             -100.
 
     Raises:
@@ -85,12 +85,12 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     @property
     def horizon_tokens(self) -> int | None:
-        """Tokens over which the schedule goes; None before training starts."""
+        """Tokens over which the schedule runs; None before training starts."""
         return self._run.horizon_tokens
 
     @property
     def factor(self) -> float:
-        """Of the last optimizer step."""
+        """The schedule's factor in the last optimizer step."""
         return self._run.factor
 
     @property
@@ -115,20 +115,20 @@ class TokenLearningRate(SettingsRepr, Callback):
     # -- cooldown ------------------------------------------------------------------------------------------------------
 
     def cooldown_now(self, tokens: float | str | None = None, *, fraction: float | None = None) -> None:
-        """Starts a cooldown from the present rate, at whose end the run ends: for a run that will be preempted.
+        """Starts a cooldown from the current rate and ends the run with it, for example before a preemption.
 
         From the next optimizer step on the rate falls to the schedule's ``final`` (0 for a function), in the shape of
-        :class:`WarmupStableDecay`, or in a straight line from another schedule. Its end becomes the budget of the run,
-        also that of ``ChinchillaBudget``, and remains so after a resume; a budget that ends earlier stays. To cool down
+        :class:`WarmupStableDecay`, or linearly for another schedule. Its end becomes the budget of the run, including
+        that of ``ChinchillaBudget``, and remains so after a resume; a budget that ends earlier is kept. To cool down
         from a checkpoint, call this before ``fit(ckpt_path=...)``.
 
-        It may be called at any time, on one rank or on all, also from a signal handler. Ranks learn of it together, one
-        optimizer step later. The last call counts.
+        It may be called at any time, on one rank or on all, even from a signal handler. All ranks apply it together,
+        one optimizer step later. The last call wins.
 
         Args:
-            tokens: how long, a whole number or a string such as "1.5B".
-            fraction: the same as a share of the whole run that now ends, cooldown included. If neither is given, the
-                schedule's own ``decay``: the run ends as if it had been planned like that.
+            tokens: length of the cooldown, a whole number or a string such as "1.5B".
+            fraction: the same as a fraction of the whole run, cooldown included. If neither is given, the schedule's
+                own ``decay`` is used, and the run ends as if planned that way.
 
         Raises:
             ValueError: if both are given, or neither and the schedule has no ``decay``, or one is not valid.
@@ -175,7 +175,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             self._controller = join_window_controller(self, trainer, pl_module, self.count, weight_by=None)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses anything else that sets the rate, and asks to be told of every step."""
+        """Refuses anything else that sets the rate, and subscribes to the outcomes of steps."""
         schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
         if schedulers:
             raise MisconfigurationException(

@@ -63,26 +63,26 @@ class _Pending:
 
 
 class UnderflowMonitor(SettingsRepr, Callback):
-    """Measures how many gradient values a format loses at the present loss scale, and suggests a better one.
+    """Measures how many gradient values a format loses at the current loss scale, and suggests a better one.
 
     Every ``every_n_steps`` optimizer steps the exponents of all gradient values are counted on the device, per
-    parameter, and brought to the host in one transfer that is read one step later. On other steps nothing is done.
+    parameter, and copied to the host in one transfer that is read one step later. Other steps cost nothing.
 
-    It judges gradients as the format would store them: the true gradient of the step times the loss scale. In a run
-    with autocast only those that pass through 16 bit are judged: a parameter that is used without a cast, such as a
-    positional embedding or the weight of a norm, has its gradient in fp32, where no scale makes it overflow. Headroom
-    and suggested scale are those of the largest 16-bit gradient in that step's backwards, of activations too.
+    Gradients are evaluated as the format would store them: the true gradient of the step times the loss scale. Under
+    autocast only gradients that pass through 16 bit are evaluated: a parameter used without a cast, such as a
+    positional embedding or the weight of a norm, has an fp32 gradient, which no scale makes overflow. Headroom and
+    suggested scale follow from the largest 16-bit gradient in the step's backward passes, activations included.
 
-    - In a run without autocast nothing passes through 16 bit, and all gradients of parameters are judged.
+    - Without autocast nothing passes through 16 bit, and all parameter gradients are evaluated.
     - In bf16 and fp32 runs, ``mp/underflow_fraction`` is the share of the non-zero values that would become zero in
       ``format``, at ``scale``. It answers: could this run use fp16, and at which scale?
-    - In fp16 runs, a value that became zero inside backward is gone. It is among ``mp/zero_fraction``, with the true
-      zeros (unused embeddings, dead units), and what can be seen is ``mp/subnormal_fraction``: values that have lost
-      digits already, the next to vanish. Watch it, and ``activation_gradients``.
+    - In fp16 runs, a value that became zero inside backward looks like a true zero (unused embeddings, dead units), and
+      ``mp/zero_fraction`` counts both. Watch ``mp/subnormal_fraction`` instead, values that have already lost digits
+      and vanish next, and ``activation_gradients``.
 
-    The shares are those of the whole window's gradient: under accumulation a micro-batch's own may be larger or
-    smaller. The headroom is that of the micro-batches. Where backward cannot be watched (reentrant activation
-    checkpoints, compiled code, a pipeline), or parameters are sharded, every parameter's gradient is judged.
+    The fractions describe the gradient of the whole window; those of a single micro-batch may be larger or smaller. The
+    headroom is that of the micro-batches. Where backward cannot be watched (reentrant activation checkpoints, compiled
+    code, a pipeline), or parameters are sharded, every parameter's gradient is evaluated.
 
     Logged at every batch once the first observation is read: ``mp/underflow_fraction``, ``mp/subnormal_fraction``,
     ``mp/zero_fraction``, ``mp/headroom_doublings`` (how often the scale may double before the largest gradient
@@ -91,20 +91,20 @@ class UnderflowMonitor(SettingsRepr, Callback):
     ``TensorBoardLogger`` also gets the histogram of exponents, ``mp/exponents/gradients``. The latest observation and
     the history are saved in the checkpoint.
 
-    In distributed runs sharded gradients are counted on all ranks, each value once. Activations are those of rank 0's
-    batches, one part of the model's under tensor parallelism. What runs inside of a compiled module cannot be watched,
-    nor outputs inside of ``torch.vmap``; a warning names the first of these.
+    In distributed runs sharded gradients are counted on all ranks, each value once. Activations are those of rank 0: of
+    its batches, and under tensor parallelism of its part of the model. Modules inside a compiled one and outputs inside
+    ``torch.vmap`` cannot be watched; a warning names the first of them.
 
-    A Trainer takes one such monitor; for other formats, query the histograms:
+    A Trainer can have one such monitor; for other formats, query the histograms:
     ``monitor.latest.whole().fraction_lost("fp8_e5m2")``.
 
-    On observed steps the precision plugins of this package write true gradients before the optimizer, as for any hook
+    On observed steps the precision plugins of this package unscale gradients before the optimizer step, as for any hook
     that reads them.
 
     Args:
         format: the format to judge, narrower than fp32: "fp16", "bf16", "fp8_e5m2", "fp8_e4m3fn".
         every_n_steps: optimizer steps from one observation to the next; the first step is observed.
-        scale: what true gradients are multiplied by; None takes the run's loss scale, or 1 where there is none.
+        scale: factor for the true gradients; None uses the run's loss scale, or 1 if there is none.
         watch: any of "gradients" (of parameters), "activations" (outputs of leaf modules in the forward),
             "activation_gradients" (of these outputs, what Fig. 3 of the paper shows).
 
@@ -171,7 +171,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def suggested_scale(self) -> float | None:
         """The largest power of two that would have suited each of the last 10 observations; None before there are any.
 
-        Gradients of activations, if they are watched, have to fit as well. Give it to ``LossScaler(init_scale=...)`` or
+        Gradients of activations, if they are watched, must fit as well. Pass it to ``LossScaler(init_scale=...)`` or
         ``LossScaler.static(...)``.
         """
         self._flush_pending()
@@ -183,7 +183,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         Args:
             path: the image file; its suffix sets the format.
             kind: one of those in ``watch``.
-            by_layer: one line per layer instead of all together.
+            by_layer: draw one line per layer instead of all together.
 
         Raises:
             ValueError: if the kind is not watched, or nothing was observed yet.
@@ -269,7 +269,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes the hooks off the modules."""
+        """Removes the hooks from the modules."""
         self._detach()
         begun, scale = self._activations_step, self._scale_now
         if begun is not None and scale is not None and trainer.global_step > begun:

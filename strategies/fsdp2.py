@@ -72,14 +72,14 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         Trainer(strategy=FSDP2Strategy(replicate_size=2), devices=8)         # 2 copies, each over 4 ranks
         Trainer(strategy=FSDP2Strategy(tensor_parallel_size=2), devices=8)   # 4 data ranks, each over 2
 
-    The model needs no change: no ``configure_model``, no wrapper, and names in the state dict stay. Each module that
-    matches becomes a unit: its weights are gathered before its forward and freed after it. The rest is gathered for the
-    whole step. All parameters are DTensors from then on.
+    The model needs no change: no ``configure_model``, no wrapper, and the same names in the state dict. Each module
+    that matches becomes a unit: its weights are gathered before its forward and freed after it. All other weights are
+    gathered for the whole step. All parameters become DTensors.
 
     Precision comes from the plugin, see :func:`~lightning_mp.strategies.fsdp2_model.gathered_dtypes`: with
     ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
-    operation has the dtypes that it has on one device. Gradients are reduced in fp32, and buffers are not cast. All
-    ranks start from the weights of rank 0, and keep its running statistics, as under DDP.
+    operation has the same dtypes as on one device. Gradients are reduced in fp32, and buffers are not cast. All ranks
+    start from the weights of rank 0, and keep its running statistics, as under DDP.
 
     Gradients are reduced once per window of accumulation or at every micro-batch, as
     ``AccumulationScheduler(sync=...)`` says; without it at every micro-batch. ``ActivationCheckpointing`` is applied
@@ -93,9 +93,9 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     The model stays sharded after the run; to call it by hand, use the autocast of the run.
 
     Checkpoints are folders with the shards of every rank, or with ``save_distributed_checkpoint=False`` a single file
-    that any strategy reads. Both resume on any number of ranks, and get their name only when they are complete. Where
-    queries, keys and values are one matrix, ranks store it in a different order; state dicts have the order of one
-    process, so all ranks must call ``state_dict`` together.
+    that any strategy reads. Both resume on any number of ranks, and get their final name only when they are complete.
+    Where queries, keys and values are one matrix, ranks store it in a different order; state dicts have the order of
+    one process, so all ranks must call ``state_dict`` together.
 
     Args:
         shard: a module class, its name, a glob over names, or several of these; or a number of parameters, for the
@@ -108,16 +108,16 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), the first match wins; "auto" or None for Hugging
             Face's Llama and GPT-2 and the GPT of ``lightning-mp demo``: attention runs on each rank's heads only, and
             the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
-            ``nn.CrossEntropyLoss``, also inside of transformers; in training whatever else looks at logits gets the
-            whole, on all ranks together; in evaluation they are whole). "auto_sequence" also splits the sequence, in
-            and between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can be values of a
-            mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with a different head, and "whole" leaves
-            a layer as it is.
+            ``nn.CrossEntropyLoss``, also inside of transformers; in training any other use of the logits gathers them,
+            on all ranks together; in evaluation they are whole). "auto_sequence" also splits the sequence, in and
+            between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can be values of a mapping:
+            ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with a different head, and "whole" leaves a layer
+            as it is.
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
             spread them over that many ranks; None for what FSDP2 does.
         save_distributed_checkpoint: one file per rank, or one in all.
-        process_group_backend: "nccl", "gloo"; None for the device's.
-        timeout: of a collective operation.
+        process_group_backend: "nccl" or "gloo"; None uses the device's default.
+        timeout: timeout of collective operations.
 
     Raises:
         ValueError: if an argument cannot be read; at set-up, if a rule matches nothing, or sizes do not divide.

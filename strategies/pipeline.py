@@ -52,7 +52,7 @@ _MICROBATCHES_PER_STAGE = 4
 
 
 class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
-    r"""Splits a model into stages, one after the other, that work on different parts of a batch at once. Experimental.
+    r"""Splits a model into consecutive stages that work on different parts of a batch at once. Experimental.
 
     .. code-block:: python
 
@@ -80,7 +80,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     Stages are idle while the pipeline fills and drains: of the time of a step
     :math:`(s - 1) / (m + s - 1)` with :math:`s` stages of equal work and :math:`m` microbatches; it is printed at
     set-up. "1f1b" lets a stage keep the activations of at most ``stages`` microbatches, "gpipe" those of all. A batch
-    whose samples ``microbatches`` does not divide goes through in two runs, as the last batch of an epoch may.
+    whose samples are not a multiple of ``microbatches``, such as the last of an epoch, is processed in two runs.
 
     Ranks are laid out stage by stage: ranks of one stage are neighbours and see different data; their gradients are
     averaged in fp32, once per window of accumulation. Loss scale, skipped steps and the norm for clipping are of the
@@ -88,25 +88,24 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     ``configure_optimizers`` sees the whole model, so that parameter groups come out as on one device; afterwards each
     optimizer has the parameters of its stage. Modules of other stages are replaced by a placeholder that says where
-    they are, also after the run. Checkpoints are single files as one process writes them; each can load the other's.
+    they are, even after the run. Checkpoints are single files, interchangeable with those of a single process.
 
     Random numbers in layers differ between ranks; those drawn in the step methods are the same on all stages.
 
     A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is split.
 
     Args:
-        stages: how many; None for one on every rank. The number of ranks must be a multiple of it.
-        microbatches: into how many microbatches a batch is split, at most; None for 4 for each stage.
+        stages: number of stages; None uses one per rank. The number of ranks must be a multiple of it.
+        microbatches: into how many microbatches a batch is split, at most; None uses 4 per stage.
         schedule: "1f1b" or "gpipe".
-        split_points: names of the layers that begin the second and later stages; None for stages of about equally many
-            parameters.
-        process_group_backend: "nccl", "gloo"; None for the device's.
-        timeout: of a collective operation.
+        split_points: names of the layers that begin the second and later stages; None balances the parameters.
+        process_group_backend: "nccl" or "gloo"; None uses the device's default.
+        timeout: timeout of collective operations.
         start_method: how processes are started, as in ``DDPStrategy``.
-        kwargs: ``cluster_environment``, ``checkpoint_io`` and everything else that Lightning's strategies take.
+        kwargs: ``cluster_environment``, ``checkpoint_io`` and other arguments of Lightning's strategies.
 
     Raises:
-        ValueError: if an argument is not valid; at set-up, if ranks or layers cannot be divided like that.
+        ValueError: if an argument is not valid; at set-up, if ranks or layers cannot be divided that way.
         MisconfigurationException: at set-up, if the module does not define its layers and loss, or the precision plugin
             cannot keep ranks together, or a callback has copied the model (WeightAveraging, SWA).
 

@@ -20,7 +20,7 @@ class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
 
     Args:
         dtype: ``torch.bfloat16`` or "bf16", ``torch.float16`` or "fp16".
-        **kwargs: whatever ``DDPStrategy`` takes, except ``ddp_comm_hook`` and ``ddp_comm_wrapper``.
+        **kwargs: arguments of ``DDPStrategy``, except ``ddp_comm_hook`` and ``ddp_comm_wrapper``.
 
     Raises:
         ValueError: if ``dtype`` is neither.

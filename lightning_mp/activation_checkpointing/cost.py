@@ -29,13 +29,13 @@ class RecomputeReport:
 
     Attributes:
         saved_bytes: saved for backward at the end of the forward, with the checkpoints.
-        saved_bytes_without: the same had there been none.
+        saved_bytes_without: the same without checkpoints.
         largest_recompute_bytes: saved while the largest checkpointed call runs again; the peak of a backward is at most
             this and ``saved_bytes`` together.
         calls: checkpointed calls.
         step_flops: FLOPs of forward and backward, second runs included.
-        recompute_flops: FLOPs of the second runs alone. They end as soon as the last tensor is there that backward
-            asks for, so a matrix product at the end of a block is not run again.
+        recompute_flops: FLOPs of the second runs alone. These stop at the last tensor that backward needs, so a matrix
+            product at the end of a block is not run again.
     """
 
     saved_bytes: int

@@ -167,17 +167,16 @@ def _sync(path: Path) -> None:
 class AtomicCheckpointIO(NamespaceHint, TorchCheckpointIO):
     """Writes single-file checkpoints so that a kill at any moment leaves the old file or the new one.
 
-    Lightning's own plugin writes to the system's temporary folder and moves the file from there. That is a copy where
-    the folder is on another disk, and nothing asks the disk to keep it. This one writes beside the target, without a
-    second copy in memory, syncs and renames. Paths with a protocol, as ``s3://``, go Lightning's way: object stores
-    show only complete objects.
+    Lightning's own plugin writes to the system's temporary folder and moves the file from there. That is a copy if the
+    folder is on another disk, and the file is not synced. This one writes beside the target, without a second copy in
+    memory, syncs and renames. Paths with a protocol, such as ``s3://``, are left to Lightning: object stores show only
+    complete objects.
 
     Directory checkpoints (``save_distributed_checkpoint=True``, ``state_dict_type="sharded"``) are written by the
-    strategy without asking a plugin: use the callback :class:`~lightning_mp.AtomicCheckpoints`, which is enough for
-    both kinds.
+    strategy and not by a plugin: use the callback :class:`~lightning_mp.AtomicCheckpoints`, which covers both kinds.
 
     Raises:
-        TypeError: on saving, if ``storage_options`` are given, as Lightning's own.
+        TypeError: on saving, if ``storage_options`` are given, like Lightning's own plugin.
 
     Example:
         >>> import lightning.pytorch as pl

@@ -13,16 +13,16 @@ SUFFIX = ".ckpt"
 def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
     """The latest complete checkpoint in a folder; None if there is none, so that a run starts from scratch.
 
-    Its result is for ``trainer.fit(..., ckpt_path=latest_checkpoint(folder))``, the same line for the first start and
-    for every restart. Nothing is changed in the folder. Files and directories named ``*.ckpt`` are looked at. Of a file
-    the end of its archive is checked, of a directory the marker that :class:`~lightning_mp.AtomicCheckpoints` writes,
-    with the size of each file; incomplete ones are skipped with a warning. A directory without the marker may mix two
-    saves, so it has to be named by hand. Keep checkpoints with ``save_weights_only=True``, which cannot be resumed
-    from, in another folder.
+    Write ``trainer.fit(..., ckpt_path=latest_checkpoint(folder))``: the same line serves the first start and every
+    restart. The folder is not changed. Files and directories named ``*.ckpt`` are considered. A file is complete if the
+    end of its archive is intact, a directory if it has the marker written by :class:`~lightning_mp.AtomicCheckpoints`
+    and each file has the recorded size; incomplete ones are skipped with a warning. A directory without the marker may
+    mix two saves, so pass its path explicitly. Keep checkpoints with ``save_weights_only=True``, which cannot be
+    resumed from, in another folder.
 
     Args:
-        dirpath: the folder, as ``ModelCheckpoint(dirpath=...)``, or one of runs, such as ``"lightning_logs"``; it need
-            not exist yet.
+        dirpath: the folder of the checkpoints, as ``ModelCheckpoint(dirpath=...)``, or of several runs, such as
+            ``"lightning_logs"``; it need not exist yet.
 
     Raises:
         ValueError: if it is a URL or a file.

@@ -77,8 +77,8 @@ def compare_precisions(
     Every run has its own ``Trainer`` on one device, without logger and checkpoints, and a fresh copy of the module.
     Times come from short interleaved runs of all precisions, so that a machine that slows down slows all of them.
     Losses come from pairs: with each seed all precisions start from the same weights and see the same data and the same
-    random numbers, so that the difference of a pair shows what the precision did. The global random state is left as it
-    was.
+    random numbers, so that the difference of a pair shows the effect of the precision. The global random state is
+    unchanged.
 
     Args:
         module: a LightningModule, whose weights all runs start from; or a function that makes one, which is called once
@@ -94,10 +94,9 @@ def compare_precisions(
             None compares the mean training loss over the last tenth of the batches, which a module in manual
             optimization has only if ``training_step`` returns it.
         val_data: a loader to validate on; a data module's own is used.
-        margin: the largest increase of the loss that does not matter, in its own unit; the default suits nats per
-            token.
+        margin: the largest acceptable increase of the loss, in its own unit; the default suits nats per token.
         confidence: of the intervals.
-        file: where finished runs are kept, one line of JSON each. A comparison that was killed continues from there.
+        file: file for finished runs, one line of JSON each. A comparison that was killed continues from it.
         accelerator: "cpu", "cuda", "mps", or "auto" for a GPU where there is one.
         trainer_options: arguments of the Trainer, such as ``gradient_clip_val``; each run gets copies.
         rounds: how often each precision is timed.
@@ -107,8 +106,8 @@ def compare_precisions(
         The comparison: ``print`` it for a table, ``plot(path)`` for a plot, ``as_dict()`` for plain values.
 
     Raises:
-        ValueError: an argument is wrong, the data is empty, ``file`` is of another comparison, a run of the baseline
-            diverged, or the runs of a seed saw different data or weights.
+        ValueError: an argument is wrong, the data is empty, ``file`` belongs to another comparison, a run of the
+            baseline diverged, or the runs of a seed saw different data or weights.
 
     Source:
         Non-inferiority of paired differences, see :class:`~lightning_mp.comparison.paired_difference.PairedDifference`.

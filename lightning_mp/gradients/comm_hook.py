@@ -20,13 +20,13 @@ def reduced_precision_hook(dtype: ReducedDtype) -> Hook:
 
         trainer = L.Trainer(strategy=DDPStrategy(ddp_comm_hook=reduced_precision_hook(torch.bfloat16)))
 
-    On any other device Lightning registers no hook and says nothing. ``Trainer(strategy="mp_ddp_bf16_reduce")`` and
+    On any other device Lightning silently registers no hook. ``Trainer(strategy="mp_ddp_bf16_reduce")`` and
     ``"mp_ddp_fp16_reduce"`` (:class:`~lightning_mp.strategies.ReducedPrecisionDDPStrategy`) work on all devices.
 
     Each rank divides its gradients by the number of ranks ``n`` in the dtype they have and then rounds once to 16 bit,
-    so the sum of the quotients is a mean. In fp16 it overflows where a quotient or the sum of some of them is above
-    65504. (torch's ``fp16_compress_hook`` casts first, overflows at gradients above 65504, and rounds twice.) An inf or
-    nan stays one and reaches every rank, so that all skip the step alike. fp16 needs a loss scale: without one, small
+    so the sum of the quotients is a mean. In fp16 it overflows where a quotient or a partial sum is above 65504.
+    (torch's ``fp16_compress_hook`` casts first, overflows at gradients above 65504, and rounds twice.) An inf or nan is
+    preserved and reaches every rank, so that all ranks skip the step. fp16 needs a loss scale: without one, small
     gradients are rounded to zero.
 
     .. code-block:: text
@@ -36,9 +36,9 @@ def reduced_precision_hook(dtype: ReducedDtype) -> Hook:
 
     ``u`` is half the distance between 1 and the next number, 2^-8 in bf16 and 2^-11 in fp16 (Higham, "Accuracy and
     Stability of Numerical Algorithms", 2nd ed., section 3.1). ``s`` is half the smallest subnormal number, 2^-25 in
-    fp16, and as good as 0 in bf16.
+    fp16, and negligible in bf16.
 
-    With NCCL the reduction overlaps the backward pass; with gloo it is waited for, bucket by bucket.
+    With NCCL the reduction overlaps the backward pass; with gloo each bucket blocks.
 
     Gradients that are 16 bit already are reduced as they are. Works with ``gradient_as_bucket_view``, with accumulation
     (DDP calls the hook once per window) and with any precision plugin.
@@ -47,7 +47,7 @@ def reduced_precision_hook(dtype: ReducedDtype) -> Hook:
         dtype: ``torch.bfloat16`` or "bf16", ``torch.float16`` or "fp16".
 
     Returns:
-        A function at the top of this module, so that it survives pickling by ``ddp_spawn``.
+        A module-level function, so that ``ddp_spawn`` can pickle it.
 
     Raises:
         ValueError: if ``dtype`` is neither.

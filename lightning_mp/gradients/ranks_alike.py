@@ -147,9 +147,9 @@ class AgreedUnits:
     def _difference(self, gathered: Sequence[int]) -> str:
         ran = list(dict.fromkeys(self._names[index] or "the model itself" for index in gathered))
         return (
-            "FSDP: ranks ran different layers, or have gradients for different parameters, so this step is wrong. Rank"
-            f" {dist.get_rank()} ran {listed(ran) or 'none'}. Make every rank run the same layers in the same order,"
-            " or use strategy='ddp_find_unused_parameters_true'."
+            "FSDP: ranks ran different layers, or have gradients for different parameters. Rank"
+            f" {dist.get_rank()} ran {listed(ran) or 'none'}. Choose layers from values that are equal on all ranks, or"
+            " run all and multiply unwanted outputs by 0, or use strategy='ddp_find_unused_parameters_true'."
         )
 
 

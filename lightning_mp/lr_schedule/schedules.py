@@ -56,7 +56,7 @@ class Cooldown:
 
 @dataclass(frozen=True)
 class WarmupStableDecay:
-    """Rises, stays at the peak, and cools down in the last part of the budget (WSD).
+    """Linear warmup, constant rate, and a cooldown over the last part of the budget (WSD).
 
     .. code-block:: text
 
@@ -64,12 +64,12 @@ class WarmupStableDecay:
                  1                                                       f < 1 - decay
                  final + (1 - final) * shape((f - 1 + decay) / decay)    up to 1, where it is `final`
 
-    Up to the cooldown nothing depends on where the run will end.
+    Between warmup and cooldown the rate is constant, so the length of the run can still be changed.
 
     Args:
         warmup: share of the budget over which the rate rises in a straight line; 0 for none.
-        decay: share over which it falls at the end.
-        shape: how it falls, see :class:`Cooldown`.
+        decay: share of the budget over which the rate falls at the end.
+        shape: shape of the cooldown, see :class:`Cooldown`.
         final: factor of the peak rate at the end.
         start: factor of the first step. With 0 the first step changes nothing.
 
@@ -116,7 +116,7 @@ class WarmupStableDecay:
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Rises, then falls along half a cosine that ends with the budget.
+    """Linear warmup, then half a cosine that ends with the budget.
 
     .. code-block:: text
 

@@ -13,7 +13,7 @@ def overflow_rate(skipped: bool | Tensor) -> Tensor:
     """Share of steps that were skipped.
 
     Args:
-        skipped: one entry per step, of any shape: bool, or a number that is not zero for a skip, as
+        skipped: one entry per step, of any shape: bool, or a number that is nonzero for a skip, such as
             ``optimizer.found_inf``.
 
     Returns:
@@ -35,7 +35,7 @@ class OverflowRate(Metric):
     the sums over ranks have the same ratio as those of one.
 
     Args:
-        kwargs: of every ``torchmetrics.Metric``.
+        kwargs: arguments of ``torchmetrics.Metric``.
 
     Example:
         >>> metric = OverflowRate()

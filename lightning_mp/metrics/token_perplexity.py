@@ -21,7 +21,7 @@ def token_perplexity(logits: Tensor, target: Tensor, ignore_index: int | None = 
     mean cross-entropy.
 
     Args:
-        logits: scores before softmax, shape ``[..., vocabulary]``; 16-bit ones are computed with in float32.
+        logits: scores before softmax, shape ``[..., vocabulary]``; 16-bit logits are computed in float32.
         target: token ids, integers of shape ``[...]``. For a language model, shift them first:
             ``token_perplexity(logits[:, :-1], tokens[:, 1:])``.
         ignore_index: target that does not count, as in ``torch.nn.functional.cross_entropy``; None counts all.
@@ -49,12 +49,12 @@ class TokenPerplexity(Metric):
     """Perplexity over all tokens of all batches and ranks, each token with the same weight.
 
     Unlike ``torchmetrics.text.Perplexity`` it counts tokens in int64, which stays exact past 2^24 tokens, adds in
-    float64, and takes the logarithm of the sum of exponentials and not of a softmax, which becomes 0 for tokens far
-    from the top. Its temporaries are small, whatever the batch. Nothing waits for the device before ``compute``.
+    float64, and uses log-sum-exp instead of the logarithm of a softmax, which underflows for unlikely tokens. Its
+    temporaries are small for any batch. Nothing waits for the device before ``compute``.
 
     Args:
         ignore_index: target that does not count; None counts all.
-        kwargs: of every ``torchmetrics.Metric``.
+        kwargs: arguments of ``torchmetrics.Metric``.
 
     Raises:
         ValueError: if ``ignore_index`` is not an integer or None.

@@ -42,12 +42,12 @@ def underflow_fraction(
 class UnderflowFraction(Metric):
     """Share of the non-zero values whose product with the loss scale becomes 0 in a format.
 
-    Counts are int64 and stay on the device; nothing waits for it before ``compute``. Over ranks, counts are added: give
-    each rank its own shard or batch. Of copies (gradients under DDP) the ratio is that of one.
+    Counts are int64 and stay on the device; nothing waits for it before ``compute``. Counts are added over ranks: give
+    each rank its own shard or batch. For replicas (gradients under DDP) the ratio is unchanged.
 
     Args:
         target: the format, see :data:`lightning_mp.core.number_formats.FORMATS`.
-        kwargs: of every ``torchmetrics.Metric``.
+        kwargs: arguments of ``torchmetrics.Metric``.
 
     Raises:
         ValueError: if the format is unknown.

@@ -123,8 +123,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
     Args:
         device: device type; None takes the accelerator if there is one, else the CPU.
         init_scale: first scale.
-        growth_factor: factor after ``growth_interval`` healthy steps in a row.
-        backoff_factor: factor after an overflow.
+        growth_factor: factor by which the scale grows after ``growth_interval`` healthy steps in a row.
+        backoff_factor: factor by which the scale shrinks after an overflow.
         growth_interval: healthy steps in a row before the scale grows.
         enabled: False makes every method a no-op, as in torch.
         min_scale: floor. The default 2^-24 keeps the inverse scale finite.
@@ -132,8 +132,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         hysteresis: overflows before the scale is lowered; 1 is torch's rule.
         hysteresis_refill: "step" or "growth", see :func:`lightning_mp.optimizer_step.update_rule.update_scale_`.
         on_floor: what happens after ``FLOOR_PATIENCE_STEPS`` (20) overflows in a row at the floor: "raise"
-            :class:`LossScaleFloorError`, "warn" or "ignore". It is noticed one step late, so that nothing waits for the
-            device.
+            :class:`LossScaleFloorError`, "warn" or "ignore". It is detected one step late, so that nothing waits for
+            the device.
         process_group: the ranks that step and skip together; None for all. For models that only some ranks train, in a
             hand-written loop; such a scaler cannot be pickled.
 
@@ -209,7 +209,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
 
     @property
     def rule(self) -> ScaleRule:
-        """The constants of the update rule; those it was made with if it is disabled."""
+        """The constants of the update rule; those it was created with if it is disabled."""
         if self._disabled_rule is not None:
             return self._disabled_rule
         return ScaleRule(
@@ -236,7 +236,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         return super().scale(_map_tensors(outputs, _to_at_least_float32))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Makes the optimizer's step, or skips it on non-finite gradients, as ``torch.amp.GradScaler.step``.
+        """Steps the optimizer, or skips the step on non-finite gradients, as ``torch.amp.GradScaler.step``.
 
         Before a fused SGD creates its momentum, the host waits for the device: a step skipped there would leave the
         momentum uninitialised, as it does with torch's class.
@@ -268,7 +268,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         return {found_inf.device: found_inf.clamp_(max=1.0)}
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale by its rule; call it once per step, after all optimizers.
+        """Updates the scale; call it once per step, after all optimizers.
 
         Args:
             new_scale: sets the scale instead, clamped to the bounds. A tensor is read on the host.
@@ -332,7 +332,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         rank_zero_warn(message, category=RuntimeWarning)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, then those of this class; ``GradScaler.load_state_dict`` takes it too."""
+        """torch's five entries, then those of this class; ``GradScaler.load_state_dict`` accepts it too."""
         if not self._enabled:
             return {}
         self._count_last_update()
@@ -347,9 +347,9 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of a ``LossScaler`` or of a ``torch.amp.GradScaler``.
+        """Loads the state of a ``LossScaler`` or of a ``torch.amp.GradScaler``.
 
-        Settings that a ``GradScaler`` lacks (bounds, hysteresis, ``on_floor``) stay as they were; a scale outside the
+        Settings that a ``GradScaler`` lacks (bounds, hysteresis, ``on_floor``) are unchanged; a scale outside the
         bounds is clamped, with a warning.
 
         Raises:

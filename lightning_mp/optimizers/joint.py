@@ -24,9 +24,9 @@ class JointOptimizer(Optimizer):
     """Steps several optimizers as one, each on its own parameter groups.
 
     Lightning's automatic optimization, learning-rate schedulers, gradient clipping, loss scaling and master weights
-    take one optimizer. This one has the parameter groups of all its optimizers (the same dictionaries, so that what a
-    scheduler sets is what they use) and one ``state``, which it shares with them. Each optimizer's own code makes its
-    step, and its own ``state_dict`` and ``load_state_dict`` save and load its part, so nothing is lost at a resume::
+    take one optimizer. This one exposes the parameter groups of all its optimizers (the same dictionaries, so that what
+    a scheduler sets takes effect) and one shared ``state``. Each optimizer runs its own step, and its own
+    ``state_dict`` and ``load_state_dict`` save and load its part, so nothing is lost on resume::
 
         def configure_optimizers(self):
             matrices, rest = matrices_and_rest(self)
@@ -40,21 +40,20 @@ class JointOptimizer(Optimizer):
         for optimizer in optimizers:           in the order in which they were given
             optimizer.step()                   on its own groups and state
 
-    A ``torch.optim.Muon`` over DTensors (FSDP2, tensor parallelism) is stepped so that each matrix is put together on
-    one rank and orthogonalised once; see :func:`~lightning_mp.optimizers.sharded_muon.sharded_step`.
+    A ``torch.optim.Muon`` over DTensors (FSDP2, tensor parallelism) is stepped so that each matrix is gathered on one
+    rank and orthogonalised once; see :func:`~lightning_mp.optimizers.sharded_muon.sharded_step`.
 
     Where every optimizer unscales and skips in its own kernel (``fused=True``), so does the joint one; otherwise
     gradients are unscaled and checked before the step.
 
     Args:
-        optimizers: two or more optimizers with different parameters; one is taken, too. They are stepped through this
-            one from now on.
-        module: the module that is trained; with it a trainable parameter that no optimizer takes is refused, and
-            messages name parameters. Precision plugins of this package check this also without it.
+        optimizers: one or more optimizers with disjoint parameters. Step them only through this one from now on.
+        module: the module being trained. If given, a trainable parameter that no optimizer has is refused, and messages
+            name parameters. Precision plugins of this package check this even without it.
 
     Raises:
-        ValueError: if there is no optimizer, one of them is no ``torch.optim.Optimizer``, a parameter belongs to two of
-            them, or a trainable parameter of ``module`` to none.
+        ValueError: if there is no optimizer, one of them is not a ``torch.optim.Optimizer``, a parameter belongs to two
+            of them, or a trainable parameter of ``module`` to none.
         MisconfigurationException: if an optimizer must evaluate the loss itself (LBFGS, SAM).
 
     Example:
@@ -89,7 +88,7 @@ class JointOptimizer(Optimizer):
         return all(private_api.supports_amp_scaling(optimizer) for optimizer in self.optimizers)
 
     def refuse_unassigned_parameters(self, module: nn.Module) -> None:
-        """Refuses a module with trainable parameters that no optimizer takes.
+        """Refuses a module with trainable parameters that no optimizer has.
 
         Raises:
             ValueError: if there are any; names them.
@@ -105,7 +104,7 @@ class JointOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one step of every optimizer.
+        """Takes one step with every optimizer.
 
         Args:
             closure: evaluates the loss; called once, before the first optimizer's step.
@@ -169,7 +168,7 @@ class JointOptimizer(Optimizer):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All groups and states, in the form of any optimizer's; each optimizer's own ``state_dict`` makes its part."""
+        """All groups and states, in torch's usual format; each optimizer's own ``state_dict`` provides its part."""
 
         def join_parts(_: Optimizer, __: dict[str, Any]) -> dict[str, Any]:
             parts = []
@@ -186,10 +185,10 @@ class JointOptimizer(Optimizer):
             handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` gave, or an optimizer with the same groups and as many parameters in each.
+        """Loads a :meth:`state_dict` of this class, or of one optimizer with the same groups and group sizes.
 
         Raises:
-            ValueError: if the groups differ in number, in their numbers of parameters, or are another optimizer's.
+            ValueError: if the groups differ in number or size, or belong to another optimizer.
         """
         owners = [group[_OWNER] for group in self.param_groups]
         final: dict[str, Any] = {}
@@ -231,13 +230,13 @@ class JointOptimizer(Optimizer):
         self._share()
 
     def joined_state_dict(self, state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The states of single optimizers, one per optimizer of this one, as one state that it can load.
+        """Joins the states of single optimizers, one per optimizer of this one, into one that it can load.
 
         Args:
             state_dicts: of optimizers with the groups of :attr:`optimizers`, in the same order.
 
         Raises:
-            ValueError: if their number, or the number of groups in one of them, is another.
+            ValueError: if their number, or the number of groups in one of them, differs.
         """
         here, there = (
             [sum(group[_OWNER] == index for group in self.param_groups) for index in range(len(self.optimizers))],

@@ -24,20 +24,21 @@ class MatricesAndRest(NamedTuple):
 def matrices_and_rest(module: nn.Module, *, matrices: Sequence[str] = (), rest: Sequence[str] = ()) -> MatricesAndRest:
     """Splits a module's trainable parameters into hidden matrices and the rest.
 
-    As Muon's author and the projects that use it do: matrices that act between hidden layers are orthogonalised;
+    Follows Muon's author and the projects that use it: matrices that act between hidden layers are orthogonalised;
     embeddings, output layers, norms and biases go to AdamW (Jordan et al. 2024, "Muon: An optimizer for hidden layers
     in neural networks"). A parameter is a hidden matrix if it has two axes, unless
 
     - an ``nn.Embedding`` holds it, also where a head shares it;
-    - it is called an output layer (``lm_head``, ``head``, ``output``, ``classifier``, ...) outside of numbered blocks;
-    - no parameter is called so, and it is the weight of the last ``nn.Linear``.
+    - its name is that of an output layer (``lm_head``, ``head``, ``output``, ``classifier``, ...) outside numbered
+      blocks;
+    - no parameter has such a name, and it is the weight of the last ``nn.Linear``.
 
     Convolution kernels have more than two axes and are part of the rest: ``torch.optim.Muon`` takes matrices only.
 
     Args:
         module: the module that is trained.
-        matrices: glob patterns of names that are matrices whatever the rule says.
-        rest: glob patterns of names that belong to the rest whatever the rule says.
+        matrices: glob patterns of names to treat as matrices regardless of the rule.
+        rest: glob patterns of names to treat as the rest regardless of the rule.
 
     Returns:
         ``(matrices, rest)``, each a list of ``(name, parameter)``. Both name every parameter once, tied ones by their
@@ -45,7 +46,7 @@ def matrices_and_rest(module: nn.Module, *, matrices: Sequence[str] = (), rest: 
 
     Raises:
         ValueError: if a pattern matches no trainable parameter, if one name is matched by both, or if ``matrices``
-            names a parameter that has not two axes.
+            names a parameter that does not have two axes.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 10))

@@ -55,7 +55,7 @@ def pipelined_loss(module: "pl.LightningModule", batch: Any) -> Tensor:
 def pipelined_metrics(module: "pl.LightningModule", batch: Any) -> Mapping[str, Tensor]:
     """The mean loss of a batch, and the other scalars that ``pipeline_loss`` returns, such as an accuracy.
 
-    All of them are taken to be means: over microbatches they are weighted as the loss is, by tokens or by samples.
+    All of them must be means: over microbatches they are weighted like the loss, by tokens or by samples.
 
     Args:
         module: as for :func:`pipelined_loss`.
@@ -69,7 +69,7 @@ def pipelined_metrics(module: "pl.LightningModule", batch: Any) -> Mapping[str, 
 
 
 def pipelined_output(module: "pl.LightningModule", batch: Any) -> Any:
-    """What the last layer returns for the whole batch, without gradients; for ``predict_step``.
+    """The output of the last layer for the whole batch, without gradients; for ``predict_step``.
 
     Under PipelineParallelStrategy it is sent to all stages, so for logits of a large vocabulary, return only what you
     need of them from ``pipeline_loss``.

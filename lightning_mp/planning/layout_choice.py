@@ -22,7 +22,7 @@ _MOST_GPUS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """One layout.
+    """One layout with its memory and speed.
 
     Attributes:
         layout: how GPUs share the model.
@@ -67,7 +67,7 @@ def choose_layouts(
     dtype: str | None = None,
     checkpointed: Sequence[bool] = (False, True),
 ) -> list[LayoutChoice]:
-    """Every usual layout, those that fit first, fastest first, then the others, closest to fitting first.
+    """Common layouts: those that fit, fastest first, then the others, closest to fitting first.
 
     Where no machine is known, those that fit come in the order of
     :func:`~lightning_mp.planning.parallelism.parallel_plan.usual_layouts`, recomputed blocks after those that are not,
@@ -76,7 +76,7 @@ def choose_layouts(
     Args:
         config: the model.
         gpus: how many.
-        machine: for what layouts send; None leaves that out, and takes 8 GPUs in a node.
+        machine: for the communication of layouts; None leaves it out and assumes 8 GPUs per node.
         memory_bytes: of one GPU; None leaves the verdicts out.
         context_tokens: length of a sequence.
         tokens_per_step: over all GPUs.
@@ -138,7 +138,7 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class ChipChoice:
-    """Chips of one memory, and the layout on them that takes most sequences at once; None where nothing fits."""
+    """Chips with one memory size, and the layout on them with the largest micro-batch; None if nothing fits."""
 
     chips: tuple[str, ...]
     memory_bytes: int
@@ -148,11 +148,11 @@ class ChipChoice:
 def choose_chips(
     config: DecoderConfig, gpus: int = 1, *, context_tokens: int = 4096, precision: object = "bf16-mixed"
 ) -> list[ChipChoice]:
-    """On which chips a model can be trained, with that many of them.
+    """The chips on which a model can be trained, for a given number of them.
 
     Args:
         config: the model.
-        gpus: how many.
+        gpus: number of GPUs.
         context_tokens: length of a sequence.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
 

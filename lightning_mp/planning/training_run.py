@@ -51,7 +51,7 @@ class TrainingRun:
 
     @property
     def repetition_note(self) -> str | None:
-        """What repeating tokens is worth, and whether further epochs still pay; None where nothing is repeated."""
+        """What repeated tokens are worth, and whether further epochs still help; None if nothing is repeated."""
         return repetition_note(self.tokens, self.unique_tokens)
 
 
@@ -84,17 +84,17 @@ def training_run(
     unique_tokens: _Quantity | None = None,
     law: str | ScalingLaw = DEFAULT_LAW,
 ) -> TrainingRun:
-    """A run of two given numbers of three, with the loss that a law expects of it, also far from the optimum.
+    """A run given by two of parameters, tokens and FLOPs, with the loss that a law predicts for it.
 
     Args:
         parameters: N.
         tokens: D.
         flops: C = 6 N D.
-        unique_tokens: all the tokens there are; beyond them, tokens are repeated.
+        unique_tokens: number of available tokens; beyond it, tokens are repeated.
         law: a name of :data:`~lightning_mp.planning.scaling_laws.presets.LAWS`, or a law of your own.
 
     Raises:
-        ValueError: not exactly two were given, or a number makes no sense.
+        ValueError: not exactly two were given, or a number is out of range.
 
     Warns:
         UserWarning: the run lies more than ten times beyond the models that the law was fitted to.
@@ -144,7 +144,7 @@ class RunTime:
 
     Attributes:
         chip: the chip.
-        gpus: how many.
+        gpus: number of GPUs.
         dtype: format of matrix products.
         peak_flops_per_second: of one chip in it, dense.
         mfu: the highest and the lowest utilisation.
@@ -179,7 +179,7 @@ def run_time(
     Args:
         flops: C, such as 1e21, "1EFLOP" or "5PF-days".
         device: a chip, such as "h100".
-        gpus: how many.
+        gpus: number of GPUs.
         dtype: format of matrix products; None is "bf16", or "fp16" on chips without bf16 units.
         mfu: measured utilisation, such as 0.4 or "40%"; None gives the range :data:`USUAL_MFU`.
         price: of one GPU for an hour, in any currency.

@@ -17,33 +17,33 @@ class PrecisionPolicy:
     A rule is a pair. On its left side::
 
         "model.blocks.0.*"          glob over the names of modules; * crosses dots
-        "re:model\.blocks\.[01]"      regular expression that a module's whole name has to match
+        "re:model\.blocks\.[01]"      regular expression for a module's full name
         nn.LayerNorm                every module of a class
-        "class:*RMSNorm"            the same by the class's name, or by the name of one it is derived from
+        "class:*RMSNorm"            the same by the name of the class or of a base class
         "softmax", "op:cumsum"      a functional operation, however it is called (F.softmax, Tensor.softmax, ...)
         "norms"                     a family of operations: norms, softmaxes, losses, matmuls
 
-    An operation whose name is also that of a module has to be written with "op:", the module with "module:". The right
-    side is "fp32", "bf16", "fp16", a torch dtype, or "low": the 16-bit format of the plugin that applies the policy.
+    If an operation and a module share a name, prefix it with "op:" or "module:". The right side is "fp32", "bf16",
+    "fp16", a torch dtype, or "low": the 16-bit format of the plugin that applies the policy.
 
     Which rule applies:
 
-    - A rule about a module covers everything inside it. Of the rules that cover a module the first wins.
-    - An fp32 module runs without autocast, so rules about operations do not reach into it. In a 16-bit module autocast
-      is on in that dtype, and of the rules about an operation the first wins.
+    - A rule about a module covers everything inside it. If several rules cover a module, the first wins.
+    - An fp32 module runs without autocast, so rules about operations do not apply inside it. A 16-bit module runs under
+      autocast in that dtype, and the first rule that matches an operation wins.
     - Anything that no rule matches is left to autocast.
 
     While rules cast operations, ``dot``, ``cross``, ``index_put`` and others that autocast on CUDA promotes to the
     widest dtype of their inputs do so on every device type. ``lerp``, ``scatter`` and ``index_add`` do not, as on CUDA:
     torch refuses inputs of two dtypes there.
 
-    Rules about modules act on ``forward``; another method that is called directly is not covered. Rules about
-    operations do not reach into scripted functions. ``F.linear_cross_entropy``, a product and a loss in one, is in no
-    family.
+    Rules about modules act on ``forward``; other methods that are called directly are not covered. Rules about
+    operations do not apply inside scripted functions. ``F.linear_cross_entropy``, a matmul and a loss in one, belongs
+    to no family.
 
-    Costs: an fp32 module or operation casts its 16-bit inputs up, and its output takes 4 bytes. On device types whose
-    autocast already does what the rules about operations say, those cost nothing; elsewhere about a microsecond per
-    call of torch, none when compiled.
+    Cost: an fp32 module or operation casts its 16-bit inputs up, and its output takes 4 bytes per element. Rules about
+    operations are free on device types whose autocast already does the same; elsewhere they cost about a microsecond
+    per torch call, and nothing when compiled.
 
     Args:
         rules: pairs, or a mapping of pattern to dtype.
@@ -74,7 +74,7 @@ class PrecisionPolicy:
     def default(cls) -> "PrecisionPolicy":
         """Norms, softmax and losses in fp32, matrix products and attention in 16 bit, on every device type.
 
-        Products of a matrix and a vector (``mv``, ``addmv``) stay in fp32 on CPUs, as autocast has them there.
+        Matrix-vector products (``mv``, ``addmv``) stay in fp32 on CPUs, as under torch's CPU autocast.
         """
         return cls([("op:norms", "fp32"), ("op:softmaxes", "fp32"), ("op:losses", "fp32"), ("op:matmuls", LOW)])
 

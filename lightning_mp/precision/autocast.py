@@ -37,23 +37,24 @@ class AutocastPrecision(FullWeightsPrecision):
     Args:
         precision: "16-mixed" or "bf16-mixed".
         device: device type for autocast; None takes the Trainer's.
-        scaler: any ``torch.amp.GradScaler`` for "16-mixed"; None makes a :class:`~lightning_mp.LossScaler`. The plugin
-            drives its ``scale``, ``update`` and state; unscaling and stepping are the plugin's own. "bf16-mixed" takes
-            none.
-        policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
-            another dtype than autocast's own lists say. What it resolved to is printed at set-up.
-        eval_precision: for validation, test and predict steps; None for that of training. "32-true" turns autocast off;
-            weights that are stored in 16 bit then still compute in 16 bit, with a warning.
-        cache_weights: False casts a weight at every use, as Lightning's ``MixedPrecision`` does, to the bit. True turns
-            on torch's cache: a trainable weight is cast once per step of a loop, however often it is used. That saves
-            casts, and is wrong in two cases. A weight that is changed inside of a step is ignored until the step ends
-            (SAM by hand, MAML's inner loop, averaged weights swapped in for validation), and the gradients of several
-            uses of a weight are summed in 16 bit (8 uses: error 5e-3 instead of 3e-3).
-        weight_by: "loss": micro-batches that make a step together, in a window of accumulation or on several ranks,
-            are weighted by what their loss averages over, which is read from its autograd graph. None: each weighs the
-            same, as in Lightning; so do those whose loss does not show it.
+        scaler: any ``torch.amp.GradScaler`` for "16-mixed"; None creates a :class:`~lightning_mp.LossScaler`. The
+            plugin calls its ``scale`` and ``update`` and saves its state, but unscales and steps itself. Not allowed
+            with "bf16-mixed".
+        policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: modules and operations that run in
+            a dtype other than the one autocast would choose. The resolved rules are printed at set-up.
+        eval_precision: precision of validation, test and predict steps; None uses that of training. "32-true" turns
+            autocast off; weights stored in 16 bit still compute in 16 bit, with a warning.
+        cache_weights: False casts a weight at every use, bit-identical to Lightning's ``MixedPrecision``. True turns on
+            torch's weight cache: a trainable weight is cast once per step, however often it is used. This saves casts
+            but is wrong in two cases: a change to a weight within a step has no effect until the step ends
+            (hand-written SAM, MAML's inner loop, averaged weights swapped in for validation), and gradients from
+            several uses of one weight are summed in 16 bit (8 uses: error 5e-3 instead of 3e-3).
+        weight_by: "loss" weights the micro-batches of one optimizer step, over the accumulation window and all ranks,
+            by the number of items their loss averages over, which is read from the loss's autograd graph. None gives
+            all micro-batches the same weight, as in Lightning. Micro-batches whose graph does not show the number also
+            get the same weight.
 
-    Frozen weights are cast at every use as well; load them in 16 bit where that counts.
+    Frozen weights are cast at every use too; load them in 16 bit where that cost matters.
 
     Raises:
         ValueError: if ``precision`` or ``eval_precision`` is unknown; at set-up, if a rule of the policy matches
@@ -187,12 +188,12 @@ class AutocastPrecision(FullWeightsPrecision):
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
         """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 
-        FSDP1 has one dtype for all parameters. A policy that sets another one in some modules gets fp32 parameters,
-        which autocast casts at their use: twice the bytes to gather. Under rules about operations parameters come in 16
-        bit, and fp32 operations cast them up.
+        FSDP1 uses one dtype for all parameters. If a policy sets another dtype for some modules, parameters are
+        gathered in fp32, twice the bytes, and autocast casts them where they are used. With rules about operations
+        only, parameters are gathered in 16 bit, and fp32 operations cast them up.
 
-        With 16-bit parameters FSDP1 also casts what enters the model, floating-point targets in the batch included;
-        integer labels stay. FSDP2 does not.
+        With 16-bit parameters FSDP1 also casts the model's inputs, including floating-point targets in the batch;
+        integer labels are unchanged. FSDP2 does not.
         """
         return fsdp_mixed_precision(self.dtype, self.policy)
 

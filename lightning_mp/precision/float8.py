@@ -109,35 +109,36 @@ class Float8Precision(FullWeightsPrecision):
         trainer = L.Trainer(plugins=[Float8Precision("rowwise", skip=["*.router"])])
 
     At set-up the chosen ``nn.Linear`` layers become torchao's fp8 layers, in place: parameters, names, tying, hooks and
-    ``requires_grad`` stay (:func:`~lightning_mp.precision.fp8.conversion.convert_to_float8`). When the Trainer is done,
-    even after an exception, they are ordinary layers again. Validation, test and predict multiply in fp8 too.
+    ``requires_grad`` stay (:func:`~lightning_mp.precision.fp8.conversion.convert_to_float8`). When the Trainer
+    finishes, even with an exception, they become ordinary layers again. Validation, test and predict multiply in fp8
+    too.
 
-    To be fast it needs large layers and ``torch.compile``, which fuses the rounding with the operations before it.
+    It is fast only with large layers and ``torch.compile``, which fuses the rounding with preceding operations.
 
-    A layer in fp8 multiplies in fp8 even where the module switches autocast off around it: name it in ``skip``.
+    An fp8 layer multiplies in fp8 even where the module disables autocast around it: list such layers in ``skip``.
 
     Args:
         recipe: How values are scaled before they are rounded. "tensorwise", one factor per tensor (fastest), "rowwise",
             one per row, or "rowwise_with_gw_hp", rowwise with the weight gradients multiplied in bf16 (most accurate).
         skip: Layers to leave in bf16: names and globs, which match a layer or a module around it, and classes.
-        emulate: True rounds to fp8 and multiplies in fp32, slowly, on devices without fp8 units as well. None and False
-            use the device's own fp8 product (NVIDIA from Ada on, AMD from MI300 on, CPU) and refuse other devices.
+        emulate: True rounds to fp8 and multiplies in fp32: slow, but works on any device. None and False use the
+            device's native fp8 matmul (NVIDIA Ada and later, AMD MI300 and later, CPU) and refuse other devices.
         skip_first_and_last: Whether the first and the last Linear of the model stay in bf16.
-        policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
+        policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: modules and operations that run in
             another dtype. "low" is fp8 for the chosen layers and bf16 for everything else; a layer for which a rule
-            sets "bf16" or "fp32" is left out of fp8. What it resolved to is printed at set-up.
+            sets "bf16" or "fp32" is not converted to fp8. The resolved rules are printed at set-up.
         weight_by: see :class:`~lightning_mp.AutocastPrecision`.
 
     Attributes:
-        layers: What was decided about each Linear, after set-up; see
+        layers: The decision for each Linear, after set-up; see
             :func:`~lightning_mp.policy.float8_layers.choose_float8_layers`.
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.
         ValueError: if ``recipe`` is unknown; at set-up, if an entry of ``skip`` matches no Linear, or a rule of the
-            policy nothing.
-        MisconfigurationException: if the policy requests fp16; at set-up, if the device cannot do it or no layer is
-            left to multiply in fp8.
+            policy matches nothing.
+        MisconfigurationException: if the policy requests fp16; at set-up, if the device does not support fp8 or no
+            layer is left to multiply in it.
 
     Example:
         >>> from lightning_mp import Float8Precision
@@ -218,7 +219,7 @@ class Float8Precision(FullWeightsPrecision):
         rank_zero_info(f"Float8Precision({self.recipe!r}{', emulate=True' if self.emulate else ''}): {summary}.")
 
     def teardown(self) -> None:
-        """Makes the layers ordinary again."""
+        """Restores the ordinary layers."""
         with ExitStack() as stack:
             stack.callback(super().teardown)
             if self._conversion is not None:

@@ -100,16 +100,16 @@ class FullWeightsInState:
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
-    """fp16 or bf16 weights, activations and gradients; the optimizer works on fp32 masters of the weights.
+    """fp16 or bf16 weights, activations and gradients; the optimizer updates fp32 master weights.
 
-    Like Lightning's "bf16-true" and "16-true", without their losses: an update smaller than half the last bit of a
-    16-bit weight (1e-3 on a bf16 weight of 1) is not lost, moments are fp32, and fp16 has a loss scale::
+    Like Lightning's "bf16-true" and "16-true", but accurate: an update smaller than half the last bit of a 16-bit
+    weight (1e-3 for a bf16 weight of 1) is not lost, moments are fp32, and fp16 uses a loss scale::
 
         trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
-    A weight is cast once per optimizer step, however many micro-batches and forwards that has. What other code makes
-    of it between steps (clamping, a projection, also through ``.data``) its master follows; only weights that may have
-    been changed are read for that. Bytes per trainable parameter, with Adam:
+    A weight is cast once per optimizer step, regardless of the number of micro-batches and forwards. If other code
+    changes a weight between steps (clamping, a projection, also through ``.data``), its master is updated to match;
+    only weights that may have changed are read for this. Bytes per trainable parameter, with Adam:
 
     =========================================== ====== ======== ====== ======= ===
     between two steps                           weight gradient master moments sum
@@ -122,56 +122,57 @@ class MasterWeightsPrecision(GradientStepPrecision):
     Lightning's "bf16-true"                     2      2        0      4       8
     =========================================== ====== ======== ====== ======= ===
 
-    During a step come an fp32 copy of the gradients (4 bytes) and, unless they are kept, fp32 masters (4 bytes). The
-    optimizers of ``torch.optim`` whose update of a parameter depends on no other (all but LBFGS and SparseAdam) step in
-    blocks of 64 MiB or of a 32nd of the parameters, whichever is larger, if no other hooks are around their steps:
-    then these are needed for one block at a time. A parameter that is frozen, or that no optimizer has, takes 2 bytes
-    and has no master. When it is unfrozen or added (``add_param_group``) later, its master starts from its 16-bit
-    weight, and is saved and loaded from then on.
+    A step temporarily adds an fp32 copy of the gradients (4 bytes) and, unless they are stored, fp32 masters (4 bytes).
+    Optimizers of ``torch.optim`` that update each parameter independently (all but LBFGS and SparseAdam) step in blocks
+    of 64 MiB or 1/32 of the parameters, whichever is larger, unless other hooks surround their steps; these copies then
+    exist for one block at a time. A parameter that is frozen, or in no optimizer, takes 2 bytes and has no master. If
+    it is unfrozen or added (``add_param_group``) later, its master starts from its 16-bit weight, and is saved and
+    loaded from then on.
 
-    As in Lightning's "bf16-true", floating-point tensors in a batch are cast to 16 bit, and tensors made in ``forward``
-    are 16 bit by default. Unlike there, modules are made in fp32, so that masters start from the true initial weights,
-    and buffers stay fp32, with the weights of norms that have running statistics and the states of torchmetrics. A
-    buffer that is added to activations therefore promotes them to fp32; cast it where it is used:
+    As with Lightning's "bf16-true", floating-point tensors in a batch are cast to 16 bit, and tensors created in
+    ``forward`` are 16 bit by default. In contrast to it, modules are created in fp32, so that masters start from the
+    unrounded initial weights, and these stay fp32: buffers, the weights of norms with running statistics, and the
+    states of torchmetrics. A buffer added to activations therefore promotes them to fp32; cast it where it is used:
     ``x + self.table.to(x.dtype)``.
 
-    With a ``policy``, steps run under autocast instead, as in ``AutocastPrecision``: batches are not cast, tensors made
-    in ``forward`` are fp32 by default, and whatever no rule matches is left to autocast. A 16-bit weight then needs no
-    cast. Weights of modules for which the policy requests another dtype are stored, trained and saved in fp32, without
-    a master (4 bytes for the weight, 4 for its gradient), and so is a weight that such a module shares with others.
+    With a ``policy``, steps run under autocast instead, as with ``AutocastPrecision``: batches are not cast, tensors
+    created in ``forward`` are fp32 by default, and autocast decides where no rule matches. 16-bit weights need no cast.
+    Weights of modules for which the policy requests another dtype are stored, trained and saved in fp32, without a
+    master (4 bytes for the weight, 4 for its gradient), and so are weights that such a module shares with others.
 
-    fp16 ends at 65,504. Initial weights beyond it are refused; a weight that a step would take beyond it is clamped to
-    ±65,504 together with its master, the step counts as made, and a warning names the weight.
+    The largest fp16 number is 65,504. Initial weights beyond it are refused. A weight that a step would push beyond it
+    is clamped to ±65,504 together with its master; the step counts as taken, and a warning names the weight.
 
     Works with any ``torch.optim.Optimizer`` that finds its parameters in its ``param_groups``. Under ``FSDPStrategy``
     the fp32 shards are the masters: weights are cast when they are gathered, and gradients are reduced in fp32.
 
     Args:
         precision: "bf16-true" or "16-true".
-        storage: "fp32" keeps whole masters; "remainder" only the 16 bits that a bf16 weight lacks, which gives the same
-            masters to the last bit (:mod:`lightning_mp.precision.masters.bf16_remainder`) in 2 bytes less. From the
-            end of backward, clipped, with a fused AdamW, a step moves 46 bytes per parameter, 71 with "remainder".
-            "24bit" keeps 8 of these bits, in 3 bytes less than "fp32", and moves 81 bytes: after each step masters are
-            rounded to 15 bits of fraction, an error below 2^-15 of a master. Rounding is stochastic, since to nearest a
-            weight of 1 would lose every update below 1.5e-5, and reproducible: it depends on number and step, so that
-            runs, ranks and resumes are bit-equal. With 8-bit moments (``AdamW8bit`` of torchao or bitsandbytes) 7 bytes
-            per parameter are kept, gradients included.
-        scaler: any ``torch.amp.GradScaler`` for "16-true"; None makes a :class:`~lightning_mp.LossScaler`.
+        storage: "fp32" stores whole masters. "remainder" stores only the 16 bits that a bf16 weight lacks:
+            bit-identical masters in 2 bytes less (:mod:`lightning_mp.precision.masters.bf16_remainder`). After
+            backward, a clipped step of a fused AdamW moves 46 bytes per parameter, 71 with "remainder". "24bit" stores
+            8 of these bits, 3 bytes less than "fp32", and moves 81 bytes: after each step masters are rounded to 15
+            bits of fraction, a relative error below 2^-15. Rounding is stochastic, because rounding to nearest would
+            lose every update below 1.5e-5 to a weight of 1. It is also reproducible: it depends on number and step
+            only, so that runs, ranks and resumes are bit-identical. With 8-bit moments (``AdamW8bit`` of torchao or
+            bitsandbytes) this takes 7 bytes per parameter, gradients included.
+        scaler: any ``torch.amp.GradScaler`` for "16-true"; None creates a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; on a single device.
         fp32_checkpoints: ``state_dict`` of the module returns the fp32 masters in place of 16-bit weights, so that a
-        checkpoint can be loaded in full precision anywhere, also by Lightning's own precisions. The plugins of this
-        package, with or without masters, resume exactly without it: the optimizer state has the masters.
-        compiled_step: make the step of ``torch.optim.AdamW``, ``torch.optim.SGD`` or lion-pytorch's ``Lion``, neither
-            fused nor foreach, as one loop per parameter that ``torch.compile`` makes: from unscaling to the rounded
-            weight AdamW moves 28 bytes per parameter, 26 with "remainder", and needs no fp32 gradients. Equal up to two
-            units in the last place per step. Not verified on GPUs.
-        policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: which modules and operations run in
-            another dtype. What it resolved to is printed at set-up.
+        checkpoint can be loaded in full precision anywhere, including by Lightning's own precisions. The plugins of
+        this package, with or without masters, resume exactly without it: the optimizer state holds the masters.
+        compiled_step: run the step of ``torch.optim.AdamW``, ``torch.optim.SGD`` or lion-pytorch's ``Lion``, neither
+            fused nor foreach, as one loop per parameter compiled by ``torch.compile``, from unscaling to the rounded
+            weight. AdamW then moves 28 bytes per parameter, 26 with "remainder", and needs no fp32 gradients. Results
+            agree to two units in the last place per step. Not verified on GPUs.
+        policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: modules and operations that run in
+            another dtype. The resolved rules are printed at set-up.
         weight_by: see :class:`~lightning_mp.AutocastPrecision`.
 
     Raises:
         ValueError: if ``precision`` or ``storage`` is unknown; at set-up, if a rule of the policy matches nothing.
-        MisconfigurationException: if arguments contradict each other, or, at set-up, the device or the strategy.
+        MisconfigurationException: if arguments contradict each other; at set-up, if the device or the strategy does not
+            support them.
 
     References:
         Micikevicius et al., "Mixed Precision Training", 2017, section 3.1, https://arxiv.org/abs/1710.03740
@@ -280,7 +281,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Makes the masters and hooks the optimizers, if this is a fit."""
+        """In a fit, creates the masters and hooks the optimizers."""
         result = super().connect(model, optimizers, lr_schedulers)
         assert self._trainer is not None
         if self._trainer.state.fn == TrainerFn.FITTING:
@@ -345,9 +346,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
             self._held.append(optimizer.register_step_post_hook(self._range.hold))
 
     def teardown(self) -> None:
-        """Leaves 16-bit weights after a fit, and masters with the optimizers, for a checkpoint that is written then.
+        """Leaves 16-bit weights after a fit, and masters in the optimizers, for a checkpoint written afterwards.
 
-        After an evaluation the weights are what they were before it.
+        After an evaluation the original weights are restored.
         """
         if self._range is not None:
             self._range.warn()
@@ -374,7 +375,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def convert_input(self, data: Any) -> Any:
         """Casts the floating-point tensors of a batch to 16 bit; under a policy autocast casts where it has to.
 
-        Warns if the first batch of a loop has whole numbers that become others, or finite ones that become infinite.
+        Warns if the cast changes whole numbers in the first batch of a loop, or makes finite numbers infinite.
         """
         if self.policy is not None:
             return data
@@ -453,9 +454,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reads the scaler's state; and masters from fp32 weights, which were just loaded into a 16-bit module.
+        """Loads the scaler's state, and masters from fp32 weights that were just loaded into a 16-bit module.
 
-        Lightning loads the optimizer's state after this; if it holds masters, those count.
+        Lightning loads the optimizer's state after this; if it holds masters, those take precedence.
         """
         refuse_damaged_masters(checkpoint, "MasterWeightsPrecision")
         super().on_load_checkpoint(checkpoint)
@@ -467,7 +468,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         refine_from_weights(module, weights, self._masters, self._were_16_bit, self._widened)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the scaler's state, and that the masters in the optimizers' states belong to the weights."""
+        """Saves the scaler's state, and records that the masters in the optimizer states belong to the weights."""
         super().on_save_checkpoint(checkpoint)
         if not self._hooks or self._masters is None:
             return

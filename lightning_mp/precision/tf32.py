@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class TF32Precision(FullWeightsPrecision):
-    """Everything is stored in fp32; CUDA multiplies matrices and convolves in TF32, for as long as the Trainer runs.
+    """Stores everything in fp32; CUDA matrix products and convolutions use TF32 while the Trainer runs.
 
-    TF32 rounds the operands to 10 mantissa bits and sums in fp32. torch has it on for cuDNN and off for matrix
-    products. The caller's settings, old and new, are restored when fit, validate, test or predict ends, even after an
-    exception; see :func:`~lightning_mp.precision.tf32.tf32_matmuls_and_convolutions`.
+    TF32 rounds the operands to 10 mantissa bits and sums in fp32. By default torch enables it for cuDNN but not for
+    matrix products. The caller's settings, in torch's old and new API, are restored when fit, validate, test or predict
+    ends, even after an exception; see :func:`~lightning_mp.precision.tf32.tf32_matmuls_and_convolutions`.
 
     Non-finite gradients never reach the optimizer, as with every plugin of this package.
 

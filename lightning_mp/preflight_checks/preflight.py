@@ -210,27 +210,27 @@ def preflight(
 ) -> PreflightReport:
     """Checks a Trainer, a module and its data for mistakes before the first step.
 
-    One training step of a copy of the module is made on fake tensors, which have a shape and no data: nothing is
-    computed, and memory and time hardly depend on the size of the model. Module, Trainer, random generators and
-    gradients are unchanged afterwards. What cannot be checked is in ``not_checked``, with the reason: a step that reads
-    numbers (``.item()``, ``if loss > 1``), weights that are sharded already.
+    One training step of a copy of the module runs on fake tensors, which have a shape and no data: nothing is computed,
+    and memory and time hardly depend on the size of the model. Module, Trainer, random generators and gradients are
+    unchanged. What cannot be checked is listed in ``not_checked``, with the reason: a step that reads numbers
+    (``.item()``, ``if loss > 1``), weights that are already sharded.
 
-    What the Trainer itself refuses is not checked: ``precision=`` beside a precision plugin, for instance, ends in an
-    error when the Trainer is made.
+    Mistakes that the Trainer itself refuses are not checked: ``precision=`` beside a precision plugin, for instance,
+    raises an error when the Trainer is created.
 
     Args:
-        trainer: before or in a fit.
-        module: that it is to train.
-        data: a LightningDataModule, whose data are there; a loader; a mapping or list of loaders; or one batch. None
-            takes those of the module.
-        ckpt_path: a checkpoint in one file, as it will be given to ``trainer.fit``.
-        device: what the run is for, where that is another machine: a chip by name, such as "H100", or "cpu".
+        trainer: the Trainer, before or during a fit.
+        module: the module to train.
+        data: a LightningDataModule whose data are available; a loader; a mapping or list of loaders; or one batch. None
+            uses the loaders of the module.
+        ckpt_path: a single-file checkpoint, as it will be passed to ``trainer.fit``.
+        device: target device, if the run is meant for another machine: a chip by name, such as "H100", or "cpu".
 
     Returns:
         The findings, the most severe first. ``print(report)`` shows them as a table.
 
     Raises:
-        TypeError: if trainer or module is none of ``lightning.pytorch``.
+        TypeError: if trainer or module is not from ``lightning.pytorch``.
         ValueError: if ``device`` is not known.
 
     Example:

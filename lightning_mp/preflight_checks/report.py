@@ -41,7 +41,7 @@ _WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class PreflightFinding:
-    """One thing that is not as it should be.
+    """One problem that a preflight found.
 
     >>> print(PreflightFinding("advice", "tensor_cores", "out_features is 50257.", "Make it 50304."))
     advice tensor_cores: out_features is 50257. Make it 50304.

@@ -39,14 +39,14 @@ _SMALLEST_DIMENSION = 64
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """One thing that is not as it should be.
+    """One problem that an audit found.
 
     Attributes:
-        kind: which kind of thing.
-        modules: names of the modules it is about; "" is the step around the model.
+        kind: the kind of problem.
+        modules: names of the modules concerned; "" is the step around the model.
         what: what was seen; this is certain.
         advice: what to do.
-        likely_cause: where it may come from; a guess, "" where there is none.
+        likely_cause: the probable cause, a guess; "" if there is none.
     """
 
     kind: FindingKind

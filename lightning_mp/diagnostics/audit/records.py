@@ -49,7 +49,7 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """One forward and backward.
+    """What an audit recorded in one forward and backward.
 
     Attributes:
         modules: every module, parents first.

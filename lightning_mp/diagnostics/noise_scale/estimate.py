@@ -43,11 +43,11 @@ class NoiseScale:
 
     Attributes:
         samples: the estimate.
-        low: lower end of its 95% confidence interval, 0 if there is none above.
+        low: lower end of its 95% confidence interval; 0 if it has no positive lower end.
         high: upper end; infinite while :math:`|G|^2` cannot be told from zero.
-        batch_samples: samples of the batches that were trained with.
-        tokens_per_sample: mean target tokens of a sample; 0 where tokens are not counted.
-        windows: optimizer steps it comes from.
+        batch_samples: samples per optimizer step in training.
+        tokens_per_sample: mean target tokens per sample; 0 if tokens are not counted.
+        windows: optimizer steps that the estimate uses.
     """
 
     samples: float

@@ -25,7 +25,7 @@ class OverflowFinding:
         verdict: "scale" (finite at a smaller loss scale), "range" (finite in fp32, too large for 16 bit at any scale),
             "model" (not finite at any scale; nor in fp32, where that could be tried), "data" (the batch holds
             non-finite numbers), "weights" (a weight or buffer does), "sum" (finite by itself, not when added up),
-            "diverged" (what would be "range" or "model", with weights that have grown beyond all measure).
+            "diverged" ("range" or "model" in a run whose weights have exploded).
         first_overflow: the first tensor that was not finite; None for "sum".
         finite_scale: the largest power of two below the loss scale at which the micro-batch is finite; None if it was
             not looked for or there is none down to 1.

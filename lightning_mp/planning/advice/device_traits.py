@@ -38,7 +38,7 @@ _CAPABILITIES: tuple[tuple[tuple[int, int], str, frozenset[str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """One device.
+    """What one device supports.
 
     Attributes:
         name: short name of a known chip, "CPU", "MPS", or what torch calls the device.

@@ -26,21 +26,21 @@ def recommend(
     memory_bytes: float | None = None,
     blocks: str = "*.layers.*",
 ) -> Recommendation:
-    """Precision, strategy, checkpointing and accumulation, each with its reason, its source and how sure it is.
+    """Recommends precision, strategy, checkpointing and accumulation, each with reason, source and confidence.
 
-    Nothing is run or measured. Speeds in reasons are published ones, with their source.
+    Nothing is run or measured. Speeds given as reasons are published figures, with their source.
 
     Args:
-        device: "cpu", "mps", a known chip such as "T4" or "h100", or traits of another; None asks torch what this
-            machine has.
-        gpus: how many devices.
-        model: its number of parameters, such as "7B", or the shape of a decoder; None if not known, which leaves memory
-            and fp8 out.
+        device: "cpu", "mps", a known chip such as "T4" or "h100", or the :class:`DeviceTraits` of another; None detects
+            this machine's device.
+        gpus: number of devices.
+        model: its number of parameters, such as "7B", or the shape of a decoder; None if unknown: memory and fp8 are
+            then not considered.
         goal: "pretrain", "finetune" (all weights), "adapters" (a frozen base), "gan" or "inference".
         context_tokens: length of a sequence.
         tokens_per_step: the batch of one optimizer step over all devices, for accumulation; None leaves it out.
-        memory_bytes: of one device, where it is not the larger one that its chip is sold with.
-        blocks: glob over names of the modules to checkpoint, if that is needed.
+        memory_bytes: of one device; None uses the largest that its chip is sold with.
+        blocks: glob over names of the modules to checkpoint, if checkpointing is needed.
 
     Raises:
         ValueError: the device or the goal is unknown, a number is out of range, or two arguments do not go together.

@@ -33,7 +33,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A class of :mod:`lightning_mp` with keyword arguments, to be written as Python or as YAML.
+    """A class of :mod:`lightning_mp` with keyword arguments, as Python or YAML.
 
     Example:
         >>> Component("AutocastPrecision", (("precision", "bf16-mixed"),)).python()
@@ -90,7 +90,7 @@ class Recommendation:
     fits: bool | None = None
 
     def choice(self, what: str) -> Choice:
-        """The choice about something.
+        """The choice about something, such as "precision".
 
         Raises:
             KeyError: nothing was chosen about it.
@@ -101,7 +101,7 @@ class Recommendation:
         raise KeyError(f"nothing was chosen about {what!r}, only about {', '.join(row.what for row in self.choices)}")
 
     def python(self) -> str:
-        """A script's part that makes the Trainer; each choice is above it as a comment."""
+        """Python code that creates the Trainer, with each choice as a comment above it."""
         components = [*self.plugins, *self.callbacks, *(v for _, v in self.trainer if isinstance(v, Component))]
         ours = sorted({name for component in components for name in component.names()})
         lines = ["import lightning.pytorch as pl"]
@@ -115,7 +115,7 @@ class Recommendation:
         return "\n".join([*lines, ")"]) + "\n"
 
     def yaml(self) -> str:
-        """The same Trainer for LightningCLI; each choice is above it as a comment."""
+        """The same Trainer as YAML for LightningCLI, with each choice as a comment above it."""
         lines = [*(f"# {row.what}: {row.value} ({row.sure})" for row in self.choices), "trainer:"]
         for name, value in self.trainer:
             lines += _indent(_yaml(name, value))

@@ -19,7 +19,7 @@ _MAY_BE_0 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder-only transformer. What is left out is derived as most models have it.
+    """The shape of a decoder-only transformer. Sizes that are left out are derived as in most models.
 
     Attributes:
         layers: blocks.
@@ -39,7 +39,7 @@ class DecoderConfig:
         latent_attention: sizes of multi-head latent attention; None is attention with a key and a value per head.
         tied_head: the output layer is the token table.
         biases: of linear layers and norms.
-        positions: learned ones.
+        positions: number of learned positions.
         dropout: masks are saved.
 
     Raises:
@@ -103,7 +103,7 @@ class DecoderConfig:
 
     @classmethod
     def from_hugging_face(cls, config: str | Path | Mapping[str, Any]) -> "DecoderConfig":
-        """Reads a ``config.json``, or what it holds.
+        """Reads a ``config.json``, or its contents.
 
         Mixtures (Mixtral, Qwen, DeepSeek, Llama 4), shared experts and latent attention are read; biases and norms of
         single heads, less than 0.1% of the parameters, are left out where GPT-2 does not have them.
@@ -113,7 +113,7 @@ class DecoderConfig:
             OSError: the file cannot be read.
 
         Warns:
-            UserWarning: the kind of model is not known, so that some is taken to be as in Llama.
+            UserWarning: the kind of model is not known, so that parts are assumed to be as in Llama.
 
         Example:
             >>> gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
@@ -127,13 +127,12 @@ class DecoderConfig:
     def of_parameters(
         cls, parameters: float, *, layers: int = 0, width: int = 0, vocabulary: int = 32000, tied_head: bool = False
     ) -> "DecoderConfig":
-        """A dense decoder of about that many parameters, for a question that gives nothing else.
+        """A dense decoder of about that many parameters, if nothing else is known.
 
         Args:
             parameters: all of them.
-            layers: blocks; where it is not told, as many as make the width 128 times the number of blocks, as in
-                Llama 2 7B.
-            width: of the residual stream, told together with ``layers``.
+            layers: blocks; by default as many as make the width 128 times the number of blocks, as in Llama 2 7B.
+            width: of the residual stream; give it together with ``layers``.
             vocabulary: token ids.
             tied_head: the output layer is the token table.
 

@@ -44,7 +44,7 @@ class MemoryLayout:
 
     @property
     def name(self) -> str:
-        """As one says it, such as "DDP 8" or "FSDP 8, checkpointed"."""
+        """A short name, such as "DDP 8" or "FSDP 8, checkpointed"."""
         return f"{self.layout.name}{', checkpointed' if self.checkpointed else ''}"
 
 
@@ -60,12 +60,12 @@ class DecoderMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum over all parts."""
         return sum(self.bytes_by_part.values())
 
     @property
     def reserved_bytes(self) -> tuple[int, int]:
-        """What a GPU needs, from and to."""
+        """What a GPU needs at least and at most, as the allocator decides."""
         return reserved_range(self.total_bytes)
 
     def verdict(self, memory_bytes: float) -> str:
@@ -148,7 +148,7 @@ def decoder_memory(
 def largest_micro_batch(
     config: DecoderConfig, layout: MemoryLayout, memory_bytes: float, *, context_tokens: int, precision: object
 ) -> int:
-    """The most sequences of one data rank that fit with the allocator at its worst; 0 if not even one does.
+    """The largest micro-batch of one data rank that fits even with the allocator at its worst; 0 if none does.
 
     Args:
         config: the model.

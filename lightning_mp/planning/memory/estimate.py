@@ -121,38 +121,36 @@ def estimate_memory(
     gradient_as_bucket_view: bool = False,
     device_type: str = "cuda",
 ) -> MemoryEstimate:
-    """Estimates what one training step keeps in memory: on one device, or on each rank of several.
+    """Estimates the memory of one training step, on one device or on each of several ranks.
 
-    The step runs on fake tensors, which have a shape, a dtype and no data: nothing is computed, no memory is used. The
-    module's own code, the casts of the precision, saved tensors, activation checkpoints and the optimizer's own step
-    are what is measured; no formula guesses them. The module does not change.
+    The step runs on fake tensors, which have a shape, a dtype and no data: nothing is computed, no memory is used. It
+    measures the module's own code, the casts of the precision, saved tensors, activation checkpoints and the
+    optimizer's step; there are no formulas. The module is not changed.
 
-    Hugging Face models make a mask, and repeat the keys and values of grouped queries, for a padded batch: one whose
-    ``attention_mask`` has a zero. A mask under another name, or on the meta device, is taken to leave no token out, and
+    Hugging Face models create a mask, and repeat the keys and values of grouped queries, for a padded batch: one whose
+    ``attention_mask`` has a zero. A mask under another name, or on the meta device, is assumed to hide no token, and
     positions to be those of one sequence.
 
-    Order of events as in Lightning: gradients of the step before live until the forward has ended. Operations count
-    with what they return; what a kernel needs inside of itself is not seen.
+    The order of events is Lightning's: gradients of the previous step live until the forward has ended. Operations
+    count with their outputs; a kernel's own workspace is not seen.
 
     Args:
-        module: any module; of a LightningModule ``training_step`` and ``configure_optimizers`` are used. What its
-            ``requires_grad`` says is frozen has no gradient here either. Wrap blocks for activation checkpointing
-            beforehand.
-        batch: of one micro-batch on one rank. Tensors may be on any device, also "meta".
-        step: from module and batch to the loss; None takes ``training_step``, or the module's forward: a tensor is
-            given as it is, a list or tuple as positional and a mapping as keyword arguments, and of the result the
-            attribute ``loss`` is taken, or the sum.
+        module: any module; for a LightningModule, ``training_step`` and ``configure_optimizers`` are used. Parameters
+            without ``requires_grad`` have no gradient. Wrap blocks for activation checkpointing beforehand.
+        batch: one micro-batch of one rank. Tensors may be on any device, including "meta".
+        step: a function of module and batch that returns the loss; None uses ``training_step``, or the module's
+            forward: it is called with a tensor, with a list or tuple as positional or with a mapping as keyword
+            arguments, and the loss is its result's attribute ``loss``, or the sum.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`, or a precision plugin.
-        optimizer: a class of ``torch.optim`` by name, or a function from parameters to an optimizer. None takes
+        optimizer: a class of ``torch.optim`` by name, or a function from parameters to an optimizer. None uses
             ``configure_optimizers``, or AdamW.
-        policy: a :class:`~lightning_mp.PrecisionPolicy` or its rules; None takes that of the plugin.
+        policy: a :class:`~lightning_mp.PrecisionPolicy` or its rules; None uses that of the plugin.
         strategy: "single", "ddp", or "fsdp2" (ZeRO stage 3).
-        ranks: of the data-parallel group.
+        ranks: number of data-parallel ranks.
         units: with "fsdp2": modules that are gathered one after the other, as ``FSDP2Strategy(shard=...)`` takes them;
             None finds repeated blocks.
         gradient_as_bucket_view: with "ddp": as in ``DDPStrategy``.
-        device_type: the device that it is an estimate for: its autocast lists, and on "cuda" optimizers that work on
-            all tensors at once where they leave the choice.
+        device_type: the device type to estimate for: its autocast lists and, on "cuda", foreach optimizers by default.
 
     Returns:
         Bytes by part over the step.

@@ -47,7 +47,7 @@ def communication_per_step(
     tensor_reduce_dtype: TensorReduceDtype = "fp32",
     recomputed: bool = False,
 ) -> list[Transfer]:
-    """Everything that the busiest rank sends in one optimizer step, in the order of the table above.
+    """Lists everything that the busiest rank sends in one optimizer step.
 
     Args:
         size: the model.

@@ -44,7 +44,7 @@ class DecoderSize:
 
     @classmethod
     def of(cls, parameters: int, *, layers: int, width: int, vocabulary: int, tied_head: bool = False) -> "DecoderSize":
-        """From what is commonly told of a model: two norms of one vector per block, one after the last, no biases.
+        """From published sizes of a model: two norms of one vector per block, one after the last, no biases.
 
         What remains after tables and norms is shared out to the blocks.
 

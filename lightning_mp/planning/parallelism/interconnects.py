@@ -59,7 +59,7 @@ def known_machines() -> tuple[Machine, ...]:
 
 
 def find_machine(name: str) -> Machine:
-    """The machine of that name, whatever its capitals.
+    """Finds a machine by name, ignoring case.
 
     Raises:
         ValueError: it is not in the table.

@@ -13,7 +13,7 @@ class ParallelLayout:
     ranks out in this order; for stages it is Megatron-LM's.
 
     Raises:
-        ValueError: a size is not a positive integer, or stages are to be sharded.
+        ValueError: a size is not a positive integer, or stages are sharded.
 
     Example:
         >>> ParallelLayout(shards=8, copies=4).gpus, ParallelLayout(tensor=8, shards=16).name
@@ -51,7 +51,7 @@ class ParallelLayout:
 
     @property
     def name(self) -> str:
-        """As one says it: "DDP 8", "FSDP 8", "HSDP 4 x 8", "FSDP 4 x TP 8", "DDP 2 x PP 4"."""
+        """A short name: "DDP 8", "FSDP 8", "HSDP 4 x 8", "FSDP 4 x TP 8", "DDP 2 x PP 4"."""
         if self.shards == 1:
             data = f"DDP {self.copies}" if self.copies > 1 else ""
         else:

@@ -80,7 +80,7 @@ class ParallelPlan:
 
     @property
     def bound_by(self) -> str:
-        """What takes the longest: "compute", "waiting" (transfers and bubble), "inside" or "between"."""
+        """What takes longest: "compute", "waiting" (transfers and bubble), "inside" or "between"."""
         if self.seconds_at_least == self.stage_seconds:
             return "compute" if self.compute_seconds >= self.stage_seconds / 2 else "waiting"
         return "inside" if self.seconds_at_least == self.inside_seconds else "between"
@@ -103,12 +103,13 @@ def plan_parallelism(
     tensor_reduce_dtype: TensorReduceDtype = "fp32",
     recomputed: bool = False,
 ) -> ParallelPlan:
-    """What one optimizer step of a decoder sends and takes at least, under one layout.
+    """Lower bounds for the traffic and time of one optimizer step of a decoder, under one layout.
 
     Args:
         size: the model.
         layout: how the GPUs are divided.
-        machine: a name from :func:`~lightning_mp.planning.parallelism.interconnects.known_machines`, or one's own.
+        machine: a name from :func:`~lightning_mp.planning.parallelism.interconnects.known_machines`, or a
+            :class:`Machine`.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
         sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is split over, so that layouts compare
@@ -118,7 +119,7 @@ def plan_parallelism(
         recomputed: every block runs again in backward, a third more computing.
 
     Raises:
-        ValueError: sizes do not divide each other, or something is not known.
+        ValueError: sizes do not divide each other, or a name or a peak is unknown.
 
     Example:
         >>> size = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
@@ -165,13 +166,13 @@ def plan_parallelism(
 
 
 def usual_layouts(gpus: int, gpus_per_node: int, *, layers: int) -> list[ParallelLayout]:
-    """Layouts that are worth a look on that many GPUs; how many there are depends on what divides what.
+    """Layouts worth considering on a number of GPUs, as far as the sizes divide.
 
     DDP, FSDP over all, FSDP inside the nodes with copies between them, tensor parallel inside the nodes with FSDP
     between them, and pipelines of 8 stages, alone and with tensor parallelism.
 
     Args:
-        gpus: in all.
+        gpus: total number.
         gpus_per_node: in each node.
         layers: of the model; 8 stages must divide them.
 

@@ -4,7 +4,7 @@ from lightning_mp.core.arguments import whole_number
 
 
 def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """Share of the time of a step in which a stage is idle, under GPipe and under 1F1B.
+    """Share of a step's time in which a stage is idle, under GPipe and 1F1B.
 
     With f and b the time of one forward and one backward of one micro-batch in one stage, both take (m + s - 1)(f + b),
     of which a stage works m (f + b). The pipeline drains at the end of every batch: what counts is the micro-batches of

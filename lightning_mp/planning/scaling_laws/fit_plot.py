@@ -28,7 +28,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_fit(fit: ScalingLawFit, path: str | Path, flops: float | None = None) -> None:
-    """Writes the plot; the file name sets the format.
+    """Plots a fit and writes the image; the file name sets the format.
 
     Args:
         fit: A fit.

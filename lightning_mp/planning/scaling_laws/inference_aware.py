@@ -21,7 +21,7 @@ _FLOPS_OF_INFERENCE = 2
 
 @dataclass(frozen=True, slots=True)
 class InferenceAware:
-    """A model of the same loss, and what it costs over its life.
+    """A model of the same loss, and its cost over its lifetime.
 
     Attributes:
         parameters: N.
@@ -46,7 +46,7 @@ class InferenceAware:
 def inference_aware_optimum(
     law: ParametricLaw, *, parameters: float | str, tokens: float | str, inference_tokens: float | str
 ) -> InferenceAware:
-    """Of the models that reach the same loss, the one that costs least over its life.
+    """The cheapest model over its lifetime among those that reach the same loss.
 
     Args:
         law: with a loss.

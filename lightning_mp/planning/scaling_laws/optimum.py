@@ -77,15 +77,15 @@ def compute_optimal(
         mfu: Model FLOPs utilisation, a fraction.
         dtype: Format of the matmul inputs, "bf16" when None, "fp16" on chips without bf16 units; only with
             ``device_hours``.
-        unique_tokens: All the tokens there are, when they are fewer than the run would use: they are then repeated.
-            Needs a law with a loss, and ``flops`` or ``device_hours``.
+        unique_tokens: Number of available tokens, if the run would use more: they are then repeated. Needs a law with a
+            loss, and ``flops`` or ``device_hours``.
         repetition: What repeated tokens are worth; None takes
             :data:`~lightning_mp.planning.scaling_laws.repetition.MUENNIGHOFF_2023`.
         law: A name of :data:`~lightning_mp.planning.scaling_laws.presets.LAWS` or a law of your own, such as that of a
             fit.
 
     Raises:
-        ValueError: Not exactly one target, an argument that does not belong to it, or a number that makes no sense.
+        ValueError: Not exactly one target, an argument that does not belong to it, or a number out of range.
 
     Warns:
         UserWarning: The answer lies more than ten times beyond the models that the law was fitted to.

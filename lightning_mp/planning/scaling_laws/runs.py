@@ -68,8 +68,8 @@ def read_runs(runs: RunsLike) -> tuple[Run, ...]:
         runs: the path of a CSV file, or the records: mappings or :class:`Run`.
 
     Raises:
-        ValueError: A column is missing, a value is not a positive finite number, or parameters and tokens cannot be
-            single ones, as where tokens are given in billions; the message names the place.
+        ValueError: A column is missing, a value is not a positive finite number, or parameters or tokens are
+            implausible, for example given in billions; the message names the row.
         FileNotFoundError: There is no such file.
 
     Example:

@@ -23,7 +23,7 @@ FAR_OUTSIDE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TrainedRange:
-    """The models that a law was fitted to. Beyond them it is a guess."""
+    """The models that a law was fitted to. Beyond them it extrapolates."""
 
     parameters: tuple[float, float]
     """Smallest and largest model."""
