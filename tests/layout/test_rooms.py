@@ -107,6 +107,13 @@ def test_every_file_that_the_page_names_exists():
     assert {f for f in files if not any((ROOT / top / f).exists() for top in ("", "lightning_mp"))} == set()
 
 
+def test_a_file_that_the_page_names_defines_the_name_beside_it():
+    pairs = re.findall(r"`(\w+)(?:\.\w+\(\w*\))?` (?:\(|in )`((?:\w+/)+\w+\.py)`", PAGE)
+    assert len(pairs) >= 6
+    for name, file in pairs:
+        assert re.search(rf"^(?:def|class) {name}\b", (ROOT / "lightning_mp" / file).read_text(), re.MULTILINE), name
+
+
 def test_a_package_says_what_lives_there():
     said = {package: ast.get_docstring(nodes_of(f"lightning_mp.{package}")[0]) or "" for package in FOLDERS}
     assert {package for package, docstring in said.items() if len(docstring) <= 30} == set()
