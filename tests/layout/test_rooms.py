@@ -108,7 +108,7 @@ def test_every_file_that_the_page_names_exists():
 
 
 def test_a_file_that_the_page_names_defines_the_name_beside_it():
-    pairs = re.findall(r"`(\w+)(?:\.\w+\(\w*\))?` (?:\(|in )`((?:\w+/)+\w+\.py)`", PAGE)
+    pairs = re.findall(r"`(\w+)(?:\.\w+\(\w*\))?`\s(?:\(|in )`((?:\w+/)+\w+\.py)`", PAGE)
     assert len(pairs) >= 6
     for name, file in pairs:
         assert re.search(rf"^(?:def|class) {name}\b", (ROOT / "lightning_mp" / file).read_text(), re.MULTILINE), name
