@@ -15,6 +15,7 @@ from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import listed
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import is_compiled
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.stage_placeholder import full_model
@@ -96,9 +97,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         )
         self.module_names: tuple[str, ...] = ()
         self.report: RecomputeReport | None = None
-        self._checkpointed: CheckpointedModules | None = None
-        self._cost: StepCost | None = None
-        self._is_counted = False
+        self._checkpointed: CheckpointedModules | None = None  # of the fit at hand
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
@@ -118,28 +117,15 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         _refuse_other_checkpoints(pl_module)
         self.module_names = tuple(found)
         self.report = None
-        self._is_counted = False
         self._checkpointed = CheckpointedModules(found.values())
+        Patches.of(trainer).at_end(self._end)
         classes = ", ".join(sorted({type(module).__name__ for module in found.values()}))
         rank_zero_info(
             f"ActivationCheckpointing: {len(found)} modules of class {classes} run again in backward:"
             f" {listed(self.module_names)}."
         )
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Removes the wrappers, before the precision plugin removes those that it added earlier."""
-        self._detach()
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Removes the wrappers."""
-        self._detach()
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Removes the wrappers."""
-        self._detach()
-
-    def _detach(self) -> None:
-        self._stop_counting()
+    def _end(self) -> None:
         checkpointed, self._checkpointed = self._checkpointed, None
         if checkpointed is not None:
             checkpointed.detach()
@@ -150,33 +136,32 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Starts counting in the first micro-batch that has a loss."""
-        if self._is_counted or self._checkpointed is None:
+        checkpointed = self._checkpointed
+        if checkpointed is None or checkpointed.is_counted:
             return
         if is_compiled(pl_module):
-            self._is_counted = True
-            self._checkpointed.begin_compiled_step()
+            checkpointed.is_counted = True
+            checkpointed.begin_compiled_step()
             rank_zero_info(
                 "ActivationCheckpointing: saved bytes and FLOPs are not counted, because the model is compiled and"
                 " would have to run uncompiled for it."
             )
             return
-        self._checkpointed.switch.cost = self._cost = StepCost(pl_module, batch)
-        self._cost.begin()
+        checkpointed.begin_counting(StepCost(pl_module, batch))
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """The forward is over."""
         if self._checkpointed is not None:
             self._checkpointed.end_compiled_forward()
-        if self._cost is not None:
-            self._cost.end_forward()
+            if self._checkpointed.switch.cost is not None:
+                self._checkpointed.switch.cost.end_forward()
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Prints what was counted."""
-        cost = self._cost
-        if cost is None:
+        cost = self._checkpointed.end_counting() if self._checkpointed is not None else None
+        if self._checkpointed is None or cost is None:
             return
-        self._stop_counting()
-        self._is_counted = True
+        self._checkpointed.is_counted = True
         self.report = cost.report()
         rank_zero_info(f"ActivationCheckpointing, first micro-batch on this rank: {self.report}")
 
@@ -184,14 +169,8 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """A micro-batch without a loss cannot be counted; the next one is."""
-        self._stop_counting()
-
-    def _stop_counting(self) -> None:
-        cost, self._cost = self._cost, None
         if self._checkpointed is not None:
-            self._checkpointed.switch.cost = None
-        if cost is not None:
-            cost.end()
+            self._checkpointed.end_counting()
 
 
 def _refuse_other_checkpoints(model: nn.Module) -> None:

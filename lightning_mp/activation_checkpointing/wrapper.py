@@ -165,10 +165,11 @@ class _SecondRun:
 
 
 class CheckpointedModules:
-    """Modules whose forwards are wrapped until :meth:`detach`."""
+    """Modules whose forwards are wrapped until :meth:`detach`, and what one of their micro-batches is counted by."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.switch = CheckpointSwitch()
+        self.is_counted = False
         self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
         self._before_step: list[FoundBuffers] = []
         for module in modules:
@@ -195,10 +196,22 @@ class CheckpointedModules:
                 " other values. Do not compile that module, or leave it out of ActivationCheckpointing."
             )
 
+    def begin_counting(self, cost: StepCost) -> None:
+        """Counts from here on what a micro-batch saves and costs."""
+        self.switch.cost = cost
+        cost.begin()
+
+    def end_counting(self) -> StepCost | None:
+        """Ends it; what was counted, None if nothing is."""
+        cost, self.switch.cost = self.switch.cost, None
+        if cost is not None:
+            cost.end()
+        return cost
+
     def detach(self) -> None:
         """Restores every module's own forward; where other code wrapped it meanwhile, only switches the wrapper off."""
+        self.end_counting()
         self.switch.on = False
-        self.switch.cost = None
         for module, wrapper in reversed(self._wrapped):
             unwrap_forward(module, wrapper)
         self._wrapped.clear()

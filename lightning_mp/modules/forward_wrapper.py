@@ -9,13 +9,19 @@ from torch import nn
 
 
 def unwrap_forward(module: nn.Module, wrapper: "partial[Any]") -> None:
-    """Takes a wrapper off a module, if it is the outermost."""
-    if vars(module).get("forward") is not wrapper:
+    """Takes a wrapper off a module, also from below another of the pack's; not from below other code's."""
+    inner, outer = wrapper.args[0], vars(module).get("forward")
+    if outer is wrapper:
+        del module.forward
+        if module.forward != inner:  # it was set on the instance, by other code
+            module.forward = inner
         return
-    inner = wrapper.args[0]
-    del module.forward
-    if module.forward != inner:  # it was set on the instance, by other code
-        module.forward = inner
+    while isinstance(outer, partial) and outer.args:
+        if outer.args[0] is wrapper:
+            # how a pickled one is filled; its arguments cannot be set otherwise
+            outer.__setstate__((outer.func, (inner, *outer.args[1:]), outer.keywords, None))  # type: ignore[attr-defined]
+            return
+        outer = outer.args[0]
 
 
 def takes_hooks(module: nn.Module) -> bool:
