@@ -1,9 +1,9 @@
 """Why a step was skipped: which parameters, and with a replay which micro-batch, module and tensor, and whose fault."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,15 +18,15 @@ from torch.optim import LBFGS, Optimizer
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
 from lightning_mp.core.messages import lightning_logger
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
-from lightning_mp.diagnostics.overflow.report import OverflowReport
+from lightning_mp.diagnostics.overflow.report import KnownByRank, OverflowReport, ReportTally, join_ranks
 from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
-from lightning_mp.diagnostics.overflow.tally import ReportTally
 from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth, largest_growth, weight_rms
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
@@ -37,6 +37,23 @@ from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatch
 from lightning_mp.precision.base import GradientStepPrecision
 
 _STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
+
+
+@dataclass
+class _Fit:
+    """What one fit keeps for its replays; once it is over, no batches."""
+
+    windows: dict[int, list[MicroBatch]] = field(default_factory=dict)  # by step, until its outcome is known
+    postponed: tuple[StepOutcome, list[int]] | None = None  # a skip whose replay waits, with its parameters
+    can_replay_now: bool = False  # a batch is under way, not a validation or a checkpoint
+    replays: int = 0
+    tally: ReportTally = field(default_factory=ReportTally)
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Releases the batches."""
+        self.windows.clear()
+        self.postponed, self.can_replay_now, self.is_over = None, False, True
 
 
 class OverflowPostMortem(SettingsRepr, Callback):
@@ -94,14 +111,9 @@ class OverflowPostMortem(SettingsRepr, Callback):
             hint="To replay none, leave replay out.",
         )
         self.reports: list[OverflowReport] = []
-        self._tally = ReportTally()
         self._rms_at_start: Tensor | None = None
         self._saved_rms: list[float] | None = None
-        self._replays = 0
-        self._windows: dict[int, list[MicroBatch]] = {}
-        self._postponed: tuple[StepOutcome, list[int]] | None = None
-        self._can_replay_now = False
-        self._ended = True
+        self._fit = _Fit(is_over=True)
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
@@ -123,15 +135,13 @@ class OverflowPostMortem(SettingsRepr, Callback):
                 "OverflowPostMortem(replay=True) cannot be used with LBFGS, which evaluates the loss several times in"
                 " one step. Use another optimizer, or leave replay out."
             )
-        self._replays = 0
-        self._tally = ReportTally()
         saved, self._saved_rms = self._saved_rms, None
         rms = weight_rms(pl_module)
         # Of the first rank only: under a pipeline the others hold other parameters.
         same = saved is not None and len(saved) == len(rms) and not is_pipelined(trainer)
         self._rms_at_start = torch.tensor(saved) if same else rms
-        self._forget()
-        self._ended = False
+        self._fit = fit = _Fit()
+        Patches.of(trainer).at_end(fit.end)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Makes a replay that could not be made when its outcome was reported."""
@@ -140,28 +150,10 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last outcome while its batch can still be run again; logs a summary."""
         RunState.of(trainer).flush()
-        if self.replay:
-            self._make_up(trainer, pl_module)
-            self._end()
-        if self._tally.has_unreported and trainer.is_global_zero:
-            lightning_logger().warning(self._tally.summary())
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Releases the batches; nothing is replayed any more."""
-        self._end()
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Releases the batches."""
-        self._end()
-
-    def _end(self) -> None:
-        self._forget()
-        self._ended = True
-
-    def _forget(self) -> None:
-        self._windows = {}
-        self._postponed = None
-        self._can_replay_now = False
+        self._make_up(trainer, pl_module)
+        self._fit.end()
+        if self._fit.tally.has_unreported and trainer.is_global_zero:
+            lightning_logger().warning(self._fit.tally.summary())
 
     # -- healthy steps -------------------------------------------------------------------------------------------------
 
@@ -174,19 +166,19 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._make_up(trainer, pl_module)
         state = RandomState.capture(pl_module.device)
         micro_batch = MicroBatch(batch, batch_idx, state, int(trainer.accumulate_grad_batches))
-        self._windows.setdefault(trainer.global_step, []).append(micro_batch)
-        self._can_replay_now = True
+        self._fit.windows.setdefault(trainer.global_step, []).append(micro_batch)
+        self._fit.can_replay_now = True
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Keeps the scaled and weighed loss, on its device."""
-        if self.replay and trainer.global_step in self._windows:
-            self._windows[trainer.global_step][-1].scaled_loss = loss.detach()
+        if trainer.global_step in self._fit.windows:
+            self._fit.windows[trainer.global_step][-1].scaled_loss = loss.detach()
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """From here to the next batch there may be a validation or a checkpoint: replays wait."""
-        self._can_replay_now = False
+        self._fit.can_replay_now = False
 
     # -- a skipped step ------------------------------------------------------------------------------------------------
 
@@ -194,21 +186,21 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Reports a skip; releases the batches of a step that was made."""
+        fit = self._fit
         if outcome.skipped:
             parameters = _nonfinite_parameters(trainer, pl_module, outcome)
-            if self.replay and not self._can_replay_now and not self._ended:
-                self._postponed = outcome, parameters
+            # Nothing is run again once an exception has ended the run.
+            if self.replay and not (fit.can_replay_now or fit.is_over or trainer.interrupted):
+                fit.postponed = outcome, parameters
                 return
             self._examine(trainer, pl_module, outcome, parameters)
-        self._windows.pop(outcome.step_index, None)
+        fit.windows.pop(outcome.step_index, None)
 
     def _make_up(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        postponed, self._postponed = self._postponed, None
-        if postponed is None:
-            return
-        outcome, parameters = postponed
-        self._examine(trainer, pl_module, outcome, parameters)
-        self._windows.pop(outcome.step_index, None)
+        postponed, self._fit.postponed = self._fit.postponed, None
+        if postponed is not None:
+            self._examine(trainer, pl_module, *postponed)
+            self._fit.windows.pop(postponed[0].step_index, None)
 
     def _examine(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome, parameters: list[int]
@@ -218,35 +210,18 @@ class OverflowPostMortem(SettingsRepr, Callback):
         if self.replay:
             note = self._why_no_replay(trainer, outcome)
             if not note:
-                self._replays += 1
+                self._fit.replays += 1
                 result = self._replay_window(trainer, pl_module, outcome)
-        growth = self._growth(pl_module)
-        everybody = _from_all_ranks(
-            trainer, _Known(trainer.global_rank, parameters, _nonfinite_buffers(pl_module), result, growth)
+        known = KnownByRank(
+            trainer.global_rank, parameters, _nonfinite_buffers(pl_module), result, self._growth(pl_module)
         )
-        growth = next((known.growth for known in everybody if known.growth is not None), None)
-        findings = [known.result.finding for known in everybody if known.result.finding is not None]
-        if growth is not None:
-            findings = [replace(f, verdict="diverged") if f.verdict in ("range", "model") else f for f in findings]
-        errors = [f"rank {known.rank}: {known.result.error}" for known in everybody if known.result.error]
-        if errors:
-            note = f"The replay could not be made ({'; '.join(errors[:3])})."
-        elif self.replay and not findings and not note:
-            note = (
-                "The replay was finite on every rank by itself: the overflow came from the reduction over ranks, from"
-                " something that changes between two runs of the same batch, or from a hook on gradients."
-            )
-        names = _names_as_written(pl_module)
-        together = sorted({index for known in everybody for index in known.parameters}, reverse=True)
-        report = OverflowReport(
+        report = join_ranks(
             outcome.step_index,
             outcome.loss_scale,
-            [names[index] for index in together],
-            [known.rank for known in everybody if known.parameters],
-            findings,
-            sorted({name for known in everybody for name in known.buffers}),
+            _from_all_ranks(trainer, known),
+            _names_as_written(pl_module),
             note,
-            growth,
+            expects_finding=self.replay and not note,
         )
         self._publish(trainer, report)
 
@@ -258,12 +233,13 @@ class OverflowPostMortem(SettingsRepr, Callback):
 
     def _why_no_replay(self, trainer: "pl.Trainer", outcome: StepOutcome) -> str:
         """A sentence for the report; empty if there can be a replay. The same on all ranks."""
-        if self._replays >= self.max_replays:
+        fit = self._fit
+        if fit.replays >= self.max_replays:
             return f"Not replayed: max_replays={self.max_replays} steps were."
-        if self._ended or outcome.step_index not in self._windows:
+        if trainer.interrupted or outcome.step_index not in fit.windows:
             return "Not replayed: the run ended before the outcome of the step was known."
         sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
-        if sharded and not self._can_replay_now and trainer.global_step in self._windows:
+        if sharded and not fit.can_replay_now and trainer.global_step in fit.windows:
             return "Not replayed: the next window had begun, and its sharded gradients cannot be set aside."
         return ""
 
@@ -279,7 +255,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         with replay.state_restored():
             return search_overflow(
                 replay,
-                self._windows[outcome.step_index],
+                self._fit.windows[outcome.step_index],
                 outcome.loss_scale,
                 rank=trainer.global_rank,
                 any_rank=any_rank,
@@ -292,10 +268,10 @@ class OverflowPostMortem(SettingsRepr, Callback):
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"overflow_step_{report.step_index}.json"
             path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-            if self._tally.is_new(report):
+            if self._fit.tally.is_new(report):
                 lightning_logger().warning(str(report))
-            if self._tally.is_summary_due():
-                lightning_logger().warning(self._tally.summary())
+            if self._fit.tally.is_summary_due():
+                lightning_logger().warning(self._fit.tally.summary())
 
     def state_dict(self) -> dict[str, Any]:
         """The size of the weights when the run began."""
@@ -333,17 +309,7 @@ def _nonfinite_buffers(pl_module: "pl.LightningModule") -> list[str]:
     return [name for name, reading in readings if reading is not None and bool(reading[:2].any())]
 
 
-class _Known(NamedTuple):
-    """What one rank knows of a skipped step; parameters by position."""
-
-    rank: int
-    parameters: list[int]
-    buffers: list[str]
-    result: SearchResult
-    growth: WeightGrowth | None
-
-
-def _from_all_ranks(trainer: "pl.Trainer", known: _Known) -> list[_Known]:
+def _from_all_ranks(trainer: "pl.Trainer", known: KnownByRank) -> list[KnownByRank]:
     """What every rank knows, in rank order; only this one's where ranks may not all come here."""
     if not (dist.is_available() and dist.is_initialized()) or _ranks_may_disagree(trainer):
         return [known]

@@ -140,13 +140,13 @@ def test_batches_are_let_go() -> None:
 
     class Held(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            held.append(sum(len(window) for window in post_mortem._windows.values()))
+            held.append(sum(len(window) for window in post_mortem._fit.windows.values()))
 
     post_mortem = OverflowPostMortem(replay=True)
     fit(Regression(fused_adamw), regression_batches(12), post_mortem, Held(), plugin=ours(), accumulate_grad_batches=3)
     # Two windows with a fused optimizer, less what the outcome of the first has let go.
     assert max(held) == 5
-    assert post_mortem._windows == {}
+    assert post_mortem._fit.windows == {}
 
 
 def test_no_hook_is_left_behind(tmp_path: Path) -> None:

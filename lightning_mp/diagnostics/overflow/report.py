@@ -1,12 +1,14 @@
-"""A skipped step told to a reader: what happened, where, and what to do."""
+"""A skipped step reported to a reader: what happened, where, and what to do; once per verdict, then counted."""
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
-from lightning_mp.diagnostics.overflow.search import OverflowFinding, Verdict
+from lightning_mp.diagnostics.overflow.search import OverflowFinding, SearchResult, Verdict
 from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth
 
 _RANKS_IN_TEXT = 4
@@ -148,3 +150,102 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
         "Verdict: the sum of finite gradients does not fit into their dtype. Lower LossScaler(max_scale=...), or"
         " accumulate in fp32: MasterWeightsPrecision(fp32_gradients=True), or AutocastPrecision."
     )
+
+
+class KnownByRank(NamedTuple):
+    """What one rank knows of a skipped step; parameters by position."""
+
+    rank: int
+    parameters: list[int]
+    buffers: list[str]
+    result: SearchResult
+    growth: WeightGrowth | None
+
+
+def join_ranks(
+    step_index: int,
+    loss_scale: float,
+    everybody: Sequence[KnownByRank],
+    names: Sequence[str],
+    note: str = "",
+    *,
+    expects_finding: bool = False,
+) -> OverflowReport:
+    """The report of all ranks; ``names`` are those of all parameters, ``expects_finding`` is set after a replay.
+
+    >>> known = [KnownByRank(rank, [rank], [], SearchResult(None), None) for rank in (0, 1)]
+    >>> join_ranks(3, 1024.0, known, ["up", "down"]).parameters
+    ['down', 'up']
+    """
+    growth = next((known.growth for known in everybody if known.growth is not None), None)
+    findings = [known.result.finding for known in everybody if known.result.finding is not None]
+    if growth is not None:
+        findings = [replace(f, verdict="diverged") if f.verdict in ("range", "model") else f for f in findings]
+    errors = [f"rank {known.rank}: {known.result.error}" for known in everybody if known.result.error]
+    if errors:
+        note = f"The replay could not be made ({'; '.join(errors[:3])})."
+    elif expects_finding and not findings:
+        note = (
+            "The replay was finite on every rank by itself: the overflow came from the reduction over ranks, from"
+            " something that changes between two runs of the same batch, or from a hook on gradients."
+        )
+    together = sorted({index for known in everybody for index in known.parameters}, reverse=True)
+    return OverflowReport(
+        step_index,
+        loss_scale,
+        [names[index] for index in together],
+        [known.rank for known in everybody if known.parameters],
+        findings,
+        sorted({name for known in everybody for name in known.buffers}),
+        note,
+        growth,
+    )
+
+
+class ReportTally:
+    """Which reports are new, and how many there were of each kind.
+
+    The same kind of trouble is what has the same verdict in the same module; the loss scale and a diverged run are the
+    same wherever they show.
+
+    >>> tally = ReportTally()
+    >>> tally.is_new(OverflowReport(3, 1024.0, ["bias"])), tally.is_new(OverflowReport(4, 512.0, ["bias"]))
+    (True, False)
+    >>> tally.summary()
+    'OverflowPostMortem: 2 optimizer steps were skipped: 2 with non-finite gradients in bias (first at step 3).'
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first_step: dict[str, int] = {}
+        self._in_summary = 0
+
+    @property
+    def num_reports(self) -> int:
+        """All reports so far."""
+        return self._counts.total()
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether reports were only counted since the last summary."""
+        return self.num_reports > max(len(self._counts), self._in_summary)
+
+    def is_new(self, report: OverflowReport) -> bool:
+        """Counts a report; whether it is the first of its kind."""
+        kind = report.kind
+        self._counts[kind] += 1
+        self._first_step.setdefault(kind, report.step_index)
+        return self._counts[kind] == 1
+
+    def is_summary_due(self) -> bool:
+        """At 10, 100, 1000, ... reports, if there is more than was told one by one."""
+        number = str(self.num_reports)
+        return number == "1" + "0" * (len(number) - 1) and number != "1" and self.has_unreported
+
+    def summary(self) -> str:
+        """One line: how many of each kind."""
+        self._in_summary = self.num_reports
+        parts = [
+            f"{count} {kind} (first at step {self._first_step[kind]})" for kind, count in self._counts.most_common()
+        ]
+        return f"OverflowPostMortem: {self.num_reports} optimizer steps were skipped: {'; '.join(parts)}."
