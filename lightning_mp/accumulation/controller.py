@@ -38,8 +38,6 @@ from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
 if TYPE_CHECKING:
     from lightning_mp.tokens.loss_average import CountCheck, LossAverage
 
-__all__ = ["AccumulationController"]
-
 
 class AccumulationController(Callback):
     r"""Opens and closes accumulation windows, weighs their micro-batches, and ends the run on its token budget.

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_mp.accumulation.batch_split import Microbatch, merge_outputs
@@ -119,14 +120,6 @@ def _without_loss(output: Any) -> dict[str, Any] | None:
     """The other entries of a training step's output, without graph; None if it was nothing but a loss."""
     if not isinstance(output, Mapping):
         return None
-    return {key: _detached(value) for key, value in output.items() if key != "loss"}
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _detached(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_detached(part) for part in value)
-    return value
+    others = {key: value for key, value in output.items() if key != "loss"}
+    detached: dict[str, Any] = apply_to_collection(others, Tensor, Tensor.detach, allow_frozen=True)
+    return detached

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer, _muon
@@ -37,54 +37,6 @@ from lightning_mp.core.patches import Patch
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
-
-__all__ = [
-    "FakeTensorMode",
-    "PRIVATE_NAMES",
-    "amp_unscale_",
-    "amp_update_scale_",
-    "autocast_knows",
-    "backward_outside_autocast",
-    "call_before_optimizer_step_hooks",
-    "callbacks_of",
-    "clip_through_module",
-    "foreach_clamp_",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "forget_optimizers",
-    "forward_position",
-    "grad_scaler_scale",
-    "has_gradient_hooks",
-    "has_other_step_hooks",
-    "has_stepped",
-    "has_unscaled",
-    "holds_compiled_code",
-    "is_compiled",
-    "is_next_to_the_step",
-    "is_orthogonal_parametrization",
-    "muon_learning_rate",
-    "observe_dispatch",
-    "orthogonalized",
-    "profiler_of",
-    "record_found_inf",
-    "replace_clipping",
-    "running_backward",
-    "scaled_clamp_",
-    "scheduler_parts",
-    "set_callbacks",
-    "set_unscaled",
-    "shares_memory",
-    "step_without_hooks",
-    "supports_amp_scaling",
-    "unscaled_found_inf",
-    "version_of",
-    "without_function_modes",
-    "without_function_subclasses",
-    "wrapper_tensor",
-    "make_room_for_hooks",
-    "memory_of",
-]
 
 _OPTIMIZER_MODULE: Any = sys.modules[Optimizer.__module__]
 

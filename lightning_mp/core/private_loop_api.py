@@ -18,44 +18,6 @@ from torchmetrics import Metric
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.random_state import random_state_kept
 
-__all__ = [
-    "average_model_of",
-    "batches_yielded",
-    "around_validation",
-    "before_each_fetch",
-    "before_each_advance",
-    "before_first_fetch",
-    "ddp_arguments",
-    "end_restart",
-    "end_resumed_batch",
-    "end_resumed_epoch",
-    "end_of_resumed_epoch",
-    "fetches_ahead",
-    "index_sampler",
-    "is_accumulating",
-    "is_epoch_cut",
-    "is_in_end_of_epoch",
-    "is_in_start_of_epoch",
-    "is_validation_due",
-    "load_late_states",
-    "log_resumed_batch",
-    "logged_results",
-    "latest_metrics",
-    "loader_states",
-    "logger_step",
-    "replace_end_of_epoch",
-    "replace_index_sampler",
-    "restore_logged_results",
-    "set_metric_state",
-    "rewinds_weights",
-    "set_device_property",
-    "set_max_steps",
-    "set_sampler_epoch",
-    "step_without_a_batch",
-    "undo_logged_step",
-    "uses_distributed_sampler",
-]
-
 
 def set_max_steps(trainer: "pl.Trainer", steps: int) -> None:
     """Moves the optimizer step after which the fit loop ends."""

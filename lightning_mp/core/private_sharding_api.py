@@ -15,24 +15,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-__all__ = [
-    "FlatPart",
-    "before_each_gather",
-    "flat_parts",
-    "is_flat_shard",
-    "allow_unused_layers",
-    "number_reduced_by_ddp",
-    "set_group_timeout",
-    "set_up_environment_on",
-    "sharded_parameters",
-    "sharding_groups",
-    "sharding_mesh",
-    "sharding_param_dtype",
-    "unsaved_buffers",
-    "uses_sync_batchnorm",
-    "without_forward_hooks_of_sharding",
-]
-
 
 def sharding_groups(unit: object) -> list[Any]:
     """What FSDP2 gathers and reduces together of a unit; none without parameters."""

@@ -1,10 +1,10 @@
 """A ``repr`` that shows how a part is set: the arguments of its constructor, as they were understood."""
 
 import inspect
+import sys
 from collections.abc import Iterator
 from inspect import Parameter
 from pathlib import Path
-from traceback import walk_stack
 from typing import Any, ClassVar
 
 from torch import nn
@@ -73,8 +73,9 @@ class NamespaceHint(SettingsRepr):
 
 
 def namespace_hint(kind: str) -> str:
-    """Which import a part needs, where ``pytorch_lightning`` prints it; "" elsewhere."""
-    if "pytorch_lightning" not in {frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in walk_stack(None)}:
+    """For a ``__repr__``: which import a part needs, if ``pytorch_lightning`` asks for it; "" elsewhere."""
+    asking = sys._getframe(2).f_globals.get("__name__", "")
+    if asking.partition(".")[0] != "pytorch_lightning":
         return ""
     use = "`import lightning.pytorch as pl`, not `import pytorch_lightning as pl`"
     return f", a {kind} for lightning.pytorch: with it use {use}"

@@ -5,6 +5,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -51,21 +52,13 @@ class _StandInCopies(TorchFunctionMode):
 
 
 def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
-    """A batch with a stand-in for each tensor in its mappings, lists and tuples.
+    """A batch with a stand-in for each tensor in it, found as Lightning finds those that it moves to a device.
 
     >>> import torch
     >>> batch_with({"x": torch.zeros(2), "names": ("a",)}, lambda tensor: tensor + 1)
     {'x': tensor([1., 1.]), 'names': ('a',)}
     """
-    if isinstance(batch, Tensor):
-        return stand_in(batch)
-    if isinstance(batch, Mapping):
-        return {name: batch_with(value, stand_in) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(batch_with(value, stand_in) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(batch_with(value, stand_in) for value in batch)
-    return batch
+    return apply_to_collection(batch, Tensor, stand_in)
 
 
 def run_forward(module: nn.Module, batch: Any) -> Any:

@@ -12,8 +12,6 @@ from lightning_mp.tensor_parallel.vocab_parallel_loss import cross_entropy_of_pa
 from lightning_mp.tensor_parallel.vocab_parallel_ops import run_on_parts
 from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts, VocabParallelSplit
 
-__all__ = ["VocabParallelSplit", "VocabParallelLogits", "split_logits"]
-
 
 class VocabParallelLogits(InParts):
     """A tensor of which this rank has some columns.

@@ -109,19 +109,6 @@ def test_every_private_name_that_the_seams_touch_is_listed():
     assert private - guarded_elsewhere - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
 
 
-def test_every_seam_is_exported():
-    for tree, module in ((SEAMS, private_api), (LOOP_SEAMS, private_loop_api), (SHARDING_SEAMS, private_sharding_api)):
-        exported = module.__all__
-        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        # A private function of torch under a public name.
-        functions |= {
-            node.targets[0].id
-            for node in tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("torch._")
-        }
-        assert functions == {*exported} - {"PRIVATE_NAMES", "FakeTensorMode", "FlatPart"}
-
-
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
