@@ -25,10 +25,11 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.diagnostics.noise_scale.estimate import NoiseScale, NoiseScaleAverage
-from lightning_mp.diagnostics.noise_scale.measurement import (
+from lightning_mp.diagnostics.noise_scale import (
     NUM_NUMBERS,
     ClosedNoiseWindow,
+    NoiseScale,
+    NoiseScaleAverage,
     NoiseWindow,
     on_device_of,
     square_share,

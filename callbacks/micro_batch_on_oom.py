@@ -14,10 +14,18 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import LBFGS
 
-from lightning_mp.accumulation import oom_retry as oom_retry
 from lightning_mp.accumulation.batch_split import Microbatch, SplitFunction, num_samples, split_batch, split_by
-from lightning_mp.accumulation.microbatch_logs import MicrobatchLogs
-from lightning_mp.accumulation.microbatched_step import MicrobatchedStep, microbatch_shares, weighting_of
+from lightning_mp.accumulation.microbatched_step import (
+    MicrobatchedStep,
+    MicrobatchLogs,
+    advice_when_out_of_memory,
+    forget_attempt,
+    free_cached_memory,
+    is_out_of_memory,
+    microbatch_shares,
+    smaller_size,
+    weighting_of,
+)
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import function_or_none, whole_number
@@ -214,12 +222,12 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             try:
                 return self._step.run(microbatches, shares, logs, *args, **kwargs), shares
             except Exception as error:
-                if not oom_retry.is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 self._make_smaller(microbatches, batch, sizes_tried, error)
-                oom_retry.forget_attempt(error)
+                forget_attempt(error)
             restore_module()
-            oom_retry.free_cached_memory(pl_module.device)
+            free_cached_memory(pl_module.device)
             random_state.restore()
 
     def _split(self, batch: Any, size: int | None) -> list[Microbatch]:
@@ -239,9 +247,9 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         if samples == 0:
             samples = num_samples(batch) if self.split is None else len(self.split(batch, 1))
         sizes_tried.append(samples)
-        smaller = oom_retry.smaller_size(samples, self.min_size)
+        smaller = smaller_size(samples, self.min_size)
         if smaller is None:
-            error.add_note(oom_retry.advice_when_out_of_memory(sizes_tried, self.min_size))
+            error.add_note(advice_when_out_of_memory(sizes_tried, self.min_size))
             raise error
         self.size = smaller
         rank_zero_info(

@@ -26,14 +26,14 @@ from lightning_mp.callbacks._gradient_exponents import (
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import names_in, positive_number, whole_number
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.saved_state import checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
 from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
-from lightning_mp.diagnostics.underflow.exponents import narrow_format
+from lightning_mp.diagnostics.underflow.exponents import ExponentTable, narrow_format
 from lightning_mp.diagnostics.underflow.observation import (
     STATE_KINDS,
     UnderflowObservation,
@@ -42,7 +42,6 @@ from lightning_mp.diagnostics.underflow.observation import (
     pack_observation,
 )
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_observation
-from lightning_mp.diagnostics.underflow.table import ExponentTable
 
 _KINDS = ("gradients", "activations", "activation_gradients")
 #: So many of the last observations the suggested scale has to suit.

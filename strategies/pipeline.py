@@ -27,8 +27,13 @@ from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.modules.stage_placeholder import StageSplit, full_model, stage_split_of
-from lightning_mp.pipelining.added_groups import with_added_groups
-from lightning_mp.pipelining.checkpoints import OptimizerParts, gather_on_rank_zero, keep_own_parameters, own_state
+from lightning_mp.pipelining.checkpoints import (
+    OptimizerParts,
+    gather_on_rank_zero,
+    keep_own_parameters,
+    own_state,
+    with_added_groups,
+)
 from lightning_mp.pipelining.gradients import StageGradients
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.layout import Pipeline

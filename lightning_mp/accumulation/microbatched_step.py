@@ -1,21 +1,159 @@
-"""One micro-batch as several forwards and backwards, one microbatch after the other, with the gradient of the whole."""
+"""One micro-batch as several forwards and backwards, one microbatch after the other, with the gradient of the whole.
 
+Also here: what it logs while microbatches run, and what to do when memory runs out.
+"""
+
+import gc
+import inspect
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_mp.accumulation.batch_split import Microbatch, merge_outputs
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.microbatch_logs import MicrobatchLogs
 from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
+from lightning_mp.core.patches import Patches
 from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.loss_average import LossAverage
 from lightning_mp.tokens.loss_weighting import Weighting
+
+_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+def merge_logged(values: Sequence[Any], shares: Sequence[float], reduce_fx: Any = "mean") -> Any:
+    """One logged value from those of the microbatches: their mean by ``shares``, or what ``reduce_fx`` says.
+
+    >>> import torch
+    >>> merge_logged([torch.tensor(1.0), 3.0], [1, 3]), merge_logged([1.0, 3.0], [1, 3], "max")
+    (tensor(2.5000), tensor(3.))
+    """
+    if len(values) == 1 or isinstance(values[-1], Metric):
+        return values[-1]
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    tensors = torch.stack([torch.as_tensor(value, device=device) for value in values])
+    if name in _REDUCTIONS:
+        return _REDUCTIONS[name](tensors)
+    floating = tensors if tensors.is_floating_point() else tensors.to(torch.get_default_dtype())
+    weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
+    return (floating * weights.to(floating).reshape(-1, *[1] * (floating.ndim - 1))).sum(0)
+
+
+class MicrobatchLogs:
+    """Replaces ``self.log`` of a module for a whole fit; while :attr:`keeps` is set it writes down instead of logging.
+
+    It is one object for all micro-batches, so that a compiled training step need not be compiled again.
+    """
+
+    def __init__(self, pl_module: "pl.LightningModule") -> None:
+        self._pl_module = pl_module
+        self.keeps = False
+        # (name, how often it was logged in its microbatch before) -> (microbatch, arguments)
+        self._calls: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
+        self._repeats: dict[str, int] = defaultdict(int)
+        self._microbatch = 0
+        self._method = Patches.of(pl_module.trainer).replace(pl_module, "log", self._note)
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """What is logged from here on belongs to this microbatch."""
+        self._microbatch = microbatch
+        self._repeats.clear()
+
+    def clear(self) -> None:
+        """Forgets what was written down: the attempt failed."""
+        self._calls.clear()
+
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        if not self.keeps:
+            self._method.original(*args, **kwargs)
+            return
+        arguments = dict(_SIGNATURE.bind(self._pl_module, *args, **kwargs).arguments)
+        del arguments["self"]
+        if isinstance(arguments["value"], Tensor):
+            arguments["value"] = arguments["value"].detach()
+        name = arguments["name"]
+        self._calls.setdefault((name, self._repeats[name]), []).append((self._microbatch, arguments))
+        self._repeats[name] += 1
+
+    def flush(self, shares: Sequence[float]) -> None:
+        """Logs every value once, in the order of its first call; ``shares`` weigh the microbatches."""
+        for calls in self._calls.values():
+            arguments = dict(calls[-1][1])
+            values = [call["value"] for _, call in calls]
+            weights = [shares[microbatch] for microbatch, _ in calls]
+            arguments["value"] = merge_logged(values, weights, arguments.get("reduce_fx", "mean"))
+            if arguments.get("batch_size") is not None:
+                arguments["batch_size"] = sum(call["batch_size"] for _, call in calls)
+            self._method.original(**arguments)
+        self._calls.clear()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out.
+
+    That is ``torch.OutOfMemoryError`` (CUDA's and other accelerators' allocator), cuBLAS that finds no room for its
+    handle, what Lightning's batch-size finder takes for one (also cuDNN's "not supported" for inputs that are too
+    large), and torch's CPU allocator, which speaks of "not enough memory" or "can't allocate memory". Python's own
+    ``MemoryError`` is not: it comes from code outside of torch, a smaller microbatch need not help.
+
+    >>> import torch
+    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(RuntimeError("shape"))
+    (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError) or is_oom_error(error):
+        return True
+    text = str(error)
+    cpu = "DefaultCPUAllocator" in text and ("not enough memory" in text or "can't allocate memory" in text)
+    return isinstance(error, RuntimeError) and (cpu or "CUBLAS_STATUS_ALLOC_FAILED" in text)
+
+
+def forget_attempt(error: BaseException) -> None:
+    """Drops the local variables of all frames that an error came through: they hold the graph and its activations."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Gives the blocks that torch's allocator keeps back to the device, where it keeps any."""
+    torch.clear_autocast_cache()
+    if device.type == "cuda":
+        # Cycles in a user's code may still hold tensors.
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def smaller_size(size: int, min_size: int) -> int | None:
+    """Half of ``size``, rounded up, but not below ``min_size``; None if that is no smaller.
+
+    >>> [smaller_size(size, 2) for size in (8, 5, 3, 2)]
+    [4, 3, 2, None]
+    """
+    smaller = max(-(-size // 2), min_size)
+    return smaller if smaller < size else None
+
+
+def advice_when_out_of_memory(sizes: list[int], min_size: int) -> str:
+    """The note that is added to the error of a run that could not be saved."""
+    tried = ", ".join(str(size) for size in sizes)
+    return (
+        f"MicroBatchOnOOM: out of memory with at most {tried} samples at a time, and min_size={min_size} allows no"
+        " fewer. Use ActivationCheckpointing(...), shorter samples, a lower precision, an optimizer with less state,"
+        " or strategy='fsdp' without this callback."
+    )
 
 
 def microbatch_shares(microbatches: Sequence[Microbatch], weighting: Weighting) -> list[float]:

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core import private_api
+from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
-from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.flops.operation_flops import operation_flops
 from lightning_mp.gradients.gradient_ops import local_shard
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from lightning.fabric.utilities.rank_zero import rank_zero_module
+from lightning.fabric.utilities.rank_zero import rank_zero_module, rank_zero_warn
 
 #: Words in torch's errors about two dtypes, or about a dtype that an operation does not have.
 ABOUT_DTYPES = ("dtype", "scalar type", "should be the same", "not implemented for")
@@ -34,3 +34,29 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
     return [lines[0], "-" * (sum(widths) + 2 * (len(head) - 1)), *lines[1:]]
+
+
+class WarnOnce:
+    """Warns on rank 0 of what a monitor leaves out, for each reason once and with the first that it concerns.
+
+    >>> import warnings
+    >>> warn_once = WarnOnce("UnderflowMonitor")
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     for name in ("net.0", "net.1"):
+    ...         warn_once.warn(f"module {name!r}", "TorchScript modules take no hooks")
+    >>> [str(one.message) for one in caught]
+    ["UnderflowMonitor leaves out module 'net.0', and whatever else is like it: TorchScript modules take no hooks."]
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._reported: set[str] = set()
+
+    def warn(self, what: str, reason: str) -> None:
+        """Warns, unless this reason was given before."""
+        if reason not in self._reported:
+            self._reported.add(reason)
+            rank_zero_warn(
+                f"{self._owner} leaves out {what}, and whatever else is like it: {reason}.", category=UserWarning
+            )

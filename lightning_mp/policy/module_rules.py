@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.core import private_api
-from lightning_mp.core.warn_once import WarnOnce
+from lightning_mp.core.messages import WarnOnce
 from lightning_mp.modules.forward_wrapper import takes_hooks, unwrap_forward
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.rules import LOW, Dtype

@@ -15,11 +15,11 @@ from lightning_mp.core.number_formats import FORMATS, FP16, fraction_lost
 from lightning_mp.diagnostics.underflow import exponents
 from lightning_mp.diagnostics.underflow.exponents import (
     ExponentHistogram,
+    ExponentTable,
     count_exponents,
     narrow_format,
     suggested_scale,
 )
-from lightning_mp.diagnostics.underflow.table import ExponentTable
 
 NARROW = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e5m2", "tf32")
 BITS = {

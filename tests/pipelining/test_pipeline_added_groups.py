@@ -9,8 +9,7 @@ from pipelined_models import PipelinedMLP, fit
 from torch import nn
 
 from lightning_mp import PipelineParallelStrategy, UnderflowMonitor
-from lightning_mp.pipelining.added_groups import with_added_groups
-from lightning_mp.pipelining.checkpoints import OptimizerParts
+from lightning_mp.pipelining.checkpoints import OptimizerParts, with_added_groups
 
 # One process goes on without the callback.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")

@@ -21,8 +21,7 @@ from lightning_mp import PipelineParallelStrategy
 from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model, stage_split_of
 from lightning_mp.pipelining import PipelineLayer, pipelined_loss
 from lightning_mp.pipelining.layers import loss_of, pipeline_input, read_layers
-from lightning_mp.pipelining.partition import split_model
-from lightning_mp.pipelining.partition_points import balanced_split_points, named_split_points
+from lightning_mp.pipelining.partition import balanced_split_points, named_split_points, split_model
 from lightning_mp.strategies.pipeline_setup import description
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import why_unreadable
 from lightning_mp.core.uncopied import RunHook
-from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.diagnostics.overflow.observations import (
     OverflowObservation,
     Place,

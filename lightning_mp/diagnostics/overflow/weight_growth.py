@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import why_unreadable
-from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.gradients import gradient_ops
 
 #: A weight that is this many times as large as at the start, and of at least ``DIVERGED_RMS``, is no longer training.

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
 from lightning_mp.core.uncopied import RunHook
-from lightning_mp.core.warn_once import WarnOnce
-from lightning_mp.diagnostics.underflow.table import ExponentTable
+from lightning_mp.diagnostics.underflow.exponents import ExponentTable
 from lightning_mp.modules.forward_wrapper import takes_hooks
 
 

@@ -10,8 +10,8 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core.devices import sent_to
+from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import why_unreadable
-from lightning_mp.core.warn_once import WarnOnce
 from lightning_mp.gradients import gradient_ops
 
 _LOW = (torch.float16, torch.bfloat16)

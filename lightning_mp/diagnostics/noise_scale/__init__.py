@@ -1,1 +1,0 @@
-"""The gradient noise scale, estimated from gradients of two batch sizes."""
