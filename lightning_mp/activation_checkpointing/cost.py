@@ -236,7 +236,8 @@ class _CountedSaves(saved_tensors_hooks):
         try:
             with torch.enable_grad():
                 save: Any = _Saved.apply
-                return save(self._anchor, tensor.detach())  # torch 2.11 frees a node whose output is gone
+                # The output, not its node: until torch 2.13 what a node has saved is freed with its output.
+                return save(self._anchor, tensor.detach())
         finally:
             super().__enter__()
 

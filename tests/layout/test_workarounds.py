@@ -1,14 +1,17 @@
 """A workaround names the version that ends it, or is proved necessary here; either test fails when it can go."""
 
+import io
 import re
 import tomllib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDS = re.compile(r"[Uu]ntil (torch|Lightning) (\d+)\.(\d+)")
@@ -61,6 +64,39 @@ def lightning_flattens_with_a_deprecated_check() -> None:
         CombinedLoader([[1], [2]], "min_size").flattened  # noqa: B018
 
 
+class Wrapped(Tensor):
+    """A tensor in a subclass, as torchao's optimizers keep their state."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Tensor:
+        wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapped.inner = inner
+        return wrapped
+
+    def __init__(self, inner: Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.inner if isinstance(arg, Wrapped) else arg for arg in args), **(kwargs or {}))
+
+
+def subclass_read_with_a_function() -> None:
+    """optimizers/low_bit_states.py saves the plain tensors inside."""
+    file = io.BytesIO()
+    torch.save(Wrapped(torch.ones(2)), file)
+    file.seek(0)
+    torch.load(file, map_location=lambda storage, location: storage, weights_only=False)
+
+
+def state_of_an_optimizer_that_has_made_no_step() -> None:
+    """checkpoints/sharded.py keeps torch from making up a step to find out what the state looks like."""
+    layer = nn.Linear(2, 2)
+    state = get_optimizer_state_dict(layer, torch.optim.Adam(layer.parameters()))["state"]
+    if any(float(of_parameter["step"]) for of_parameter in state.values()):
+        raise RuntimeError("Adam has counted a step")
+
+
 def unscaling_in_bf16_on_cuda() -> None:
     """pytorch#127176; gradients/gradient_ops.py multiplies tensor by tensor instead."""
     flag, factor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
@@ -73,6 +109,8 @@ def unscaling_in_bf16_on_cuda() -> None:
         orthogonal_in_16_bit,
         norm_in_16_bit_beside_fp32_statistics,
         lightning_flattens_with_a_deprecated_check,
+        subclass_read_with_a_function,
+        state_of_an_optimizer_that_has_made_no_step,
         pytest.param(
             unscaling_in_bf16_on_cuda,
             marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
