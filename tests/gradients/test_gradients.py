@@ -286,12 +286,15 @@ def test_clamping_reaches_every_member_of_a_mixed_list_and_leaves_nan():
 def test_scaling_and_clamping_at_once_equals_one_after_the_other(shapes, dtype, factor, bound):
     shards = a_list(shapes, dtype, scale=50.0)
     expected = [factor * shard.double().clamp(-bound, bound) for shard in shards]
+    rounded_once = [(shard.float().clamp(-bound, bound) * factor).to(dtype) for shard in shards]
     addresses = [shard.data_ptr() for shard in shards]
     gradient_ops.scaled_clamp_(shards, factor, bound)
     assert [shard.data_ptr() for shard in shards] == addresses
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     for shard, wanted in zip(shards, expected, strict=True):
         torch.testing.assert_close(shard.double(), wanted, rtol=TOLERANCE[dtype], atol=smallest)
+    if dtype.itemsize == 2:  # where the factor would be rounded, too
+        assert all(map(torch.equal, shards, rounded_once))
 
 
 def test_scaling_and_clamping_reaches_every_member_of_a_mixed_list_and_leaves_nan():
@@ -406,12 +409,18 @@ def test_nothing_of_a_gpu_is_read_on_the_host_before_it_is_there():
     assert ("cuda", "cpu", True) not in operations.copied
 
 
-def test_on_cuda_no_kernel_is_given_bf16_that_has_none():
+def test_on_cuda_each_dtype_is_multiplied_once_by_a_kernel_that_takes_it():
     """NotImplementedError: "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'."""
     with FakeTensorMode(), Operations() as operations:
         gradient_ops.multiply_([torch.ones(3, device=CUDA, dtype=dtype) for dtype in DTYPES], torch.tensor(2.0))
-    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
-    assert [kinds for operation, kinds in operations.ran if operation is unscale] == [{("cuda", torch.float16)}]
+    aten = torch.ops.aten
+    multiplying = {aten._amp_foreach_non_finite_check_and_unscale_, aten.mul_, aten._foreach_mul_}
+    assert [(operation, kinds) for operation, kinds in operations.ran if operation in multiplying] == [
+        (aten._amp_foreach_non_finite_check_and_unscale_, {("cuda", torch.float16)}),
+        (aten.mul_, {("cuda", torch.bfloat16)}),
+        (aten._foreach_mul_, {("cuda", torch.float32)}),
+        (aten._foreach_mul_, {("cuda", torch.float64)}),
+    ]
 
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
