@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import RankError, run_ranks
+from gloo import RankError
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import ResumableLoader, loader, quiet_trainer, weights

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gloo import RankError, run_ranks
+from gloo import RankError, run_ranks, run_same_ranks
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -152,6 +152,27 @@ def test_an_interrupted_parent_leaves_nobody_behind(tmp_path):
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_the_same_ranks_run_one_function_after_another(tmp_path, monkeypatch):
+    def look_around(rank):
+        torch.distributed.init_process_group("gloo")  # and leave it behind
+        number = torch.tensor(rank)
+        torch.distributed.all_reduce(number)
+        return os.getpid(), os.getcwd(), os.environ["RANK"], number.item(), torch.rand(1).item()
+
+    first = run_same_ranks(look_around, 2)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    second = run_same_ranks(look_around, 2)
+    assert [found[0] for found in second] == [found[0] for found in first]
+    assert [found[2:] for found in second] == [found[2:] for found in first]
+    assert {found[1] for found in second} == {str(tmp_path / "other")}
+
+    with pytest.raises(RankError, match=r"^Rank 1 exited with code 0 and no result"):
+        run_same_ranks(lambda rank: os._exit(0) if rank else rank, 2)
+    assert all(ends(found[0]) for found in first)
+    assert run_same_ranks(lambda rank: rank, 2) == [0, 1]
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import fsdp2, full_weights
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from pipelined_models import PipelinedGPT, token_batches
 from pipelined_models import fit as fit_pipeline

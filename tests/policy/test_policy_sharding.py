@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_fsdp import CpuFsdp
-from gloo import FLOAT8, process_group, run_ranks
+from gloo import FLOAT8, process_group
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, nothing_is_left

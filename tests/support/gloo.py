@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,27 +77,31 @@ def run_ranks(
     Raises:
         RankError: if a rank raised (with its traceback), did not finish in time (with its stack), or died.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with contextlib.ExitStack() as stack:
-        port = stack.enter_context(_reserved_port())
-        payload = stack.enter_context(tempfile.TemporaryFile())
-        payload.write(_payload(function, world_size, port))
-        payload.flush()
-        children = [
-            _Child(rank, *(stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)))
-            for rank in range(world_size)
-        ]
-        call = stack.enter_context(_Call.open(payload, children, imports))
-        failed = call.wait(timeout_seconds)
-        reports = [child.failure() for child in failed]
-        still_running = [child for child in children if child.exit_code is None]
-        if still_running and not failed:
-            call.write_stacks()
-        reports += [child.hang(timeout_seconds, after_failure=bool(failed)) for child in still_running]
-        if reports:
-            raise RankError("\n".join(reports))
-        return [child.message()[1] for child in children]
+    with _Call.open(world_size, imports) as call:
+        return call.run(function, timeout_seconds, last=True)
+
+
+def run_same_ranks(
+    function: Callable[[int], Any], world_size: int, timeout_seconds: float = 60, *, imports: Sequence[str] = ()
+) -> list[Any]:
+    """:func:`run_ranks` in the processes of the last such call of this test file with as many ranks.
+
+    What DTensor has found out about an operation is known to the process; to find it out takes longer than a short
+    training. For functions that leave nothing behind in their process but a process group, which is destroyed. After
+    an error the processes are ended.
+    """
+    file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    if _kept.file != file:
+        _kept.end()
+        _kept.file = file
+    key = (world_size, tuple(imports))
+    if key not in _kept.calls:
+        _kept.calls[key] = _kept.stack.enter_context(_Call.open(world_size, imports))
+    try:
+        return _kept.calls[key].run(function, timeout_seconds)
+    except BaseException:
+        _kept.end()
+        raise
 
 
 @contextlib.contextmanager
@@ -114,13 +118,13 @@ def process_group(timeout_seconds: float = 60) -> Iterator[None]:
 
 
 def run_group(function: Callable[[int], Any], world_size: int) -> list[Any]:
-    """:func:`run_ranks` for functions that run without a Trainer: inside of a :func:`process_group`."""
+    """:func:`run_same_ranks` for functions that run without a Trainer: inside of a :func:`process_group`."""
 
     def in_group(rank: int) -> Any:
         with process_group():
             return function(rank)
 
-    return run_ranks(in_group, world_size)
+    return run_same_ranks(in_group, world_size)
 
 
 @functools.cache
@@ -141,6 +145,7 @@ def _server() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    _kept.end()
     control.close()  # which ends it
     process.wait()
 
@@ -171,9 +176,11 @@ def _payload(function: Callable[[int], Any], world_size: int, port: int) -> byte
 @dataclass
 class _Child:
     rank: int
+    control: socket.socket  # over which it is sent what to run
     result_file: IO[bytes]
     stack_file: IO[bytes]
-    exit_code: int | None = None  # None while it runs; negative if a signal ended it
+    exit_code: int | None = None  # of its function or process, None while it runs; negative if a signal ended it
+    gone: bool = False
 
     def message(self) -> tuple[bool, Any]:
         """Whether it succeeded, and its result or its traceback."""
@@ -207,25 +214,59 @@ class _Call:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, payload: IO[bytes], children: list[_Child], imports: Sequence[str]) -> Iterator["_Call"]:
+    def open(cls, world_size: int, imports: Sequence[str]) -> Iterator["_Call"]:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
+        with contextlib.ExitStack() as stack, ours:
+            children, controls = [], []
+            for rank in range(world_size):
+                control, its_control = (stack.enter_context(end) for end in socket.socketpair())
+                children.append(
+                    _Child(rank, control, *(stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)))
+                )
+                controls.append(its_control)
             with its:
-                files = [its.fileno(), payload.fileno(), 1, 2]
-                files += [file.fileno() for child in children for file in (child.result_file, child.stack_file)]
+                files = [its.fileno(), 1, 2]
+                for child, its_control in zip(children, controls, strict=True):
+                    files += [its_control.fileno(), child.result_file.fileno(), child.stack_file.fileno()]
                 process, control = _server()
                 if process.poll() is not None:  # a test may have ended it
                     control.close()
                     _server.cache_clear()
                     process, control = _server()
                 socket.send_fds(control, [pickle.dumps(tuple(imports))], files)
+            for its_control in controls:
+                its_control.close()
             try:
                 yield cls(ours, children)
             finally:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, RuntimeError):  # without the server they are gone, too
                     ours.shutdown(socket.SHUT_WR)
-                    while ours.recv(1 << 12):
-                        pass
+                    call = cls(ours, children)
+                    while not all(child.gone for child in children):
+                        call._hear()
+
+    def run(self, function: Callable[[int], Any], timeout_seconds: float, *, last: bool = False) -> list[Any]:
+        """What the function returns in each rank; after the last one a rank ends."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with _reserved_port() as port:
+            payload = _payload(function, len(self.children), port)
+            for child in self.children:
+                child.exit_code = None
+                child.result_file.truncate(0)
+                with contextlib.suppress(OSError):  # it has died, which is reported below
+                    child.control.sendall(payload)
+                    if last:
+                        child.control.shutdown(socket.SHUT_WR)
+            failed = self.wait(timeout_seconds)
+        reports = [child.failure() for child in failed]
+        still_running = [child for child in self.children if child.exit_code is None]
+        if still_running and not failed:
+            self.write_stacks()
+        reports += [child.hang(timeout_seconds, after_failure=bool(failed)) for child in still_running]
+        if reports:
+            raise RankError("\n".join(reports))
+        return [child.message()[1] for child in self.children]
 
     def wait(self, timeout_seconds: float) -> list[_Child]:
         """Waits until all children have finished or time is up; returns who failed, the first on top.
@@ -237,12 +278,10 @@ class _Call:
         while (
             running and select.select([self.connection], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]
         ):
-            rank, *exit_code = self._hear()
+            rank, ended = self._hear()
             waited_for.discard(rank)
-            if exit_code:
-                self.children[rank].exit_code = exit_code[0]
-                running -= 1
-            if exit_code and self.children[rank].failure():
+            running -= ended
+            if ended and self.children[rank].failure():
                 failed.append(self.children[rank])
                 timeout_seconds = min(timeout_seconds, GRACE_SECONDS)
                 deadline = min(deadline or math.inf, time.monotonic() + timeout_seconds)
@@ -254,11 +293,35 @@ class _Call:
         self.connection.send(b"?")
         time.sleep(STACK_SECONDS)
 
-    def _hear(self) -> Any:
+    def _hear(self) -> tuple[int, bool]:
+        """A rank of which there is news, and whether its function has ended."""
         message = self.connection.recv(1 << 12)
         if not message:
             raise RuntimeError(f"the server of the ranks has ended with {_server()[0].wait()}; see its standard error")
-        return pickle.loads(message)
+        rank, *exit_code = pickle.loads(message)
+        child = self.children[rank]
+        if not exit_code:
+            return rank, False
+        child.gone = exit_code[0] is not None
+        ended = child.exit_code is None
+        child.exit_code = exit_code[0] or 0 if ended else child.exit_code
+        return rank, ended
+
+
+@dataclass
+class _Kept:
+    """The processes of :func:`run_same_ranks`, by their number and what they have imported; of one test file."""
+
+    file: str = ""
+    calls: dict[tuple[int, tuple[str, ...]], _Call] = field(default_factory=dict)
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def end(self) -> None:
+        self.calls.clear()
+        self.stack.close()
+
+
+_kept = _Kept()
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ MAX_FILES = 200
 class _Call:
     """The ranks of one call. They end when the caller closes the connection.
 
-    It is told of each of them that the function begins, ``(rank,)``, and how it ended, ``(rank, exit_code)``.
+    It is told of each of them that a function begins, ``(rank,)``, that it is done and another can be sent,
+    ``(rank, None)``, and how the rank ended, ``(rank, exit_code)``.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -57,7 +58,7 @@ class _Call:
         for pid in self.ranks:
             os.kill(pid, number)
 
-    def tell(self, *words: int) -> None:
+    def tell(self, *words: int | None) -> None:
         with suppress(OSError):  # the caller has gone: then nobody wants to know
             self.connection.send(pickle.dumps(words))
 
@@ -86,12 +87,12 @@ class RankServer:
         call = _Call(socket.socket(fileno=files.pop(0)))
         self._calls.add(call)
         _import_all(pickle.loads(message))
-        payload, stdout, stderr, *of_ranks = files
-        for rank, (result, stack) in enumerate(zip(of_ranks[::2], of_ranks[1::2], strict=True)):
+        stdout, stderr, *of_ranks = files
+        for rank, (control, result, stack) in enumerate(zip(*(of_ranks[i::3] for i in range(3)), strict=True)):
             pid = os.fork()
             if not pid:
                 self._close_all_but(call)
-                _be_rank(rank, call, payload, stdout, stderr, result, stack)
+                _be_rank(rank, call, socket.socket(fileno=control), stdout, stderr, result, stack)
             call.ranks[pid] = rank
             pidfd = os.pidfd_open(pid)
             self._selector.register(pidfd, selectors.EVENT_READ, partial(self._reap, call, pid, pidfd))
@@ -129,8 +130,10 @@ class RankServer:
             call.connection.close()
 
 
-def _be_rank(rank: int, call: _Call, payload: int, stdout: int, stderr: int, result: int, stack: int) -> NoReturn:
-    """Runs the function and leaves; a rank must not go on as a server."""
+def _be_rank(
+    rank: int, call: _Call, control: socket.socket, stdout: int, stderr: int, result: int, stack: int
+) -> NoReturn:
+    """Runs functions until nobody can send another, and leaves; a rank must not go on as a server."""
     exit_code = 1
     try:
         if sys.platform == "linux":
@@ -139,27 +142,36 @@ def _be_rank(rank: int, call: _Call, payload: int, stdout: int, stderr: int, res
         os.dup2(stderr, 2)
         sys.stdout.reconfigure(write_through=True)
         faulthandler.register(signal.SIGUSR1, file=stack)
-        import cloudpickle
-
-        try:
-            function = _take_over(rank, pickle.loads(_content(payload)))
-            call.tell(rank)
-            call.connection.close()
-            message = cloudpickle.dumps((True, function(rank)))
-        except BaseException:
-            message = pickle.dumps((False, traceback.format_exc()))
-        with open(result, "wb") as file:
-            file.write(message)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        functions = control.makefile("rb")
+        success = True
+        while success and functions.peek(1):  # after an error the others should see that this rank is gone
+            success, message = _result_of(rank, call, pickle.load(functions))
+            with open(result, "wb", closefd=False) as file:
+                file.seek(0)
+                file.truncate()
+                file.write(message)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if success:
+                call.tell(rank, None)
         exit_code = 0
     finally:
         os._exit(exit_code)
 
 
-def _content(file: int) -> bytes:
-    """Without moving the position, which all ranks share."""
-    return os.pread(file, os.fstat(file).st_size, 0)
+def _result_of(rank: int, call: _Call, settings: dict[str, Any]) -> tuple[bool, bytes]:
+    """Whether the function succeeded; the same and what it returns, or its traceback, pickled."""
+    import cloudpickle
+    import torch.distributed as dist
+
+    try:
+        if dist.is_initialized():  # of the function before
+            dist.destroy_process_group()
+        function = _take_over(rank, settings)
+        call.tell(rank)
+        return True, cloudpickle.dumps((True, function(rank)))
+    except BaseException:
+        return False, pickle.dumps((False, traceback.format_exc()))
 
 
 def _take_over(rank: int, settings: dict[str, Any]) -> Callable[[int], Any]:

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from small_models import TokenModel, fused_adamw, loader, quiet_trainer, sgd, token_batches, weights
 from torch.distributed.tensor import DTensor, Replicate

@@ -6,7 +6,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import fsdp2, full_weights
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins import Precision
 from small_models import loader, quiet_trainer
 from torch import Tensor, nn

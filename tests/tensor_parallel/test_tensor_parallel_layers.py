@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

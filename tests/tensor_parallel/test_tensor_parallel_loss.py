@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, model, train
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F

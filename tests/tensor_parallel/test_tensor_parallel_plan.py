@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from huggingface_models import VOCABULARY, HuggingFace
 from huggingface_models import gpt2 as huggingface_gpt2
 from lightning.pytorch.plugins import Precision

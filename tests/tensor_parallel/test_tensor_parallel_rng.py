@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import fsdp2
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from huggingface_models import HuggingFace
 from small_models import fit
 from torch import Tensor

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
-from gloo import COMPILER, run_group, run_ranks
+from gloo import COMPILER, run_group
+from gloo import run_same_ranks as run_ranks
 from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
