@@ -12,7 +12,8 @@ import fsdp2_runs as runs
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo import RankError, run_ranks
+from gloo import RankError
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from pipelined_models import PipelinedGPT, fit, token_batches
@@ -165,25 +166,28 @@ def test_pipeline_stages_train_their_part_of_both_optimizers() -> None:
 
 
 PLUGINS: dict[str, Any] = {
-    "fp16": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0, growth_interval=4)),
+    "fp16": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0, growth_interval=2)),
     "fp32 masters": lambda: MasterWeightsPrecision("bf16-true"),
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", PLUGINS)
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 2), ("fsdp2 and tensor parallel", 4)])
-def test_a_resumed_run_is_the_uninterrupted_one(strategy: str, ranks: int, precision: str, tmp_path: Path) -> None:
-    make, plugin, path = STRATEGIES[strategy][1], PLUGINS[precision], tmp_path / "half.ckpt"
+def test_a_resumed_run_is_the_uninterrupted_one(strategy: str, ranks: int, tmp_path: Path) -> None:
+    make = STRATEGIES[strategy][1]
 
-    def on_rank(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        straight = train(rank, ranks, make(), plugin=plugin())
-        train(rank, ranks, make(), plugin=plugin(), steps=STEPS // 2, save_to=path)
-        return straight, train(rank, ranks, make(), plugin=plugin(), ckpt_path=path)
+    def on_rank(rank: int) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+        found = {}
+        for name, plugin in PLUGINS.items():
+            straight = train(rank, ranks, make(), plugin=plugin(), steps=6)
+            train(rank, ranks, make(), plugin=plugin(), steps=3, save_to=tmp_path / name)
+            found[name] = straight, train(rank, ranks, make(), plugin=plugin(), steps=6, ckpt_path=tmp_path / name)
+        return found
 
-    for straight, resumed in run_ranks(on_rank, ranks):
-        assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    for of_rank in run_ranks(on_rank, ranks):
+        for precision, (straight, resumed) in of_rank.items():
+            assert all(torch.equal(straight[name], resumed[name]) for name in straight), precision
 
 
 @pytest.mark.full
@@ -262,18 +266,23 @@ class SavedEachStep(pl.Callback):
 def test_a_killed_run_resumes_to_the_bit(strategy: str, precision: str, tmp_path: Path) -> None:
     """Killed twice, each time resumed from the latest complete checkpoint: the second one is of a resumed run."""
 
-    def run(kill_after: int | None = None, *, saves: bool = True) -> list[dict[str, torch.Tensor]]:
-        path = latest_checkpoint(tmp_path) if saves else None
+    def run(kill_after: int | None = None) -> list[list[dict[str, torch.Tensor]]]:
+        saving = {
+            "callbacks": [AtomicCheckpoints(), SavedEachStep(tmp_path, kill_after)],
+            "ckpt_path": latest_checkpoint(tmp_path),
+        }
 
-        def on_rank(rank: int) -> dict[str, torch.Tensor]:
-            callbacks = [AtomicCheckpoints(), SavedEachStep(tmp_path, kill_after)] if saves else []
-            arguments = {"plugin": PLUGINS[precision](), "callbacks": callbacks, "ckpt_path": path}
-            return train(rank, 2, STRATEGIES[strategy][1](), steps=6, **arguments)
+        def on_rank(rank: int) -> list[dict[str, torch.Tensor]]:
+            """The run that is killed or resumed, and one that does not stop."""
+            return [
+                train(rank, 2, STRATEGIES[strategy][1](), steps=6, plugin=PLUGINS[precision](), **arguments)
+                for arguments in (saving, {})
+            ]
 
         return run_ranks(on_rank, 2)
 
     for kill_after in (2, 4):
         with pytest.raises(RankError, match="was ended by SIGKILL"):
             run(kill_after)
-    for resumed, straight in zip(run(), run(saves=False), strict=True):
+    for resumed, straight in run():
         assert all(torch.equal(straight[name], resumed[name]) for name in straight)

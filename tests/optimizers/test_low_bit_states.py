@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed.tensor
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from optimizer_packages import PRECISIONS, Net, Row, batches, fit
 from small_models import Regression, ResumableLoader, loader, quiet_trainer, regression_batches
@@ -22,6 +22,8 @@ from lightning_mp.optimizers.low_bit_states import from_plain_tensors, to_plain_
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::DeprecationWarning")
 
+#: What each rank would import for itself.
+IMPORTS = ("torchao.optim",)
 ADAMW_8BIT = Row("torchao", "torchao.optim", "AdamW8bit")
 
 
@@ -87,14 +89,15 @@ def test_sharded_quantised_states_resume_on_any_number_of_ranks(precision: str, 
             result = runs.train(rank, ranks, runs.fsdp2(), module=low_bit(), plugin=plugin, **arguments)
         return result["weights"]
 
-    straight = run_ranks(lambda rank: on_rank(rank, 2, steps=6), 2)
-    run_ranks(lambda rank: on_rank(rank, 2, steps=3, save_to=path), 2)
-    for weights, expected in zip(
-        run_ranks(lambda rank: on_rank(rank, 2, steps=6, ckpt_path=path), 2), straight, strict=True
-    ):
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    for weights in run_ranks(lambda rank: on_rank(rank, 4, steps=6, ckpt_path=path), 4):
-        for name, value in straight[0].items():
+    def on_two(rank: int) -> list[dict[str, torch.Tensor]]:
+        straight = on_rank(rank, 2, steps=6)
+        on_rank(rank, 2, steps=3, save_to=path)
+        return [straight, on_rank(rank, 2, steps=6, ckpt_path=path)]
+
+    for straight, resumed in run_ranks(on_two, 2, imports=IMPORTS):
+        assert all(torch.equal(resumed[name], value) for name, value in straight.items())
+    for weights in run_ranks(lambda rank: on_rank(rank, 4, steps=6, ckpt_path=path), 4, imports=IMPORTS):
+        for name, value in straight.items():
             # shards of fewer than 4,096 elements are not quantised; three steps of 0.01 lead as far as 0.03
             torch.testing.assert_close(weights[name].float(), value.float(), rtol=0, atol=8e-3)
 
@@ -106,7 +109,7 @@ def test_whole_checkpoints_of_sharded_quantised_states_are_refused_at_set_up() -
             runs.train(rank, 2, runs.fsdp2(save_distributed_checkpoint=False), module=low_bit())
         return str(caught.value)
 
-    for message in run_ranks(on_rank, 2):
+    for message in run_ranks(on_rank, 2, imports=IMPORTS):
         assert "FSDP2Strategy(save_distributed_checkpoint=False) cannot save the quantised state of" in message
         assert "Use save_distributed_checkpoint=True" in message
 
