@@ -68,6 +68,9 @@ PRECISIONS: Mapping[str, PrecisionSpec] = MappingProxyType(
 )
 """Every precision by name; ``lightning:`` is Lightning's own plugin."""
 
+#: The 16-bit dtype of each precision of AutocastPrecision.
+AUTOCAST_DTYPES = {row.name: row.compute_dtype for row in PRECISIONS.values() if row.autocast and not row.fp8}
+
 _FORMATS = {"16": "fp16", "bf16": "bf16", "fp8": "fp8", "32": "fp32", "64": "fp64"}
 
 # What the names of MasterWeightsPrecision mean, also where there is no plugin to ask.
@@ -77,6 +80,12 @@ _BY_STORAGE: Mapping[tuple[str, str], str] = {
     ("bf16-true", "remainder"): "bf16-remainder",
     ("bf16-true", "24bit"): "bf16-24bit",
 }
+
+#: The 16-bit dtype of each precision of MasterWeightsPrecision.
+MASTER_DTYPES = {name: PRECISIONS[row].compute_dtype for (name, _), row in _BY_STORAGE.items()}
+
+#: The dtypes of 16 bit.
+HALF_DTYPES = (_FP16, _BF16)
 
 
 def find_precision(precision: object) -> PrecisionSpec:

@@ -1,4 +1,4 @@
-"""What users do to scaled gradients themselves: ``scaler.unscale_``, and steps that the plugin does not see."""
+"""Steps beside the plugin: ``scaler.unscale_`` by hand, steps past it, optimizers that another optimizer wraps."""
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +21,28 @@ def found_by_unscaling(
     wrappers = handed_out if isinstance(handed_out, list) else [handed_out]
     same = [w for w in wrappers if isinstance(w, LightningOptimizer) and w.optimizer is optimizer]
     return private_api.unscaled_found_inf(scaler, [optimizer, *same])
+
+
+def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, and those among its attributes that step the same lists of parameters, however deep.
+
+    Example:
+        >>> import torch
+        >>> outer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> outer.base_optimizer = torch.optim.Adam(outer.param_groups)
+        >>> outer.other = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+        >>> [type(found).__name__ for found in with_wrapped(outer)]
+        ['SGD', 'Adam']
+    """
+    found = [optimizer]
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+    for outer in found:  # grows meanwhile
+        for inner in vars(outer).values():
+            if not isinstance(inner, Optimizer) or any(inner is known for known in found):
+                continue
+            if any(id(group["params"]) in lists for group in inner.param_groups):
+                found.append(inner)
+    return found
 
 
 def holds_parameters_of(optimizer: Optimizer, model: "pl.LightningModule") -> bool:

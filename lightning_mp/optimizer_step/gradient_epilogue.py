@@ -125,8 +125,13 @@ class GradientEpilogue:
             found_inf = gradient_ops.not_below(self.grad_norm, gradient_ops.LARGEST_NORM)
             self.found_inf = found_inf if self._is_scaled else torch.maximum(self.found_inf, found_inf)
         if max_norm is not None:
-            coefficient = gradient_ops.clip_coefficient(self.grad_norm, max_norm)
-            self.multiplier = coefficient if factor is None else factor * coefficient
+            self.multiplier = self._clipped(self.grad_norm, max_norm)
+
+    def _clipped(self, norm: Tensor, max_norm: float) -> Tensor:
+        """The factor times the clip coefficient of a true norm; one kernel less than their product."""
+        if self._factor is None:
+            return gradient_ops.clip_coefficient(norm, max_norm)
+        return torch.minimum(self._factor, self._factor * max_norm / (norm + 1e-6))
 
     def make_true(self) -> None:
         """Turns raw gradients into true ones in place, for those who look at them (two passes)."""
@@ -136,9 +141,7 @@ class GradientEpilogue:
 
     def clip_by_norm(self, max_norm: float, *, fresh: bool) -> None:
         """Plans the clip coefficient."""
-        norm = self.check_again() if fresh else self.grad_norm
-        coefficient = gradient_ops.clip_coefficient(norm, max_norm)
-        self.multiplier = coefficient if self._factor is None else self._factor * coefficient
+        self.multiplier = self._clipped(self.check_again() if fresh else self.grad_norm, max_norm)
 
     def check_again(self) -> Tensor:
         """Reads gradients again that may have been written since :meth:`reduce`, or are new (one pass)."""

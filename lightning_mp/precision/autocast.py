@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.messages import listed
+from lightning_mp.core.precisions import AUTOCAST_DTYPES
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
@@ -22,9 +23,7 @@ from lightning_mp.precision.full_weights import FullWeightsPrecision
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
-_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-
-_EVAL_PRECISIONS = ("32-true", *_DTYPES)
+_EVAL_PRECISIONS = ("32-true", *AUTOCAST_DTYPES)
 
 
 class AutocastPrecision(FullWeightsPrecision):
@@ -79,11 +78,10 @@ class AutocastPrecision(FullWeightsPrecision):
         cache_weights: bool = False,
         weight_by: Literal["loss"] | None = "loss",
     ) -> None:
-        self._set_weights(weight_by, "AutocastPrecision")
-        if precision not in tuple(_DTYPES):
+        if precision not in tuple(AUTOCAST_DTYPES):
             true = precision in ("bf16-true", "16-true")
             raise ValueError(
-                f"AutocastPrecision(precision={precision!r}) is unknown; it must be one of {tuple(_DTYPES)}."
+                f"AutocastPrecision(precision={precision!r}) is unknown; it must be one of {tuple(AUTOCAST_DTYPES)}."
                 + (f" 16-bit weights are MasterWeightsPrecision({precision!r})'s." if true else "")
                 + " For fp32 leave the plugin out: Trainer(precision='32-true')."
             )
@@ -93,12 +91,11 @@ class AutocastPrecision(FullWeightsPrecision):
                 " fp32. Leave the scaler out, or use '16-mixed'."
             )
         _check_device_and_scaler(device, scaler)
-        self.precision = precision
-        self._asked_device = device
-        self.device: str | None = device  # type: ignore[assignment]  # None until the Trainer is known
         if precision == "16-mixed" and scaler is None:
             scaler = LossScaler(device)
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        super().__init__(precision, scaler, weight_by)
+        self._asked_device = device
+        self.device: str | None = device  # type: ignore[assignment]  # None until the Trainer is known
         self.policy = read_policy(policy, self.scaler, "AutocastPrecision('16-mixed')")
         self.eval_precision = _checked_eval_precision(eval_precision or precision)
         self.cache_weights = true_or_false(cache_weights, "cache_weights", "AutocastPrecision")
@@ -106,15 +103,16 @@ class AutocastPrecision(FullWeightsPrecision):
     @property
     def dtype(self) -> torch.dtype:
         """The 16-bit dtype."""
-        return _DTYPES[self.precision]
+        return AUTOCAST_DTYPES[self.precision]
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Takes the Trainer from the module and checks that its device supports the precision."""
         module = super().convert_module(module)
-        assert self._trainer is not None
-        FSDP1Model.inspect_before_wrapping(module, self._trainer.strategy)
-        root = self._trainer.strategy.root_device.type
+        strategy = self._run.trainer.strategy
+        FSDP1Model.inspect_before_wrapping(module, strategy)
+        root = strategy.root_device.type
         self.device = self._asked_device or root
+        self._run.ends.callback(setattr, self, "device", self._asked_device)
         if torch.device(self.device).type != root:
             raise MisconfigurationException(
                 f"AutocastPrecision(device={self.device!r}) but the Trainer runs on {root!r}: nothing would be cast."
@@ -123,26 +121,21 @@ class AutocastPrecision(FullWeightsPrecision):
         self._check_device(root)
         if self.eval_precision != self.precision:
             self._check_eval_precision(root, module)
-        self._start_run(
+        self._start_autocast(
             AutocastRun(
                 module,
                 root,
                 self.dtype,
-                eval_dtype=_DTYPES.get(self.eval_precision),
+                eval_dtype=AUTOCAST_DTYPES.get(self.eval_precision),
                 policy=self.policy,
                 cache_weights=self.cache_weights,
             )
         )
         return module
 
-    def teardown(self) -> None:
-        """Restores every module's own forward; forgets the Trainer and its device."""
-        self.device = self._asked_device
-        super().teardown()
-
     def _check_device(self, device_type: str, precision: str | None = None) -> None:
         precision = precision or self.precision
-        refusal = why_no_autocast(device_type, _DTYPES[precision])
+        refusal = why_no_autocast(device_type, AUTOCAST_DTYPES[precision])
         if refusal is not None:
             raise MisconfigurationException(
                 f"AutocastPrecision({precision!r}) cannot run on {device_type!r}: {refusal}"
@@ -151,17 +144,16 @@ class AutocastPrecision(FullWeightsPrecision):
             warn_about_emulated_bf16(device_type, "AutocastPrecision('16-mixed')")
 
     def _check_eval_precision(self, device_type: str, module: nn.Module) -> None:
-        assert self._trainer is not None
-        if isinstance(self._trainer.strategy, FSDPStrategy):
+        if isinstance(self._run.trainer.strategy, FSDPStrategy):
             raise MisconfigurationException(
                 f"AutocastPrecision({self.precision!r}, eval_precision={self.eval_precision!r}) with FSDPStrategy: it"
                 f" gathers parameters in {self.dtype} for evaluation as well. Leave eval_precision out, or use"
                 " ModelParallelStrategy."
             )
-        if self.eval_precision in _DTYPES:
+        if self.eval_precision in AUTOCAST_DTYPES:
             self._check_device(device_type, self.eval_precision)
             return
-        held = [name for name, p in module.named_parameters() if p.dtype in _DTYPES.values()]
+        held = [name for name, p in module.named_parameters() if p.dtype in AUTOCAST_DTYPES.values()]
         gathered = [name or "the model" for name, _ in gathered_in_another_low(module, torch.float32)]
         if held or gathered:
             rank_zero_warn(
@@ -179,7 +171,7 @@ class AutocastPrecision(FullWeightsPrecision):
         return torch.autocast(device_type, self.dtype, cache_enabled=self.cache_weights)
 
     def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
-        dtype = _DTYPES.get(self.precision if loop == "train" else self.eval_precision)
+        dtype = AUTOCAST_DTYPES.get(self.precision if loop == "train" else self.eval_precision)
         if dtype is None:
             return nullcontext()
         return torch.autocast(self._carried.device_type or "cpu", dtype, cache_enabled=self.cache_weights)

@@ -1,10 +1,9 @@
 """The base of our precision plugins: accepted by every stock strategy, it ends each step with the gradient epilogue."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -30,7 +29,7 @@ from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
-from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of
+from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of, with_wrapped
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
@@ -41,7 +40,6 @@ from lightning_mp.optimizers.schedule_free import EvaluatedWeights
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
 from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or_skip
-from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 from lightning_mp.precision.optimizer_states import refuse_other_optimizers
 
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
@@ -50,18 +48,24 @@ _PRECISION_KEY = "lightning_mp_precision"
 _REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PluginRun:
-    """What a plugin knows of one run of a Trainer; it is replaced, never changed, and ends with the run."""
+    """All that a plugin knows of one run of a Trainer; it ends with the run."""
 
     trainer: "pl.Trainer"  # of the run
+    ends: ExitStack = field(default_factory=ExitStack)  # takes back what the plugin did to others, the last first
     autocast: AutocastRun | None = None  # what forwards, backwards and steps run in; None for plugins without autocast
     dispatcher: StepOutcomeDispatcher | None = None  # reports the outcomes of steps, in a fit
     evaluated: EvaluatedWeights | None = None  # where schedule-free optimizers have their weights, in a fit
-    watches_steps: bool = False  # steps of any optimizer are noticed, in a fit
-    optimizers: frozenset[Optimizer] = frozenset()  # those that were checked
-    plans: Mapping[Optimizer, StepPlan] = field(default_factory=dict)  # settled with the first step of each
+    optimizers: set[Optimizer] = field(default_factory=set)  # those that were checked
+    plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
+    gradients_before_backward: GradientsBeforeBackward = field(default_factory=dict)  # of manual optimization
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the run trains."""
+        return self.trainer.state.fn == TrainerFn.FITTING
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Carried:
     skipped_steps: int = 0  # of the fits so far
     reference_items: float | None = None  # see `lightning_mp.accumulation.windows.AccumulationState`
     policy_table: str = ""  # what a policy resolved to
+    warned_about_rounding: bool = False  # of masters that Lightning's own plugins do not read
 
 
 class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
@@ -89,27 +94,27 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     scaler: torch.amp.GradScaler | None  # type: ignore[assignment]  # FSDPPrecision has a ShardedGradScaler
 
-    weight_by: Literal["loss"] | None = "loss"
-
-    # Lightning's constructors are not called, so these begin here.
-    _in_run: PluginRun | None = None
-    _carried: Carried = Carried()
-    _step: GradientStep | None = None
-    _gradients_before_backward: GradientsBeforeBackward = MappingProxyType({})
-
-    @property
-    def _trainer(self) -> "pl.Trainer | None":
-        return self._in_run.trainer if self._in_run is not None else None
-
-    @property
-    def _run(self) -> AutocastRun | None:
-        return self._in_run.autocast if self._in_run is not None else None
-
-    def _set_weights(self, weight_by: Literal["loss"] | None, owner: str) -> None:
-        """Takes the constructors' ``weight_by``."""
+    def __init__(
+        self, precision: Any, scaler: "torch.amp.GradScaler | None", weight_by: Literal["loss"] | None
+    ) -> None:
+        """Takes the settings that all plugins have; Lightning's constructors are not called."""
         if weight_by not in ("loss", None):
-            raise ValueError(f"{owner}(weight_by={weight_by!r}) is unknown; it must be 'loss' or None.")
+            raise ValueError(f"{type(self).__name__}(weight_by={weight_by!r}) is unknown; it must be 'loss' or None.")
+        self.precision = precision
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.weight_by = weight_by
+        self._in_run: PluginRun | None = None
+        self._carried = Carried()
+        self._step: GradientStep | None = None  # that is being made
+
+    @property
+    def _run(self) -> PluginRun:
+        assert self._in_run is not None
+        return self._in_run
+
+    @property
+    def _autocast(self) -> AutocastRun | None:
+        return self._in_run.autocast if self._in_run is not None else None
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.precision!r}){namespace_hint('plugin')}"
@@ -143,12 +148,17 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 " steps itself. Use DeepSpeedStrategy with Trainer(precision=...), or strategy='ddp' or"
                 " FSDP2Strategy with this plugin."
             )
-        self._in_run = PluginRun(trainer) if self._in_run is None else replace(self._in_run, trainer=trainer)
+        if self._in_run is not None:  # a run that ended before it came to the plugin
+            self.teardown()
+        self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)
-        if self.weight_by is not None and trainer.state.fn == TrainerFn.FITTING:
+        if self.weight_by is not None and run.is_fit:
             self._weigh_micro_batches(trainer)
         return module
+
+    def _begin_run(self, trainer: "pl.Trainer") -> PluginRun:
+        return PluginRun(trainer)
 
     def _weigh_micro_batches(self, trainer: "pl.Trainer") -> None:
         """Where several make a step: in a window of accumulation, or on ranks with different data."""
@@ -160,42 +170,34 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Starts reporting outcomes, if this is a fit."""
-        run = self._in_run
-        assert run is not None
-        trainer = run.trainer
-        if trainer.state.fn == TrainerFn.FITTING:
-            FSDP1Model.inspect_after_wrapping(trainer.strategy)
-            self._in_run = replace(run, optimizers=frozenset(), plans={})
+        run = self._run
+        if run.is_fit:
+            FSDP1Model.inspect_after_wrapping(run.trainer.strategy)
             for optimizer in optimizers:
-                self._register_optimizer(optimizer, trainer)
+                self._register_optimizer(optimizer)
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
-            if not run.watches_steps:  # also those of an inner optimizer
-                Patches.of(trainer).at_end(register_optimizer_step_pre_hook(self._notice_step).remove)
-            self._in_run = replace(
-                self._in_run,
-                watches_steps=True,
-                dispatcher=StepOutcomeDispatcher(trainer, trainer.lightning_module).attach(optimizers),
-                evaluated=EvaluatedWeights(trainer, optimizers),
-            )
+            run.ends.callback(register_optimizer_step_pre_hook(self._notice_step).remove)  # also of inner optimizers
+            run.dispatcher = StepOutcomeDispatcher(run.trainer, run.trainer.lightning_module).attach(optimizers)
+            run.ends.callback(self._end_reporting, run.dispatcher)
+            run.evaluated = EvaluatedWeights(run.trainer, optimizers)
         return model, optimizers, lr_schedulers
+
+    def _end_reporting(self, dispatcher: StepOutcomeDispatcher) -> None:
+        try:
+            dispatcher.detach()
+        finally:
+            self._carry(skipped_steps=dispatcher.skipped_steps)
 
     def teardown(self) -> None:
         """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
         _explain_folder(sys.exception())
         self._note_reference_items()
         run, self._in_run = self._in_run, None
-        with ExitStack() as stack:  # the last one first
-            stack.callback(super().teardown)
-            if run is not None and run.dispatcher is not None:
-                dispatcher = run.dispatcher
-                stack.callback(lambda: self._carry(skipped_steps=dispatcher.skipped_steps))
-                stack.callback(dispatcher.detach)
-            if run is not None and run.autocast is not None:
-                stack.callback(run.autocast.detach)
+        with run.ends if run is not None else nullcontext():
             # Manual optimization updates the scale when the next batch begins, and there is none.
-            self._update_scale_of_last_batch()
+            self._update_scale(run)
 
     def _end(self) -> None:
         """Where a strategy's teardown raised before it came to the plugin."""
@@ -205,8 +207,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def _carry(self, **changes: Any) -> None:
         self._carried = replace(self._carried, **changes)
 
-    def _register_optimizer(self, optimizer: Optimizer, trainer: "pl.Trainer") -> None:
+    def _register_optimizer(self, optimizer: Optimizer) -> None:
         """Once for each optimizer of a fit."""
+        trainer = self._run.trainer
         if self.scaler is not None:
             refuse_closures_under_a_scale(optimizer, self)
         refuse_without_dtensors(optimizer)
@@ -217,20 +220,18 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             rank_zero_info(f"{self}: {waits}")
         if isinstance(optimizer, JointOptimizer) and len(trainer.optimizers) < 2:
             optimizer.refuse_unassigned_parameters(trainer.lightning_module)
-        assert self._in_run is not None
-        self._in_run = replace(self._in_run, optimizers=self._in_run.optimizers | {optimizer})
+        self._run.optimizers.add(optimizer)
 
     def _register_late(self, optimizer: Optimizer) -> None:
         """For an optimizer that was made inside of the fit, before it steps; those that it replaces are let go."""
-        run = self._in_run
-        assert run is not None
+        run = self._run
         if not run.optimizers.isdisjoint(with_wrapped(optimizer)):  # a strategy has wrapped it since
-            self._in_run = replace(run, optimizers=run.optimizers | {optimizer})
+            run.optimizers.add(optimizer)
             return
         current = {*run.trainer.optimizers, optimizer}
-        plans = {o: plan for o, plan in run.plans.items() if o in current}
-        self._in_run = replace(run, optimizers=run.optimizers & current, plans=plans)
-        self._register_optimizer(optimizer, run.trainer)
+        run.optimizers &= current
+        run.plans = {o: plan for o, plan in run.plans.items() if o in current}
+        self._register_optimizer(optimizer)
         if run.dispatcher is not None:
             run.dispatcher.flush_before_saving(optimizer)
         self._connect_late(optimizer)
@@ -240,20 +241,14 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def _connect_late(self, optimizer: Optimizer) -> None:
         """What a plugin does to the optimizers of a fit in ``connect``."""
 
-    def _start_run(self, run: AutocastRun) -> None:
-        """Forwards run under this autocast from now on. Prints what the policy resolved to, if it has changed."""
-        self._end_run()
-        assert self._in_run is not None
-        self._in_run = replace(self._in_run, autocast=run)
-        table = str(run.resolved) if run.resolved is not None else ""
-        if run.resolved is not None and table != self._carried.policy_table:
+    def _start_autocast(self, autocast: AutocastRun) -> None:
+        """Forwards run under it from now on. Prints what the policy resolved to, if it has changed."""
+        self._run.autocast = autocast
+        self._run.ends.callback(autocast.detach)
+        table = str(autocast.resolved) if autocast.resolved is not None else ""
+        if autocast.resolved is not None and table != self._carried.policy_table:
             self._carry(policy_table=table)
-            rank_zero_only(show)(run.resolved)
-
-    def _end_run(self) -> None:
-        if self._in_run is not None and self._in_run.autocast is not None:
-            autocast, self._in_run = self._in_run.autocast, replace(self._in_run, autocast=None)
-            autocast.detach()
+            rank_zero_only(show)(autocast.resolved)
 
     # -- without the casts that FSDPPrecision makes and mixed precision does not ---------------------------------------
 
@@ -306,21 +301,21 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def _steps_in(self, loop: str) -> AbstractContextManager[None]:
         """Autocast, with the policy in force; only autocast after a run."""
-        run = self._run
-        if run is None:
+        autocast = self._autocast
+        if autocast is None:
             return self._steps_after_a_run(loop)
-        return run.forward(run.dtype if loop == "train" else run.eval_dtype)
+        return autocast.forward(autocast.dtype if loop == "train" else autocast.eval_dtype)
 
     def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     def _outside_forward(self) -> AbstractContextManager[Any]:
         """Leaves the forward's context: in manual optimization optimizers are stepped inside of it."""
-        return self._run.outside() if self._run is not None else nullcontext()
+        return self._autocast.outside() if self._autocast is not None else nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
         """What backwards run in, for strategies that run their own."""
-        return self._run.backward() if self._run is not None else nullcontext()
+        return self._autocast.backward() if self._autocast is not None else nullcontext()
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
@@ -334,9 +329,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scales the loss, once, in float32; then calls ``on_before_backward``."""
         if self.scaler is not None:
-            if not module.automatic_optimization:
-                known, optimizers = self._gradients_before_backward, module.trainer.optimizers
-                self._gradients_before_backward = gradients_before_backward(self.scaler, optimizers, known)
+            if self._in_run is not None and not module.automatic_optimization:
+                known, optimizers = self._in_run.gradients_before_backward, module.trainer.optimizers
+                self._in_run.gradients_before_backward = gradients_before_backward(self.scaler, optimizers, known)
             tensor = self.scaler.scale(tensor)
         return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
 
@@ -367,8 +362,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 output = step_or_skip(step, **kwargs)
             finally:
                 self._step = outer
-        left = self._gradients_before_backward
-        self._gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer} if left else {}
+        if run is not None and run.gradients_before_backward:
+            left = run.gradients_before_backward
+            run.gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer}
         return closure_result if output is None else output
 
     def _plan_of(self, optimizer: Optimizer, model: "pl.LightningModule") -> StepPlan:
@@ -378,11 +374,11 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             return StepPlan.of(optimizer, model, self, None, epilogue)
         callbacks = vars(model.trainer)["callbacks"]
         # `LearningRateFinder` trains with its own list, without ours, before the fit that it belongs to.
-        plans = run.plans if callbacks is run.planned_for else {}
-        if optimizer not in plans:
-            plans = {**plans, optimizer: StepPlan.of(optimizer, model, self, run.dispatcher, epilogue)}
-            self._in_run = replace(run, plans=plans, planned_for=callbacks)
-        return plans[optimizer]
+        if callbacks is not run.planned_for:
+            run.plans, run.planned_for = {}, callbacks
+        if optimizer not in run.plans:
+            run.plans[optimizer] = StepPlan.of(optimizer, model, self, run.dispatcher, epilogue)
+        return run.plans[optimizer]
 
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
         """What works on the gradients between backward and a step."""
@@ -390,9 +386,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before any step of any optimizer: one that is made past the plugin, with this module's gradients."""
-        trainer = self._trainer
-        if trainer is None or (self._step is not None and self._step.is_stepping):
+        if self._step is not None and self._step.is_stepping:
             return
+        trainer = self._run.trainer
         module = trainer.lightning_module
         if optimizer in trainer.optimizers or holds_parameters_of(optimizer, module):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
@@ -400,13 +396,18 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
         """The forward context; a batch of manual optimization begins here, and the last one's scale update is made."""
         context = self.forward_context()
-        self._update_scale_of_last_batch()
+        self._update_scale(self._in_run)
         return context
 
-    def _update_scale_of_last_batch(self) -> None:
-        left, self._gradients_before_backward = self._gradients_before_backward, {}
-        if self.scaler is not None and private_api.has_stepped(self.scaler):
-            update_scale(self.scaler, self._trainer.optimizers if self._trainer is not None else [], left)
+    def _update_scale(self, run: PluginRun | None) -> None:
+        """After a batch of manual optimization in which an optimizer has stepped."""
+        if self.scaler is None:
+            return
+        left: GradientsBeforeBackward = {}
+        if run is not None:
+            left, run.gradients_before_backward = run.gradients_before_backward, left
+        if private_api.has_stepped(self.scaler):
+            update_scale(self.scaler, run.trainer.optimizers if run is not None else [], left)
 
     # -- clipping ------------------------------------------------------------------------------------------------------
 
@@ -424,13 +425,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self._step is not None and self._step.plan.optimizer is optimizer:
             self._step.clip(float(clip_val), gradient_clip_algorithm)
             return
-        if self._trainer is None:
+        if self._in_run is None:
             # After a run nobody has scaled them.
             device = optimizer.param_groups[0]["params"][0].device
             epilogue = GradientEpilogue(optimizer, None, ranks=GradientReplication.every_rank(), device=device)
         else:
             # `self.clip_gradients` in manual optimization: the gradients stay scaled until the step.
-            plan = self._plan_of(optimizer, self._trainer.lightning_module)
+            plan = self._plan_of(optimizer, self._in_run.trainer.lightning_module)
             scale, unscaled_found = plan.loss_scale()
             epilogue = plan.epilogue(scale, unscaled_found=unscaled_found)
         epilogue.reduce(None)
@@ -445,23 +446,24 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         Raises:
             ValueError: if the checkpoint was written with another optimizer.
         """
-        if self._trainer is not None and "optimizer_states" in checkpoint and self._trainer.optimizers:
-            join_saved_states(checkpoint, self._trainer.optimizers)
+        run = self._run
+        optimizers, strategy = run.trainer.optimizers, run.trainer.strategy
+        if "optimizer_states" in checkpoint and optimizers:
+            join_saved_states(checkpoint, optimizers)
             # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
-            whole = not self._trainer.strategy.restore_checkpoint_after_setup
-            refuse_other_optimizers(checkpoint["optimizer_states"], self._trainer.optimizers, counts_parameters=whole)
+            whole = not strategy.restore_checkpoint_after_setup
+            refuse_other_optimizers(checkpoint["optimizer_states"], optimizers, counts_parameters=whole)
         saved = checkpoint.get(_PRECISION_KEY, self.precision)
         if saved != self.precision:
             rank_zero_info(
                 f"{type(self).__name__}({self.precision!r}) resumes a run in {saved!r}: weights and optimizer state are"
                 " converted, and what follows is not what that run would have computed."
             )
-        controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
+        controller = AccumulationController.of(run.trainer)
         reference = checkpoint.get(_REFERENCE_ITEMS_KEY)
         if controller is not None and reference is not None:
             controller.continue_from(float(reference))
-        run = self._in_run
-        if run is not None and run.dispatcher is not None:
+        if run.dispatcher is not None:
             run.dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
             return  # Lightning hands a plugin its own state
@@ -491,13 +493,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 checkpoint[key] = state
 
     def _note_reference_items(self) -> None:
-        controller = AccumulationController.of(self._trainer) if self._trainer is not None else None
+        controller = AccumulationController.of(self._in_run.trainer) if self._in_run is not None else None
         if controller is not None:
             self._carry(reference_items=controller.state.reference_items)
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without a scaler."""
-        self._update_scale_of_last_batch()
+        self._update_scale(self._in_run)
         return self.scaler.state_dict() if self.scaler is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Matrix products of linear layers in fp8, the rest in bf16."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -156,7 +155,7 @@ class Float8Precision(FullWeightsPrecision):
         policy: PolicyLike | None = None,
         weight_by: Literal["loss"] | None = "loss",
     ) -> None:
-        self._set_weights(weight_by, "Float8Precision")
+        super().__init__("fp8-mixed", None, weight_by)  # Lightning has no such name
         owner = "Float8Precision"
         if emulate is not None:
             true_or_false(emulate, "emulate", owner, hint="None, the default, is False.")
@@ -166,40 +165,21 @@ class Float8Precision(FullWeightsPrecision):
         self.emulate = bool(emulate)
         self.skip_first_and_last = true_or_false(skip_first_and_last, "skip_first_and_last", owner)
         self.policy = read_policy(policy, None, "AutocastPrecision('16-mixed')")
-        self.precision = "fp8-mixed"  # type: ignore[assignment]  # Lightning has no name for it
-        self.scaler = None
         self.layers: list[Float8Layer] = []
-        self._device_type = "cpu"
-        self._conversion: Float8Conversion | None = None
-        self._converted_module: nn.Module | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Checks the device, chooses the layers, converts them in place and applies the policy.
-
-        Layers that are already converted stay as they are.
-        """
+        """Checks the device, chooses the layers, converts them in place and applies the policy."""
         module = super().convert_module(module)
-        assert self._trainer is not None
-        strategy = self._trainer.strategy
-        self._device_type = strategy.root_device.type
-        is_new = self._conversion is None or self._converted_module is not module
-        if is_new:
-            self._convert(module, strategy.root_device)
-        if is_new or self._run is None:
-            assert self._conversion is not None
-            self._start_run(
-                AutocastRun(
-                    module,
-                    self._device_type,
-                    torch.bfloat16,
-                    eval_dtype=torch.bfloat16,
-                    policy=self.policy,
-                    opaque=self._conversion.linears,
-                )
-            )
+        device = self._run.trainer.strategy.root_device
+        conversion = self._convert(module, device)
+        self._run.ends.callback(conversion.undo)
+        low = torch.bfloat16
+        self._start_autocast(
+            AutocastRun(module, device.type, low, eval_dtype=low, policy=self.policy, opaque=conversion.linears)
+        )
         return module
 
-    def _convert(self, module: nn.Module, device: torch.device) -> None:
+    def _convert(self, module: nn.Module, device: torch.device) -> Float8Conversion:
         refusal = why_no_float8_on(device, emulate=self.emulate) or try_float8(self._config, device)
         if refusal is not None:
             raise MisconfigurationException(f"Float8Precision({self.recipe!r}) cannot run on {device}: {refusal}")
@@ -215,29 +195,16 @@ class Float8Precision(FullWeightsPrecision):
                 f"Float8Precision({self.recipe!r}) would multiply nothing in fp8: {summary}. Shorten skip, give"
                 " skip_first_and_last=False, or use AutocastPrecision('bf16-mixed')."
             )
-        self._conversion, self._converted_module = convert_to_float8(self.layers, self._config), module
+        conversion = convert_to_float8(self.layers, self._config)
         rank_zero_info(f"Float8Precision({self.recipe!r}{', emulate=True' if self.emulate else ''}): {summary}.")
-
-    def teardown(self) -> None:
-        """Restores the ordinary layers."""
-        with ExitStack() as stack:
-            stack.callback(super().teardown)
-            if self._conversion is not None:
-                stack.callback(self._conversion.undo)
-                self._conversion = self._converted_module = None
-            self._end_run()
+        return conversion
 
     def autocast_context_manager(self) -> torch.autocast:
         """bf16 autocast for everything except the fp8 products; weights are cast at every use."""
-        return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=False)
+        return torch.autocast(self._carried.device_type or "cpu", dtype=torch.bfloat16, cache_enabled=False)
 
     def _why_not_after_a_run(self) -> str | None:
-        if self._conversion is None:
-            return "its layers are ordinary ones again"
-        return super()._why_not_after_a_run()
-
-    def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
-        return self.autocast_context_manager()
+        return "its layers are ordinary ones again"
 
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":

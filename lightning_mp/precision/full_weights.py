@@ -1,19 +1,20 @@
 """Plugins that train fp32 weights: they refuse others, and continue from the masters of a 16-bit run."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.core.messages import listed
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.precision.base import GradientStepPrecision
+from lightning_mp.precision.base import GradientStepPrecision, PluginRun
 from lightning_mp.precision.masters.float32_load import MastersLoad
 from lightning_mp.precision.masters.loaded_masters import (
     MASTERS_KEY,
@@ -87,6 +88,13 @@ class TrainedWeights:
         )
 
 
+@dataclass(eq=False)
+class FullWeightsRun(PluginRun):
+    """And what reads the masters of a checkpoint, one for each optimizer of a fit."""
+
+    into_weights: list[MastersIntoWeights] = field(default_factory=list)
+
+
 class FullWeightsPrecision(GradientStepPrecision):
     """Base class of the plugins without masters; users take ``AutocastPrecision``.
 
@@ -94,56 +102,45 @@ class FullWeightsPrecision(GradientStepPrecision):
     its optimizer states hold.
     """
 
-    _optimizer_hooks: tuple[MastersIntoWeights | TrainedWeights | MastersLoad, ...] = ()
+    def _begin_run(self, trainer: "pl.Trainer") -> PluginRun:
+        return FullWeightsRun(trainer)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Starts telling outcomes and checks what is trained, if this is a fit; masters in checkpoints become weights.
+        """Starts reporting outcomes and checks what is trained, in a fit; masters in checkpoints become weights.
 
         Raises:
             MisconfigurationException: if trainable weights are fp16.
         """
         result = super().connect(model, optimizers, lr_schedulers)
-        self._leave_optimizers()
-        assert self._trainer is not None
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            into_weights = [MastersIntoWeights(optimizer) for optimizer in optimizers]
-            self._optimizer_hooks = tuple(into_weights)
+        run = self._run
+        assert isinstance(run, FullWeightsRun)
+        if run.is_fit:
             for optimizer in optimizers:
-                self._check_trained(optimizer)
-            if isinstance(self._trainer.strategy, ModelParallelStrategy):
-                load = MastersLoad(self._trainer.strategy, self._trainer.lightning_module, into_weights)
-                self._optimizer_hooks += (load,)
+                self._connect_late(optimizer)
+            if isinstance(run.trainer.strategy, ModelParallelStrategy):
+                MastersLoad(run.trainer.strategy, run.trainer.lightning_module, run.into_weights)
         return result
 
-    def _check_trained(self, optimizer: Optimizer) -> None:
-        assert self._trainer is not None
-        module, plugin = self._trainer.lightning_module, f"{type(self).__name__}({self.precision!r})"
-        trained = TrainedWeights(plugin, optimizer, lambda: {p: name for name, p in module.named_parameters()})
-        self._optimizer_hooks += (trained,)
-
     def _connect_late(self, optimizer: Optimizer) -> None:
-        self._optimizer_hooks += (MastersIntoWeights(optimizer),)
-        self._check_trained(optimizer)
-
-    def teardown(self) -> None:
-        """Takes every wrapper away; Lightning calls this at the end and after exceptions."""
-        self._leave_optimizers()
-        super().teardown()
-
-    def _leave_optimizers(self) -> None:
-        hooked, self._optimizer_hooks = self._optimizer_hooks, ()
-        for hooks in hooked:
-            hooks.remove()
+        run = self._run
+        assert isinstance(run, FullWeightsRun)
+        into_weights = MastersIntoWeights(optimizer)
+        run.ends.callback(into_weights.remove)
+        run.into_weights.append(into_weights)
+        module, plugin = run.trainer.lightning_module, f"{type(self).__name__}({self.precision!r})"
+        trained = TrainedWeights(plugin, optimizer, lambda: {p: name for name, p in module.named_parameters()})
+        run.ends.callback(trained.remove)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Reads the scaler's state; leaves out masters that are older than the checkpoint's weights."""
         refuse_damaged_masters(checkpoint, type(self).__name__)
         super().on_load_checkpoint(checkpoint)
         drop_stale_masters(checkpoint)
-        assert self._trainer is not None
-        taken = any(isinstance(hooks, MastersIntoWeights) and hooks.taken for hooks in self._optimizer_hooks)
+        run = self._run
+        assert isinstance(run, FullWeightsRun)
+        taken = any(into_weights.taken for into_weights in run.into_weights)
         saved_in = checkpoint.get(MASTERS_KEY, "32-true")
-        if self._trainer.strategy.restore_checkpoint_after_setup and saved_in != "32-true" and not taken:
+        if run.trainer.strategy.restore_checkpoint_after_setup and saved_in != "32-true" and not taken:
             warn_about_rounded_weights(saved_in)

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,16 +17,17 @@ from torch.optim import Optimizer
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.devices import default_dtype
 from lightning_mp.core.messages import ABOUT_DTYPES
+from lightning_mp.core.precisions import MASTER_DTYPES
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.replication import all_hold_the_same
+from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun, warn_about_emulated_bf16
-from lightning_mp.precision.base import GradientStepPrecision
-from lightning_mp.precision.masters.casting import cast_weights_, kept_by_policy, restore_weights_
+from lightning_mp.precision.base import GradientStepPrecision, PluginRun
+from lightning_mp.precision.masters.casting import HalfWeights, kept_by_policy
 from lightning_mp.precision.masters.checks import (
-    DTYPES,
     check_arguments,
     check_autocast,
     check_fit,
@@ -34,20 +35,11 @@ from lightning_mp.precision.masters.checks import (
     check_sharding_units,
     check_strategy,
     dtype_hint,
-    refuse_copies_of_weights,
-    refuse_states_by_memory,
     warn_about_lost_inputs,
 )
-from lightning_mp.precision.masters.compiled_step import CompiledStep, check_compiled_step
-from lightning_mp.precision.masters.first_values import (
-    fill,
-    former_masters,
-    full_value,
-    refine_from_weights,
-    remember_masters,
-)
-from lightning_mp.precision.masters.float32_load import CastPlan, EvaluatedLoad, Float32Load, MastersLoad
-from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32GradientEpilogue, Fp32Gradients
+from lightning_mp.precision.masters.fit import MastersOfFit
+from lightning_mp.precision.masters.float32_load import EvaluatedLoad, Float32Load
+from lightning_mp.precision.masters.fp32_gradients import Fp32GradientEpilogue
 from lightning_mp.precision.masters.full_averages import FullAverages
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
 from lightning_mp.precision.masters.loaded_masters import (
@@ -60,43 +52,19 @@ from lightning_mp.precision.masters.loaded_masters import (
     refuse_damaged_masters,
     warn_about_rounding,
 )
-from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
-from lightning_mp.precision.masters.store import MasterStore, Storage, make_store
+from lightning_mp.precision.masters.store import Storage, former_masters
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-    from torch.utils.hooks import RemovableHandle
 
 
-from lightning_mp.checkpoints.fused_qkv import fused_orders
-from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.precision.masters.store import distribute_like, refine
+@dataclass(eq=False)
+class MasterWeightsRun(PluginRun):
+    """And the weights of a run in 16 bit."""
 
-
-class FullWeightsInState:
-    """A hook for ``module.register_state_dict_post_hook``.
-
-    Where a weight is not what its master rounds to (averaged weights that stand in for it), the weight is written.
-    Copies of the module, made by ``deepcopy`` or ``pickle``, carry the hook without the masters; it does nothing there.
-    """
-
-    def __init__(self, masters: MasterStore | None = None) -> None:
-        self._masters = masters
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Writes the masters into ``state_dict``."""
-        if self._masters is None:
-            return
-        orders = fused_orders(module)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if parameter in self._masters and prefix + name in state_dict:
-                working = local_shard(parameter.detach())
-                master = local_shard(self._masters.get(parameter).detach())
-                full = distribute_like(refine(working, master.to(working.device)), parameter)
-                state_dict[prefix + name] = orders[name].to_checkpoint(full) if name in orders else full
-
-    def __reduce__(self) -> tuple[type["FullWeightsInState"], tuple[()]]:
-        return FullWeightsInState, ()
+    cast: HalfWeights | None = None  # None under FSDP1, which casts what it gathers
+    half_range: HalfRange | None = None  # of fp16 weights that are trained
+    stages_with_input: set[object] = field(default_factory=set)  # whose first batch was looked at
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
@@ -195,38 +163,30 @@ class MasterWeightsPrecision(GradientStepPrecision):
         policy: PolicyLike | None = None,
         weight_by: Literal["loss"] | None = "loss",
     ) -> None:
-        self._set_weights(weight_by, "MasterWeightsPrecision")
         check_arguments(precision, storage, scaler)
-        self.precision = precision
-        if precision == "16-true" and scaler is None:
-            scaler = LossScaler()
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        super().__init__(precision, LossScaler() if precision == "16-true" and scaler is None else scaler, weight_by)
         self.storage: Storage = storage
         self.fp32_gradients = true_or_false(fp32_gradients, "fp32_gradients", "MasterWeightsPrecision")
         self.fp32_checkpoints = true_or_false(fp32_checkpoints, "fp32_checkpoints", "MasterWeightsPrecision")
         self.compiled_step = true_or_false(compiled_step, "compiled_step", "MasterWeightsPrecision")
         self.policy = read_policy(policy, self.scaler, "MasterWeightsPrecision('16-true')")
-        self._before: dict[nn.Parameter, Tensor] = {}
-        self._counts_masters = False  # a checkpoint has those of all ranks
-        self._were_16_bit: set[nn.Parameter] = set()
-        self._widened: dict[nn.Parameter, torch.dtype] = {}
-        self._restore: Callable[[], None] | None = None
-        self._masters: MasterStore | None = None
-        self._hooks: list[MasterHooks] = []
-        self._fp32_copies = Fp32Gradients()
-        self._full_state: RemovableHandle | None = None
-        self._warned_about_rounding = False
-        self._cast_plan: CastPlan | None = None
-        self._range: HalfRange | None = None
-        self._looked_at: set[int | None] = set()
-        self._held: list[RemovableHandle | MastersIntoWeights | MastersLoad | FullAverages] = []
+        # Of the last fit, until the next one; None under FSDP1.
+        self._masters: MastersOfFit | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The 16-bit dtype."""
-        return DTYPES[self.precision]
+        return MASTER_DTYPES[self.precision]
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
+
+    def _begin_run(self, trainer: "pl.Trainer") -> MasterWeightsRun:
+        return MasterWeightsRun(trainer)
+
+    @property
+    def _run(self) -> MasterWeightsRun:
+        assert isinstance(self._in_run, MasterWeightsRun)
+        return self._in_run
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Casts the weights in place and keeps the fp32 values for the masters; applies the policy.
@@ -237,10 +197,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 parameter has no shape yet.
         """
         module = super().convert_module(module)
-        assert self._trainer is not None
-        strategy = self._trainer.strategy
+        run, strategy = self._run, self._run.trainer.strategy
         device_type = strategy.root_device.type
-        self._looked_at = set()
         check_strategy(
             strategy,
             module,
@@ -248,8 +206,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
             fp32_gradients=self.fp32_gradients,
             compiled_step=self.compiled_step,
         )
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            check_fit(self._trainer, module)
+        if run.is_fit:
+            check_fit(run.trainer, module)
         FSDP1Model.inspect_before_wrapping(module, strategy)
         if self.policy is not None:
             check_autocast(self.precision, device_type)
@@ -259,23 +217,19 @@ class MasterWeightsPrecision(GradientStepPrecision):
         check_sharding_units(module, in_float32)
         check_parametrizations(module, self.precision, in_float32)
         if self.policy is not None:
-            self._start_run(AutocastRun(module, device_type, self.dtype, eval_dtype=self.dtype, policy=self.policy))
-        check_half_range(module, self.dtype, in_float32)
+            self._start_autocast(
+                AutocastRun(module, device_type, self.dtype, eval_dtype=self.dtype, policy=self.policy)
+            )
         if isinstance(strategy, FSDPStrategy):
+            check_half_range(module, self.dtype, in_float32)
             return module
-        former = self._masters = former_masters(module) or self._masters
+        former = former_masters(module) or (self._masters.store if self._masters is not None else None)
         if former is not None:
             former.follow_devices()
-        self._widened = {p: p.dtype for m in in_float32 for p in m.parameters(recurse=False) if p.dtype in HALF_DTYPES}
-        module_dtype = getattr(module, "dtype", None)
-        before = cast_weights_(module, self.dtype, in_float32)
-        self._cast_plan = CastPlan(module, self.dtype, in_float32, list(before))
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            self._before = {p: full_value(p, data, former) for p, data in before.items() if p.requires_grad}
-            self._were_16_bit = {p for p in self._before if before[p].dtype != torch.float32}
-        elif strategy.restore_checkpoint_after_setup:
-            self._held = [EvaluatedLoad(strategy, self._cast_plan, before)]
-        self._restore = partial(restore_weights_, module, before, module_dtype)
+        run.cast = HalfWeights.cast(module, self.dtype, in_float32, former if run.is_fit else None)
+        run.ends.callback(run.cast.restore)
+        if not run.is_fit and strategy.restore_checkpoint_after_setup:
+            EvaluatedLoad(strategy, run.cast)
         return module
 
     def connect(
@@ -283,92 +237,45 @@ class MasterWeightsPrecision(GradientStepPrecision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """In a fit, creates the masters and hooks the optimizers."""
         result = super().connect(model, optimizers, lr_schedulers)
-        assert self._trainer is not None
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            module, strategy = self._trainer.lightning_module, self._trainer.strategy
-            if self.dtype == torch.float16:
-                self._range = HalfRange(
-                    lambda: {p: name for name, p in module.named_parameters()}, copied=all_hold_the_same(strategy)
-                )
-            if not isinstance(strategy, FSDPStrategy):
-                self._make_masters(self._trainer, optimizers)
-                return result
+        run, trainer, strategy = self._run, self._run.trainer, self._run.trainer.strategy
+        if not run.is_fit:
+            return result
+        if self.dtype == torch.float16:
+            names = trainer.lightning_module.named_parameters
+            run.half_range = HalfRange(lambda: {p: name for name, p in names()}, copied=all_hold_the_same(strategy))
+            run.ends.callback(run.half_range.warn)
+        if self._masters is not None:
+            self._masters.leave()
+            self._masters = None
+        if run.cast is None:
             for optimizer in optimizers:
-                self._hold(optimizer)
+                self._connect_late(optimizer)
+            return result
+        self._masters = masters = MastersOfFit(
+            self.storage,
+            compiled_step=self.compiled_step,
+            fp32_gradients=self.fp32_gradients,
+            fp32_checkpoints=self.fp32_checkpoints,
+        )
+        run.ends.callback(masters.end)
+        masters.begin(trainer, optimizers, *run.cast.take_trained())
+        FullAverages(trainer, masters.store)
+        if strategy.restore_checkpoint_after_setup:
+            Float32Load(strategy, run.cast, masters.store, optimizers, masters.hooks)
         return result
 
-    def _make_masters(self, trainer: "pl.Trainer", optimizers: list[Optimizer]) -> None:
-        for hooks in self._hooks:
-            hooks.remove()
-        if self._full_state is not None:
-            self._full_state.remove()
-        before, self._before, self._restore = self._before, {}, None
-        for optimizer in optimizers:
-            refuse_copies_of_weights(optimizer)
-            refuse_states_by_memory(optimizer, self.storage)
-            if self.compiled_step:
-                check_compiled_step(optimizer, self.storage)
-        self._counts_masters = not trainer.strategy.restore_checkpoint_after_setup
-        self._masters = masters = make_store(self.storage)
-        masters.changed.watch()
-        copied = isinstance(trainer.strategy, DDPStrategy) and all_hold_the_same(trainer.strategy)
-        fill(masters, optimizers, before, self._were_16_bit, from_rank_zero=copied)
-        remember_masters(trainer.lightning_module, masters)
-        self._hooks = [self._hook(optimizer, masters) for optimizer in optimizers]
-        module: nn.Module = trainer.lightning_module
-        self._held.append(FullAverages(trainer, masters))
-        if trainer.strategy.restore_checkpoint_after_setup:
-            assert self._cast_plan is not None
-            self._held.append(Float32Load(trainer.strategy, self._cast_plan, masters, optimizers, self._hooks))
-        if self.fp32_checkpoints:
-            self._full_state = module.register_state_dict_post_hook(FullWeightsInState(masters))
-
     def _connect_late(self, optimizer: Optimizer) -> None:
-        """It continues with the masters; a parameter that has none gets one of its 16-bit weight."""
-        assert self._trainer is not None
-        if isinstance(self._trainer.strategy, FSDPStrategy):
-            self._hold(optimizer)
-            return
-        assert self._masters is not None
-        for former in (hooks for hooks in self._hooks if hooks.optimizer not in self._trainer.optimizers):
-            former.remove()
-        self._hooks = [hooks for hooks in self._hooks if hooks.optimizer in self._trainer.optimizers]
-        self._hooks.append(self._hook(optimizer, self._masters))
+        """It continues with the masters; a parameter that has none gets one of its 16-bit weight.
 
-    def _hook(self, optimizer: Optimizer, masters: MasterStore) -> MasterHooks:
-        compiled = CompiledStep(optimizer, masters) if self.compiled_step else None
-        return MasterHooks(optimizer, masters, self._fp32_copies, compiled=compiled)
-
-    def _hold(self, optimizer: Optimizer) -> None:
-        """Under FSDP1 the optimizer has the fp32 shards itself."""
-        self._held.append(MastersIntoWeights(optimizer))
-        if self._range is not None and self.mixed_precision_config.param_dtype == torch.float16:
-            self._held.append(optimizer.register_step_post_hook(self._range.hold))
-
-    def teardown(self) -> None:
-        """Leaves 16-bit weights after a fit, and masters in the optimizers, for a checkpoint written afterwards.
-
-        After an evaluation the original weights are restored.
+        Under FSDP1 the optimizer has the fp32 shards itself.
         """
-        if self._range is not None:
-            self._range.warn()
-            self._range = None
-        for handle in self._held:
-            handle.remove()
-        self._held, self._cast_plan = [], None
-        restore, self._restore = self._restore, None
-        if restore is not None:
-            restore()  # also where the set-up of a fit failed: the next one starts from the same weights
-        self._before = {}
-        self._swap_out()
-        self._fp32_copies.flush_pending()
+        run = self._run
         if self._masters is not None:
-            self._masters.changed.end()
-            self._masters.follow_devices()
-            for working in self._masters.parameters if self.fp32_gradients else ():
-                working.grad = None
-                working.grad_dtype = working.dtype
-        super().teardown()
+            self._masters.join(optimizer, run.trainer.optimizers)
+            return
+        run.ends.callback(MastersIntoWeights(optimizer).remove)
+        if run.half_range is not None and self.mixed_precision_config.param_dtype == torch.float16:
+            run.ends.callback(optimizer.register_step_post_hook(run.half_range.hold).remove)
 
     # -- inputs --------------------------------------------------------------------------------------------------------
 
@@ -379,16 +286,15 @@ class MasterWeightsPrecision(GradientStepPrecision):
         """
         if self.policy is not None:
             return data
-        stage = None if self._trainer is None else id(self._trainer.state.stage)
-        if stage not in self._looked_at:
-            self._looked_at.add(stage)
+        if self._in_run is not None and self._run.trainer.state.stage not in self._run.stages_with_input:
+            self._run.stages_with_input.add(self._run.trainer.state.stage)
             warn_about_lost_inputs(data, self.precision)
         return apply_to_collection(data, Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
     @contextmanager
     def _steps_in(self, loop: str) -> Iterator[None]:
         """Tensors made in steps are 16 bit by default; under a policy they are as autocast has them."""
-        with self._run.forward(self.dtype) if self._run is not None else default_dtype(self.dtype):
+        with self._autocast.forward(self.dtype) if self._autocast is not None else default_dtype(self.dtype):
             try:
                 yield
             except (RuntimeError, ValueError) as error:
@@ -398,7 +304,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     def _outside_forward(self) -> AbstractContextManager[Any]:
         """Optimizers would count steps in bf16, too."""
-        if self._run is None and torch.get_default_dtype() == self.dtype:
+        if self._autocast is None and torch.get_default_dtype() == self.dtype:
             return default_dtype(torch.float32)
         return super()._outside_forward()
 
@@ -415,31 +321,30 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scales the loss; then calls ``on_before_backward``."""
-        self._fp32_copies.flush_pending()
-        for hooks in self._hooks if self.fp32_gradients else ():
-            hooks.accumulate_in_float32()
+        if self._masters is not None:
+            self._masters.before_backward()
         return super().pre_backward(tensor, module)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs the closure on 16-bit weights, then the epilogue, then the step on the masters."""
+        masters = self._masters
+        if masters is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
         try:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         finally:
-            self._swap_out()
-            self._fp32_copies.put_back(p for group in optimizer.param_groups for p in group["params"])
-        if self._range is not None and self._masters is not None:
-            self._range.look([p for g in optimizer.param_groups for p in g["params"] if p in self._masters])
+            masters.swap_out()
+            masters.gradients.put_back(p for group in optimizer.param_groups for p in group["params"])
+        if self._in_run is not None and self._run.half_range is not None:
+            self._run.half_range.look([p for g in optimizer.param_groups for p in g["params"] if p in masters.store])
         return result
 
-    def _swap_out(self) -> None:
-        """After an exception inside of a step; does nothing otherwise."""
-        for hooks in self._hooks:
-            hooks.swap_out()
-
-    def _epilogue_type(self) -> Callable[..., Fp32GradientEpilogue]:
-        return partial(Fp32GradientEpilogue, self._fp32_copies)
+    def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
+        if self._masters is None:
+            return super()._epilogue_type()
+        return partial(Fp32GradientEpilogue, self._masters.gradients)
 
     def clip_gradients(
         self,
@@ -461,31 +366,33 @@ class MasterWeightsPrecision(GradientStepPrecision):
         refuse_damaged_masters(checkpoint, "MasterWeightsPrecision")
         super().on_load_checkpoint(checkpoint)
         drop_stale_masters(checkpoint)
-        if self._masters is None or self._trainer is None:
-            return
-        self._masters.steps = checkpoint.get(MASTER_STEPS_KEY, 0)
-        module, weights = self._trainer.lightning_module, checkpoint.get("state_dict", {})
-        refine_from_weights(module, weights, self._masters, self._were_16_bit, self._widened)
+        run = self._run
+        if self._masters is not None and run.cast is not None:
+            self._masters.read(run.trainer.lightning_module, checkpoint)
+            run.cast.read_widened(checkpoint.get("state_dict", {}))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the scaler's state, and records that the masters in the optimizer states belong to the weights."""
         super().on_save_checkpoint(checkpoint)
-        if not self._hooks or self._masters is None:
+        masters = self._masters
+        if masters is None or not masters.hooks:
             return
-        checkpoint[MASTER_STEPS_KEY] = self._masters.steps
-        self._add_late_masters(checkpoint)
+        checkpoint[MASTER_STEPS_KEY] = masters.store.steps
+        self._add_late_masters(masters, checkpoint)
         checkpoint[MASTERS_KEY] = "32-true" if self.fp32_checkpoints else self.precision
-        if self._counts_masters:
+        if masters.in_one_file:
             checkpoint[MASTER_COUNT_KEY] = len(masters_in(checkpoint))
-        if not self.fp32_checkpoints and not self._warned_about_rounding:
-            self._warned_about_rounding = True
+        if not self.fp32_checkpoints and not self._carried.warned_about_rounding:
+            self._carry(warned_about_rounding=True)
             warn_about_rounding(self.dtype)
 
-    def _add_late_masters(self, checkpoint: dict[str, Any]) -> None:
+    def _add_late_masters(self, masters: MastersOfFit, checkpoint: dict[str, Any]) -> None:
         """Of optimizers that were made inside of the fit and have not stepped yet."""
-        trainer, hooked = self._trainer, {hooks.optimizer for hooks in self._hooks}
-        late = [o for o in trainer.optimizers if o not in hooked] if trainer is not None else []
-        if late and trainer is not None and "optimizer_states" in checkpoint:
-            for optimizer in late:
-                self._register_late(optimizer)
+        if self._in_run is None or "optimizer_states" not in checkpoint:
+            return
+        trainer, hooked = self._run.trainer, {hooks.optimizer for hooks in masters.hooks}
+        late = [optimizer for optimizer in trainer.optimizers if optimizer not in hooked]
+        for optimizer in late:
+            self._register_late(optimizer)
+        if late:
             checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]

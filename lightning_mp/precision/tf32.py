@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,10 +35,7 @@ class TF32Precision(FullWeightsPrecision):
     """
 
     def __init__(self, *, weight_by: Literal["loss"] | None = "loss") -> None:
-        self._set_weights(weight_by, "TF32Precision")
-        self.precision = "32-true"
-        self.scaler = None
-        self._switched_on = ExitStack()
+        super().__init__("32-true", None, weight_by)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Switches TF32 on; the module stays as it is.
@@ -47,20 +44,11 @@ class TF32Precision(FullWeightsPrecision):
             MisconfigurationException: if the device has no TF32.
         """
         module = super().convert_module(module)
-        assert self._trainer is not None
-        reason = _why_not(self._trainer.strategy.root_device)
+        reason = _why_not(self._run.trainer.strategy.root_device)
         if reason is not None:
             raise MisconfigurationException(f"TF32Precision cannot run on this device: {reason}")
-        self._switched_on.close()
-        self._switched_on.enter_context(tf32_matmuls_and_convolutions())
+        self._run.ends.enter_context(tf32_matmuls_and_convolutions())
         return module
-
-    def teardown(self) -> None:
-        """Puts the caller's settings back."""
-        try:
-            self._switched_on.close()
-        finally:
-            super().teardown()
 
     def _steps_in(self, loop: str) -> AbstractContextManager[None]:
         """No autocast."""

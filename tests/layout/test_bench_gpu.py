@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,41 @@ def test_the_time_limit_keeps_finished_cells_and_names_the_rest() -> None:
     assert [cell.error for cell in first.cells] == [None, None]
     assert [cell.error for cell in second.cells] == [NOT_REACHED, NOT_REACHED]
     assert ratio(*first.cells).repeats == 1
+
+
+@pytest.mark.parametrize("last", range(10))
+def test_a_clock_that_runs_out_after_any_part_keeps_what_is_before(last: int, tmp_path: Path) -> None:
+    """The parts of the benchmark, with ways to train that take no time; those of the part ``last`` take all of it."""
+    clock, calls = FakeClock(), []
+    parts = bench_gpu.make_parts(bench_gpu.make_workload(True, 2), 1, toy=True)
+    assert len(parts) == 10
+
+    def measure(part: Part, budget: Budget) -> None:
+        part.rows.append(["measured"])
+        clock.now += 1e6 * (part is parts[last])
+
+    class Last(FakeRunner):
+        def measure(self) -> Measurement:
+            found = super().measure()
+            self.clock.now += 1e6
+            return found
+
+    for number, part in enumerate(parts):
+        if part.group is None:
+            part.measure = measure
+        else:
+            kind = Last if number == last else FakeRunner
+            make = partial(kind, part.title, clock, calls)
+            part.group = Group([Cell(part.title, "16-mixed", "AdamW", make)], 1)
+    bench_gpu.run(parts, make_header(toy=True), tmp_path / "bench", Budget(60 * 8.5, clock))
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert record["status"] == ("complete" if last == 9 else "finished with gaps: see the notes")
+    for number, part in enumerate(record["parts"]):
+        errors = [part["error"], *(cell["error"] for cell in part["cells"])]
+        rates = [rate for cell in part["cells"] for rate in cell["tokens_per_second"]]
+        is_measured = any(rates) if part["cells"] else bool(part["rows"])
+        assert is_measured == (number <= last), part["title"]
+        assert (NOT_REACHED in errors) == (number > last), part["title"]
 
 
 def test_without_torchao_fp8_says_so_and_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

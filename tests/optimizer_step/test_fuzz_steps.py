@@ -132,10 +132,8 @@ def parts_of(case: Case) -> dict[str, Any]:
     if case.precision == "32 guarded":
         return {"precision": "32-true", "callbacks": [*callbacks, OverflowMonitor(guard=True)]}
     if case.masters:
-        storage = "remainder" if "remainder" in case.precision else "fp32"
-        plugin: Any = MasterWeightsPrecision(
-            case.precision.split()[0], storage=storage, fp32_checkpoints=True, **scaled
-        )
+        precision, storage = [*case.precision.split(), "fp32"][:2]
+        plugin: Any = MasterWeightsPrecision(precision, storage=storage, fp32_checkpoints=True, **scaled)
     else:
         plugin = AutocastPrecision(case.precision, **scaled)
     return {"plugins": [plugin], "callbacks": callbacks}

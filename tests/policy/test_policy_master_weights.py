@@ -324,11 +324,11 @@ def test_a_16_bit_module_is_widened_where_the_policy_says_and_takes_fp32_checkpo
 def test_a_second_fit_goes_on_in_full_precision() -> None:
     ours, module = master_weights(policy=WITH_HEAD), Trained()
     quiet_trainer(plugins=[ours]).fit(module, loader(batches()))
-    head, stem = weights(module.head), ours._masters.get(module.stem.weight).detach().clone()
+    head, stem = weights(module.head), ours._masters.store.get(module.stem.weight).detach().clone()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)
     quiet_trainer(plugins=[ours]).fit(module, loader(batches()))
     assert all(torch.equal(a, b) for a, b in zip(head, weights(module.head), strict=True))
-    assert torch.equal(stem, ours._masters.get(module.stem.weight))
+    assert torch.equal(stem, ours._masters.store.get(module.stem.weight))
 
 
 # -- tied and frozen weights -------------------------------------------------------------------------------------------

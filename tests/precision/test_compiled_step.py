@@ -48,7 +48,7 @@ class Stepped:
         self.store: MasterStore = make_store(storage)
         for weight, value in zip(self.weights, values, strict=True):
             self.store.set(weight, value)
-        self.store.changed.watch()
+        self.store.begin([], {}, [], broadcast=False)
         self.optimizer = OPTIMIZERS[name](self.weights)
         self.gradients = Fp32Gradients()
         step = CompiledStep(self.optimizer, self.store) if compiled else None

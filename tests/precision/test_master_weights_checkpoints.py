@@ -370,7 +370,7 @@ def test_parameters_trained_late_have_masters_from_then_on(
     module = TrainedLate(added=added)
     first = fit(ours(), module, 3, callbacks=[SaveSecondEpoch(path)])
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float16
-    late = first.precision_plugin._masters.get(module.net[0].weight)
+    late = first.precision_plugin._masters.store.get(module.net[0].weight)
     assert not torch.equal(late, late.to(dtype).float()), "fp32 numbers"
     moments = first.optimizers[0].state[module.net[0].weight]["exp_avg"]
     assert moments.dtype == torch.float32
@@ -379,5 +379,5 @@ def test_parameters_trained_late_have_masters_from_then_on(
 
     resumed = TrainedLate(added=added, resumed=True)
     second = fit(ours(), resumed, 3, ckpt_path=path)
-    assert torch.equal(late, second.precision_plugin._masters.get(resumed.net[0].weight))
+    assert torch.equal(late, second.precision_plugin._masters.store.get(resumed.net[0].weight))
     assert torch.equal(moments, second.optimizers[0].state[resumed.net[0].weight]["exp_avg"])

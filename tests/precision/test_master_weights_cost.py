@@ -139,12 +139,12 @@ def lent(storage: Storage, change: Any = lambda parameter: None) -> list[str]:
     parameters = [nn.Parameter(torch.randn(SIDE, SIDE).bfloat16()) for _ in range(3)]
     for parameter in parameters:
         store.set(parameter, torch.randn(SIDE, SIDE))
-    store.changed.watch()
+    store.begin([], {}, [], broadcast=False)
     store.write_back(parameters, store.swap_in(parameters))
     change(parameters[0])
     with Kernels() as kernels:
         store.swap_in(parameters)
-    store.changed.end()
+    store.end()
     return kernels.names
 
 
@@ -179,7 +179,7 @@ def test_no_change_is_missed_while_changes_are_watched(storage: Storage, how: st
         alias = parameter.data
         store.set(parameter, value.clone())
         if store is watching:
-            store.changed.watch()
+            store.begin([], {}, [], broadcast=False)
         for _ in range(3):
             if how == "through an alias":
                 alias.clamp_(-0.1, 0.1)
@@ -191,7 +191,7 @@ def test_no_change_is_missed_while_changes_are_watched(storage: Storage, how: st
                 master.add_(update)
             store.write_back([parameter], [master])
         ends.append(store.get(parameter).detach().clone())
-        store.changed.end()
+        store.end()
     assert torch.equal(*ends)
     assert (ends[0].abs() <= 0.102).all()
     assert "data" not in vars(nn.Parameter)

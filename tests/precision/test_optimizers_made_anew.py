@@ -77,7 +77,7 @@ def test_new_optimizers_have_fp32_state_and_let_the_old_ones_go(storage: str) ->
     trainer = quiet_trainer(plugins=[plugin], max_epochs=2)
     trainer.fit(Remembers(OPTIMIZERS["adamw_foreach"]), loader(BATCHES))
     assert {s["exp_avg"].dtype for s in trainer.optimizers[0].state.values()} == {torch.float32}
-    assert [hooks.optimizer for hooks in plugin._hooks] == trainer.optimizers
+    assert [hooks.optimizer for hooks in plugin._masters.hooks] == trainer.optimizers
     assert trainer.optimizers[0] is not former[0]
 
 

@@ -168,7 +168,7 @@ def test_in_a_trainer_it_is_the_loop_by_hand(precision: str, storage: str, kind:
 
 def _masters(trainer: Any) -> list[torch.Tensor]:
     if isinstance(trainer.optimizers[0], Hiding):
-        store = trainer.precision_plugin._masters
+        store = trainer.precision_plugin._masters.store
         return [store.get(p).detach() for p in trainer.lightning_module.parameters()]
     return masters_of(trainer)
 

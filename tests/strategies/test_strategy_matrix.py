@@ -52,7 +52,7 @@ HEALTHY = [step for step in range(NUM_WINDOWS) if step not in (LOSS_WINDOW, GRAD
 # "strategy; precision; micro-batches", as a pattern -> what is refused, and what to do instead.
 REFUSALS = {
     r"; TF32;": r"TF32Precision cannot run on this device: .* Use Trainer\(precision='32-true'\)",
-    r"^FSDP1.*; .*remainder;": r"storage='remainder'\) cannot be used with .* Leave storage out",
+    r"^FSDP1.*; .*(remainder|24bit);": r"storage='(remainder|24bit)'\) cannot be used with .* Leave storage out",
     r"fp16 reduction; (bf16|fp8)": r"reduced in fp16, and nothing scales the loss .* or reduce in bf16",
     r"static graph; .*; 3": r"static_graph=True.* Leave static_graph out",
 }
@@ -230,7 +230,8 @@ def test_any_three_axes_are_crossed_in_full_and_all_four_in_every_family() -> No
         assert crossed == all_of_them
     for strategy in (name for name, layout in STRATEGIES.items() if layout.ranks == 4):
         trained = [cell for cell in chosen(strategy) if refusal(strategy, cell) is None]
-        assert len({cell.precision for cell in trained}) == len(trained) == len({cell[1:] for cell in trained}) >= 5
+        assert len({cell.precision for cell in trained}) == len(trained) >= 5
+        assert len({cell[1:] for cell in trained}) == min(len(trained), len(CLIPPING) * len(ACCUMULATION))
 
 
 @pytest.mark.full

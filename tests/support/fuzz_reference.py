@@ -18,7 +18,9 @@ SCALE = 2.0**8
 GROWTH_INTERVAL = 4
 MAX_SCALE = 2.0**11
 
-Precision = Literal["16-mixed", "bf16-mixed", "16-true", "bf16-true", "bf16-true remainder", "32 guarded"]
+Precision = Literal[
+    "16-mixed", "bf16-mixed", "16-true", "bf16-true", "bf16-true remainder", "bf16-true 24bit", "32 guarded"
+]
 Hook = Literal["none", "halve", "zero", "inf"]
 StepOverride = Literal["none", "closure first", "through"]
 
@@ -29,6 +31,7 @@ PRECISIONS: tuple[Precision, ...] = (
     "16-true",
     "bf16-true",
     "bf16-true remainder",
+    "bf16-true 24bit",
     "32 guarded",
 )
 OPTIMIZERS = (
@@ -99,7 +102,7 @@ def make_case(seed: int, *, resumed: bool = False) -> Case:
     micro_batches = 12 * window if resumed else choose.randint(5, 9)
     sizes = tuple(6 if resumed else choose.randint(2, 6) for _ in range(micro_batches))
     hook = "none" if sam else choose.choice(("none", "none", "none", "halve", "zero", "inf"))
-    precisions = ("bf16-mixed",) if sam else PRECISIONS[:5] if resumed else PRECISIONS
+    precisions = ("bf16-mixed",) if sam else PRECISIONS[:6] if resumed else PRECISIONS
     return Case(
         seed=seed,
         precision=choose.choice(precisions),

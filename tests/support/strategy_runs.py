@@ -47,6 +47,7 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
     "bf16-true, remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
     "fp8-mixed": lambda: Float8Precision(emulate=True, skip_first_and_last=False),
     "TF32": TF32Precision,
+    "bf16-true, 24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
 }
 
 CLIPPING: dict[str, dict[str, Any]] = {

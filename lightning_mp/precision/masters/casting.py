@@ -1,10 +1,11 @@
 """Which weights of a module are held in 16 bit, and the cast in place."""
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, Self, cast
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -16,11 +17,13 @@ from torch.nn.utils import parametrize
 from torchmetrics import Metric
 
 from lightning_mp.core.patches import Patch
+from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.policy.policy import PrecisionPolicy
-from lightning_mp.precision.masters.store import distribute_like
+from lightning_mp.precision.masters.half_range import check_half_range
+from lightning_mp.precision.masters.store import MasterStore, distribute_like, refine
 
 _CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -36,6 +39,61 @@ def kept_by_policy(module: nn.Module, policy: PrecisionPolicy | None, dtype: tor
         return []
     names = policy.resolve(module).modules_not_used_in(dtype)
     return [part for name, part in named_modules(module) if name in names]
+
+
+@dataclass(eq=False)
+class HalfWeights:
+    """A module's weights in 16 bit, for one run: what was cast, to be cast again or taken back."""
+
+    module: nn.Module  # the model
+    dtype: torch.dtype  # fp16 or bf16
+    in_float32: Collection[nn.Module]  # modules in it whose own weights the policy keeps in fp32
+    parameters: Sequence[nn.Parameter]  # those that are cast
+    before: dict[nn.Parameter, Tensor]  # what they were
+    values: dict[nn.Parameter, Tensor]  # what trainable ones were, or their masters of an earlier fit
+    module_dtype: torch.dtype | None  # ``module.dtype`` before
+    widened: Mapping[nn.Parameter, torch.dtype]  # the dtype of 16-bit weights that the policy keeps in fp32
+
+    @classmethod
+    def cast(
+        cls, module: nn.Module, dtype: torch.dtype, in_float32: Collection[nn.Module], former: MasterStore | None
+    ) -> Self:
+        """Casts in place; weights that fp16 cannot hold are refused."""
+        check_half_range(module, dtype, in_float32)
+        module_dtype = getattr(module, "dtype", None)
+        widened = {p: p.dtype for p in _own_parameters(in_float32) if p.dtype in HALF_DTYPES}
+        before = cast_weights_(module, dtype, in_float32)
+        values = {p: data for p, data in before.items() if p.requires_grad}
+        if former is not None:
+            values = {p: former.full_value(p, data) for p, data in values.items()}
+        return cls(module, dtype, in_float32, list(before), before, values, module_dtype, widened)
+
+    def cast_again(self) -> dict[nn.Parameter, Tensor]:
+        """After :func:`uncast_weights_`; returns what the parameters were."""
+        check_half_range(self.module, self.dtype, self.in_float32)
+        with warnings.catch_warnings():  # it was said at set-up
+            warnings.filterwarnings("ignore", message="MasterWeightsPrecision stores only fp32 weights")
+            return cast_weights_(self.module, self.dtype, self.in_float32)
+
+    def take_trained(self) -> tuple[dict[nn.Parameter, Tensor], set[nn.Parameter]]:
+        """The first values of masters, and which weights were 16 bit; from then on nothing is restored."""
+        values, self.values = self.values, {}
+        were_16_bit = {parameter for parameter in values if self.before[parameter].dtype != torch.float32}
+        self.before, self.module_dtype = {}, None
+        return values, were_16_bit
+
+    def restore(self) -> None:
+        """After an evaluation, or a set-up that failed: the next one starts from the same weights."""
+        before, self.before = self.before, {}
+        restore_weights_(self.module, before, self.module_dtype)
+
+    def read_widened(self, weights: Mapping[str, Any]) -> None:
+        """Takes a checkpoint's fp32 weights where they were loaded in 16 bit before the policy widened them."""
+        for name, parameter in self.module.named_parameters():
+            value = weights.get(name)
+            if parameter in self.widened and isinstance(value, Tensor) and not isinstance(parameter, DTensor):
+                refined = refine(parameter.detach().to(self.widened[parameter]), value.to(parameter.device))
+                parameter.data.copy_(refined)
 
 
 def cast_weights_(

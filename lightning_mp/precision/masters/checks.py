@@ -17,23 +17,21 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import listed
 from lightning_mp.core.nested_tensors import named_tensors_in
+from lightning_mp.core.precisions import HALF_DTYPES, MASTER_DTYPES
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.optimizers.schedule_free import has_evaluated_weights
 from lightning_mp.precision.autocast_context import why_no_autocast
 from lightning_mp.precision.masters.casting import keeps_float32, unit_of_two_dtypes
 from lightning_mp.precision.masters.store import Storage, unwrapped
 
-#: The 16-bit dtype of each precision.
-DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
-
 _STORAGES = get_args(Storage)
 
 
 def check_arguments(precision: str, storage: str, scaler: object) -> None:
     """Refuses arguments that are unknown or contradict each other."""
-    if precision not in tuple(DTYPES):
+    if precision not in tuple(MASTER_DTYPES):
         raise ValueError(
-            f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(DTYPES)}."
+            f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(MASTER_DTYPES)}."
             " For fp32 weights that are cast at each use, take AutocastPrecision('bf16-mixed') or ('16-mixed')."
         )
     if storage not in _STORAGES:
@@ -102,7 +100,7 @@ def check_fit(trainer: "pl.Trainer", module: nn.Module) -> None:
 
 def check_autocast(precision: str, device_type: str) -> None:
     """Refuses a policy on devices without autocast to the precision's dtype."""
-    refusal = why_no_autocast(device_type, DTYPES[precision])
+    refusal = why_no_autocast(device_type, MASTER_DTYPES[precision])
     if refusal is not None:
         raise MisconfigurationException(
             f"MasterWeightsPrecision({precision!r}, policy=...) cannot run on {device_type!r}: {refusal}"
@@ -118,9 +116,9 @@ def check_parametrizations(module: nn.Module, precision: str, in_float32: Collec
     ]
     if names:
         raise MisconfigurationException(
-            f"MasterWeightsPrecision({precision!r}) would compute {listed(names)} in {DTYPES[precision]}: torch has"
-            " neither the matrix decompositions that orthogonal weights need in 16 bit, nor finite gradients of their"
-            " exponential map. Use"
+            f"MasterWeightsPrecision({precision!r}) would compute {listed(names)} in {MASTER_DTYPES[precision]}: torch"
+            " has neither the matrix decompositions that orthogonal weights need in 16 bit, nor finite gradients of"
+            " their exponential map. Use"
             f" MasterWeightsPrecision({precision!r}, policy={{'*.parametrizations.*': 'fp32'}})."
         )
 
@@ -130,12 +128,12 @@ def refuse_copies_of_weights(optimizer: Optimizer) -> None:
 
     Only what is there can be swapped for fp32: distributed-shampoo makes blocks of the weights in its constructor.
     """
-    weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in DTYPES.values()]
+    weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
     own = {id(weight) for weight in weights}
     memory = {unwrapped(local_shard(weight.detach())).untyped_storage().data_ptr() for weight in weights} - {0}
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     for tensor in _tensors_in(attributes, depth=5):
-        is_view = type(tensor) is Tensor and id(tensor) not in own and tensor.dtype in DTYPES.values()
+        is_view = type(tensor) is Tensor and id(tensor) not in own and tensor.dtype in HALF_DTYPES
         if is_view and tensor.untyped_storage().data_ptr() in memory:
             raise MisconfigurationException(
                 f"MasterWeightsPrecision cannot be used with {type(optimizer).__name__}, whose constructor made views"
@@ -179,7 +177,7 @@ def check_sharding_units(module: nn.Module, in_float32: Collection[nn.Module]) -
 
 def dtype_hint(precision: str, error: str, *, with_policy: bool) -> str:
     """What to do about an error of torch about two dtypes, or a dtype that an operation does not have."""
-    dtype = DTYPES[precision]
+    dtype = MASTER_DTYPES[precision]
     if "not implemented for" in error or "not supported" in error:
         return (
             f"HINT: under MasterWeightsPrecision({precision!r}) weights and inputs are {dtype}, for which torch"
@@ -205,7 +203,7 @@ def warn_about_lost_inputs(batch: Any, precision: str) -> None:
     That is so for columns of whole numbers (ids, time stamps: bf16 has all up to 256, fp16 up to 2,048) of which some
     become others, and for finite numbers that become infinite.
     """
-    dtype = DTYPES[precision]
+    dtype = MASTER_DTYPES[precision]
     for name, tensor in named_tensors_in(batch):
         plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
         if not plain or not tensor.is_floating_point() or tensor.numel() == 0:

@@ -17,9 +17,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.bf16_remainder import join, split
-from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES
 from lightning_mp.precision.masters.store import HALF_MAX, MasterStore, distribute_like
 
 # A new master and new states of a master, its gradient, its states, and numbers that change from step to step, in the

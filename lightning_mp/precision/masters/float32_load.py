@@ -1,8 +1,6 @@
 """Checkpoints that a strategy reads after its set-up: into fp32 weights, so that nothing is rounded on the way."""
 
-import warnings
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.atomic import existing_checkpoint
 from lightning_mp.core.patches import Patches
-from lightning_mp.precision.masters.casting import cast_weights_, uncast_weights_
-from lightning_mp.precision.masters.half_range import check_half_range
+from lightning_mp.precision.masters.casting import HalfWeights, uncast_weights_
 from lightning_mp.precision.masters.loaded_masters import MastersIntoWeights, masters_announced
 from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.store import MasterStore
-
-
-@dataclass(frozen=True)
-class CastPlan:
-    """What was cast to 16 bit, to be cast again."""
-
-    module: nn.Module  # the model
-    dtype: torch.dtype  # fp16 or bf16
-    in_float32: Collection[nn.Module]  # modules in it whose own weights are held in fp32
-    parameters: Sequence[nn.Parameter]  # those that are cast
-
-    def cast(self) -> dict[nn.Parameter, Tensor]:
-        """Returns what the parameters were."""
-        check_half_range(self.module, self.dtype, self.in_float32)
-        with warnings.catch_warnings():  # it was said at set-up
-            warnings.filterwarnings("ignore", message="MasterWeightsPrecision stores only fp32 weights")
-            return cast_weights_(self.module, self.dtype, self.in_float32)
 
 
 class MastersLoad:
@@ -50,10 +30,6 @@ class MastersLoad:
         assert strategy.lightning_module is not None
         self._patch = Patches.of(strategy.lightning_module.trainer).replace(strategy, method, self._load)
 
-    def remove(self) -> None:
-        """Gives the strategy its own method back."""
-        self._patch.undo()
-
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._reads_all:
             return self._patch.original(source, *args, **kwargs)
@@ -65,19 +41,19 @@ class MastersLoad:
 class EvaluatedLoad(MastersLoad):
     """While a checkpoint is read that is only evaluated, the model holds fp32 weights, as it does after the run."""
 
-    def __init__(self, strategy: Strategy, recast: CastPlan, before: dict[nn.Parameter, Tensor]) -> None:
-        super().__init__(strategy, recast.module, [])
-        self._cast_plan = recast
-        self._before = before
+    def __init__(self, strategy: Strategy, cast: HalfWeights) -> None:
+        super().__init__(strategy, cast.module, [])
+        self._cast = cast
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        wide = {p: value for p, value in self._before.items() if value.dtype == torch.float32}
+        before = self._cast.before
+        wide = {p: value for p, value in before.items() if value.dtype == torch.float32}
         uncast_weights_(self._module, wide)
         try:
             return super()._load(source, *args, **kwargs)
         finally:
-            loaded = self._cast_plan.cast()
-            self._before.update({p: loaded[p] for p in wide})
+            loaded = self._cast.cast_again()
+            before.update({p: loaded[p] for p in wide})
 
 
 class Float32Load(MastersLoad):
@@ -90,27 +66,27 @@ class Float32Load(MastersLoad):
     def __init__(
         self,
         strategy: Strategy,
-        recast: CastPlan,
+        cast: HalfWeights,
         store: MasterStore,
         optimizers: Sequence[Optimizer],
         hooks: Sequence[MasterHooks],
     ) -> None:
-        super().__init__(strategy, recast.module, [])
+        super().__init__(strategy, cast.module, [])
         self._store = store
         self._optimizers = optimizers
         self._hooks = hooks
-        self._cast_plan = recast
+        self._cast = cast
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> Any:
         for hooks in self._hooks:
             hooks.swap_out()
             hooks.paused = True
         self._into_weights = [MastersIntoWeights(optimizer) for optimizer in self._optimizers]
-        uncast_weights_(self._module, {p: self._full(p) for p in self._cast_plan.parameters})
+        uncast_weights_(self._module, {p: self._full(p) for p in self._cast.parameters})
         try:
             result = super()._load(source, *args, **kwargs)
         finally:
-            loaded = self._cast_plan.cast()
+            loaded = self._cast.cast_again()
             # What is frozen now had a master if it was trained before: on which epoch it is unfrozen, callbacks know.
             with_master = frozenset[Tensor]().union(*(into_weights.taken for into_weights in self._into_weights))
             for parameter in (p for p in loaded if p in self._store or p in with_master):

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_mp.core import private_api
+from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
-
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def as_float32(gradients: Sequence[Tensor]) -> list[Tensor]:

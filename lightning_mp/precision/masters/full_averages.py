@@ -4,18 +4,18 @@ import itertools
 from collections.abc import Iterator
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_mp.core import private_api, private_loop_api
-from lightning_mp.core.patches import Patch, Patches
+from lightning_mp.core.patches import Patches
+from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.precision.masters.store import MasterStore
 
 
 class FullAverages:
-    """Keeps the averages of Lightning's callbacks in fp32, and lets ``WeightAveraging`` average masters.
+    """Keeps the averages of Lightning's callbacks in fp32 for a run, and lets ``WeightAveraging`` average masters.
 
     An average moves by a thousandth of the distance to the weights, which 16 bit rounds away. So an average that was
     copied from 16-bit weights is widened, and what is averaged are the masters, where a weight has one. For a
@@ -26,7 +26,6 @@ class FullAverages:
     def __init__(self, trainer: "pl.Trainer", masters: MasterStore) -> None:
         self._masters = masters
         self._patches = Patches.of(trainer)
-        self._methods: list[Patch] = []
         for callback in private_api.callbacks_of(trainer):
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 average = private_loop_api.average_model_of(callback)
@@ -41,7 +40,6 @@ class FullAverages:
             method.original(_FullPrecision(model, average.module, self._masters))
 
         method = self._patches.replace(average, "update_parameters", update_parameters)
-        self._methods.append(method)
 
     def _keep_over_validation(self, callback: pl.Callback, average: AveragedModel) -> None:
         kept: list[tuple[Tensor, Tensor]] = []
@@ -59,13 +57,6 @@ class FullAverages:
 
         start = self._patches.replace(callback, "on_validation_epoch_start", on_validation_epoch_start)
         end = self._patches.replace(callback, "on_validation_epoch_end", on_validation_epoch_end)
-        self._methods += [start, end]
-
-    def remove(self) -> None:
-        """Gives callbacks and averages their own methods back."""
-        methods, self._methods = self._methods, []
-        for method in methods:
-            method.undo()
 
 
 class _FullPrecision(nn.Module):
@@ -95,5 +86,5 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _widen_(average: nn.Module) -> None:
     for parameter in average.parameters():
-        if parameter.dtype in (torch.float16, torch.bfloat16):
+        if parameter.dtype in HALF_DTYPES:
             parameter.data = parameter.data.float()

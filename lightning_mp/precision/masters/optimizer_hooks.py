@@ -30,10 +30,12 @@ from torch.optim import Adagrad, Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.patches import Patch
+from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.gradients.step_blocks import step_blocks
+from lightning_mp.optimizer_step.bypassed_steps import with_wrapped
 from lightning_mp.precision.masters.compiled_step import CompiledStep
-from lightning_mp.precision.masters.fp32_gradients import HALF_DTYPES, Fp32Gradients
+from lightning_mp.precision.masters.fp32_gradients import Fp32Gradients
 from lightning_mp.precision.masters.loaded_masters import (
     MASTER_KEY,
     around_load,
@@ -43,7 +45,6 @@ from lightning_mp.precision.masters.loaded_masters import (
     without_masters,
 )
 from lightning_mp.precision.masters.store import MasterStore
-from lightning_mp.precision.masters.wrapped_optimizers import with_wrapped
 
 __all__ = ["MASTER_KEY", "MasterHooks"]
 
@@ -114,7 +115,7 @@ class MasterHooks:
         """Lets gradients be fp32 from the next backward on, also of parameters that were added or unfrozen since."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in self._accumulating or parameter.grad is not None or not self._has_master(parameter):
+                if parameter in self._accumulating or parameter.grad is not None or not self._store.takes(parameter):
                     continue
                 if parameter not in self._store:
                     self._store.set(parameter, parameter)
@@ -161,11 +162,11 @@ class MasterHooks:
                 " compiled_step out."
             )
         groups = self.optimizer.param_groups
-        stepped = {p: g for g in groups for p in g["params"] if p.grad is not None and self._has_master(p)}
+        stepped = {p: g for g in groups for p in g["params"] if p.grad is not None and self._store.takes(p)}
         compiled.step(stepped, self._gradients.factor)
         self._whole = [(group, group["params"]) for group in groups]
         for group in groups:
-            group["params"] = [p for p in group["params"] if not self._has_master(p)]
+            group["params"] = [p for p in group["params"] if not self._store.takes(p)]
 
     def _step_all_blocks_but_the_last(self) -> None:
         # Other hooks around the step have to find all parameters in it.
@@ -214,9 +215,6 @@ class MasterHooks:
                 " own list of parameters. Use AutocastPrecision, which keeps fp32 weights."
             )
 
-    def _has_master(self, parameter: Tensor) -> bool:
-        return parameter in self._store or (parameter.requires_grad and parameter.dtype in HALF_DTYPES)
-
     @torch.no_grad()
     def _swap_in(self, *, only_with_gradient: bool) -> None:
         self._stepping = with_wrapped(self.optimizer)
@@ -224,7 +222,7 @@ class MasterHooks:
             (group, index, parameter)
             for group in self.optimizer.param_groups
             for index, parameter in enumerate(group["params"])
-            if self._has_master(parameter) and not (only_with_gradient and parameter.grad is None)
+            if self._store.takes(parameter) and not (only_with_gradient and parameter.grad is None)
         ]
         new = {parameter for _, _, parameter in places if parameter not in self._store}
         masters = self._store.swap_in([parameter for _, _, parameter in places])

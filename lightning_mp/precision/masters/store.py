@@ -1,14 +1,18 @@
 """fp32 master weights of 16-bit parameters: where they are kept, and which of the two is right when they differ."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
+from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.masters.bf16_remainder import (
     RemainderBlock,
@@ -121,14 +125,69 @@ class MasterStore(ABC):
 
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor] = {}
+        # Masters that were given as fp32 numbers, until they are trained: bits below the weight are not missing.
         self._exact_fp32: set[Tensor] = set()
+        # Parameters that began as 16-bit numbers: fp32 weights of a checkpoint were rounded when they were loaded.
+        self._began_16_bit: Collection[Tensor] = ()
+        self._changed = ChangedWeights()
         #: Optimizer steps so far: rounding that is stochastic depends on it.
         self.steps = 0
-        #: Knows which parameters to compare; all of them until it watches.
-        self.changed = ChangedWeights()
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._kept
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether it has a master, or gets one in the next step."""
+        return parameter in self._kept or (parameter.requires_grad and parameter.dtype in HALF_DTYPES)
+
+    # -- a fit ---------------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        optimizers: Sequence[Optimizer],
+        values: Mapping[nn.Parameter, Tensor],
+        were_16_bit: Collection[nn.Parameter],
+        *,
+        broadcast: bool,
+    ) -> None:
+        """Watches the weights from now on, and makes the masters of the optimizers' parameters from what these were.
+
+        ``broadcast`` takes the values of rank 0.
+        """
+        self._changed.watch()
+        self._began_16_bit = were_16_bit
+        for parameter in (p for o in optimizers for group in o.param_groups for p in group["params"]):
+            if parameter not in values or parameter in self:
+                continue
+            value = values[parameter].detach().to(device=parameter.device, dtype=torch.float32)
+            if broadcast:
+                # DDP has given every rank the 16-bit weights of rank 0; below them ranks may still differ.
+                dist.broadcast(value, src=0)
+            self.set(parameter, value, is_exact_fp32=parameter not in self._began_16_bit)
+
+    def end(self) -> None:
+        """The fit is over: weights may be changed unseen, and masters are where their parameters are."""
+        self._changed.end()
+        self.follow_devices()
+
+    def read_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
+        """Takes the fp32 weights of a checkpoint that were just loaded into a 16-bit module."""
+        for name, parameter in module.named_parameters():
+            value = weights.get(name)
+            if parameter in self._began_16_bit and isinstance(value, Tensor) and value.is_floating_point():
+                self.refine_from(parameter, value, is_exact_fp32=True)
+
+    def full_value(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """In fp32 what a parameter of an earlier fit was before it was cast again; ``value`` as it is without a master.
+
+        The parameter is 16 bit.
+        """
+        if value.dtype == torch.float32 or parameter not in self:
+            return value
+        working, master = local_shard(parameter.detach()), local_shard(self.get(parameter).detach())
+        return distribute_like(refine(working, master.to(working.device)), parameter)
+
+    # -- masters -------------------------------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -152,7 +211,7 @@ class MasterStore(ABC):
         """Sets a master from a checkpoint, where it rounds to the weight that the model has now."""
         working = _local(parameter)
         local = self._rounded(_local(value).to(device=working.device, dtype=torch.float32))
-        if parameter in self._exact_fp32 and not self.changed.version_moved(parameter):
+        if parameter in self._exact_fp32 and not self._changed.version_moved(parameter):
             refined = refine_full(_local(self.get(parameter)), local)
         else:
             refined = refine(working, local)
@@ -169,26 +228,27 @@ class MasterStore(ABC):
 
         Hand them to :meth:`write_back`; until they are lent again, they may have no memory.
         """
-        for parameter in parameters:
-            if parameter not in self._kept:
-                self.set(parameter, parameter)
+        self._update(parameters)
         with torch.no_grad():
-            self._follow(parameters)
             return self._lend(parameters)
 
     def in_place(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What is kept of masters, for code that writes this and the parameters itself, and then calls `written`."""
+        self._update(parameters)
+        return [_local(self._kept[parameter]) for parameter in parameters]
+
+    def _update(self, parameters: Sequence[Tensor]) -> None:
+        """Makes the masters that are missing, and has the others follow what other code made of their weights."""
         for parameter in parameters:
             if parameter not in self._kept:
                 self.set(parameter, parameter)
         with torch.no_grad():
-            self._follow(parameters)
-        return [_local(self._kept[parameter]) for parameter in parameters]
+            self._follow([parameter for parameter in parameters if self._changed.may_be(parameter)])
 
     def written(self, parameters: Sequence[Tensor]) -> None:
         """These and their masters belong together."""
         self._exact_fp32.difference_update(parameters)
-        self.changed.written(parameters)
+        self._changed.written(parameters)
 
     def write_back(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Keeps the masters and writes the 16-bit parameters, each cast once."""
@@ -214,7 +274,7 @@ class MasterStore(ABC):
 
     @abstractmethod
     def _follow(self, parameters: Sequence[Tensor]) -> None:
-        """Takes what other code made of those that may have been changed, without waiting for the device."""
+        """Takes what other code made of these, without waiting for the device."""
 
     @abstractmethod
     def _lend(self, parameters: Sequence[Tensor]) -> list[Tensor]: ...
@@ -237,12 +297,12 @@ class FullMasters(MasterStore):
 
     def _read(self, parameter: Tensor) -> Tensor:
         kept = self._kept[parameter]
-        if not self.changed.may_be(parameter):
+        if not self._changed.may_be(parameter):
             return kept
         return distribute_like(refine(_local(parameter).to(kept.device), _local(kept)), parameter)
 
     def _follow(self, parameters: Sequence[Tensor]) -> None:
-        for parameter in filter(self.changed.may_be, parameters):
+        for parameter in parameters:
             _local(self._kept[parameter]).copy_(_local(self._read(parameter)))
 
     def _lend(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -283,7 +343,7 @@ class RemainderMasters(MasterStore):
         return distribute_like(join(_local(parameter), self._kept[parameter]), parameter)
 
     def _follow(self, parameters: Sequence[Tensor]) -> None:
-        for parameter in filter(self.changed.may_be, parameters):
+        for parameter in parameters:
             # Set to zero from outside, it would be a nan with a remainder below zero.
             self._kept[parameter].masked_fill_((_local(parameter) == 0) & (self._kept[parameter] < 0), 0)
 
@@ -348,3 +408,17 @@ def make_store(storage: Storage) -> MasterStore:
     if storage == "fp32":
         return FullMasters()
     return RemainderMasters(torch.int16 if storage == "remainder" else torch.int8)
+
+
+# A fit leaves 16-bit weights. The next one may have another Trainer and plugin, and continues from the masters as well.
+_of_modules: WeakKeyDictionary[nn.Module, MasterStore] = WeakKeyDictionary()
+
+
+def remember_masters(module: nn.Module, store: MasterStore) -> None:
+    """Keeps the masters of a module's last fit for as long as the module lives."""
+    _of_modules[module] = store
+
+
+def former_masters(module: nn.Module) -> MasterStore | None:
+    """The masters of a module's last fit, if it has had one."""
+    return _of_modules.get(module)
