@@ -54,7 +54,7 @@ class BudgetForecast(SettingsRepr, Callback):
 
     def __init__(self, metric: str, *, every_n_steps: int = 100, confidence: float = 0.9) -> None:
         if not isinstance(confidence, int | float) or not 0 < confidence < 1:
-            raise ValueError(f"BudgetForecast(confidence={confidence!r}): it must be a number over 0 and below 1.")
+            raise ValueError(f"BudgetForecast(confidence={confidence!r}): it must be a number between 0 and 1.")
         if not isinstance(metric, str) or not metric:
             raise ValueError(
                 f"BudgetForecast(metric={metric!r}): it must be the name under which the module logs its training loss,"

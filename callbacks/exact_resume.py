@@ -87,6 +87,8 @@ class ExactResume(SettingsRepr, Callback):
         self._before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
         # Random state of the run's end, and metrics of an epoch that it cuts off, before that logs and forgets them.
         self._at_end: dict[str, Any] | None = None
+        # Random state before a validation that only runs because the run stops.
+        self._before_stop: dict[str, Any] | None = None
         self._of_cut_epoch: dict[str, Any] | None = None
         self._hashes: dict[str, Tensor] = {}
 
@@ -99,6 +101,7 @@ class ExactResume(SettingsRepr, Callback):
             return
         self._positions, self._positions_are_complete = [], False
         self._resumed = self._before_epoch = self._before_validation = self._at_end = self._of_cut_epoch = None
+        self._before_stop = None
         self._before_fetches.clear()
         progress = ResumableProgress.attach(trainer)
         progress.when_resumed = lambda: self._restore_metrics(trainer)
@@ -167,6 +170,8 @@ class ExactResume(SettingsRepr, Callback):
         if not trainer.sanity_checking:
             module = trainer.lightning_module
             self._before_validation = captured(module.device), metric_states(module)
+            if private_loop_api.is_validation_of_the_stop(trainer):
+                self._before_stop = self._before_validation[0]
 
     def _end_validation(self) -> None:
         self._before_validation = None
@@ -192,7 +197,7 @@ class ExactResume(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the random state of the end, for checkpoints that are written after the run."""
-        self._at_end = captured(pl_module.device)
+        self._at_end = self._before_stop or captured(pl_module.device)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -222,6 +227,8 @@ class ExactResume(SettingsRepr, Callback):
         now = captured(trainer.lightning_module.device)
         if self._at_end is not None:
             now = self._at_end
+        elif self._before_stop is not None:
+            now = self._before_stop
         elif self._before_validation is not None:
             now = self._before_validation[0]
         elif private_loop_api.is_in_start_of_epoch(trainer) and self._before_epoch is not None:

@@ -102,7 +102,7 @@ def inspect_first_loss(
     if is_pipelined(trainer):
         if settings.follows_trainer:
             rank_zero_info(
-                "Micro-batches that make a step together are weighted by their number of"
+                "Micro-batches of one step are weighted by their number of"
                 f" {weighting.weight_by}s: the stages of a pipeline do not see what the loss averages over."
             )
         return None, None

@@ -1,8 +1,11 @@
 """Messages: names in them, the first few and how many more there are; and where Lightning's go."""
 
 import logging
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_module, rank_zero_warn
 
 #: Words in torch's errors about two dtypes, or about a dtype that an operation does not have.
@@ -17,6 +20,15 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     """
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error began, outside of torch and of this package: ``model.py:12 in forward``, or "the step"."""
+    ours = tuple(str(Path(file).resolve().parent) for file in (torch.__file__, Path(__file__).parent))
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not str(Path(f.filename).resolve()).startswith(ours)
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else "the step"
 
 
 def lightning_logger() -> logging.Logger:

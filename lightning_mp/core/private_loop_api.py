@@ -133,6 +133,18 @@ def is_validation_due(trainer: "pl.Trainer") -> bool:
     return not is_accumulating(trainer) and epoch_loop._should_check_val_fx(fetcher)
 
 
+def is_validation_of_the_stop(trainer: "pl.Trainer") -> bool:
+    """Whether the validation that runs is due only because the run is to stop: a longer run does not have it."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is None or not trainer.should_stop:
+        return False
+    trainer.should_stop = False
+    try:
+        return not trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+    finally:
+        trainer.should_stop = True
+
+
 def end_restart(trainer: "pl.Trainer") -> None:
     """Lets a learning rate follow its metric at the end of a resumed epoch, if the metric is there."""
     configs = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]

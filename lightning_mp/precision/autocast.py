@@ -158,9 +158,8 @@ class AutocastPrecision(FullWeightsPrecision):
         if held or gathered:
             rank_zero_warn(
                 f"AutocastPrecision(eval_precision='32-true'): {listed(held or gathered)} are"
-                f" {'stored' if held else 'gathered by fully_shard'} in 16 bit, and evaluation computes with them in 16"
-                f" bit. For fp32 {'load them in fp32' if held else 'give fully_shard no param_dtype'}, or leave"
-                " eval_precision out."
+                f" {'stored' if held else 'gathered by fully_shard'} in 16 bit, so evaluation is not in fp32."
+                + (" For that, evaluate a copy loaded in fp32." if held else " Give fully_shard no param_dtype.")
             )
 
     # -- steps ---------------------------------------------------------------------------------------------------------

@@ -457,7 +457,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if saved != self.precision:
             rank_zero_info(
                 f"{type(self).__name__}({self.precision!r}) resumes a run in {saved!r}: weights and optimizer state are"
-                " converted, and what follows is not what that run would have computed."
+                " converted, so results differ from those of that run."
             )
         controller = AccumulationController.of(run.trainer)
         reference = checkpoint.get(_REFERENCE_ITEMS_KEY)

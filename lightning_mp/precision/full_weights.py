@@ -66,9 +66,9 @@ class TrainedWeights:
         if parameters:
             raise MisconfigurationException(
                 f"{self._plugin} trains fp32 weights, but {len(parameters)} of {trained} trainable parameters are"
-                f" fp16: {self._listed(parameters)}. Adam would make NaN of them. Load the model in fp32"
-                " (from_pretrained(..., dtype=torch.float32), or module.float()), or use"
-                " MasterWeightsPrecision('16-true'). Frozen weights may stay fp16."
+                f" fp16: {self._listed(parameters)}. Adam would produce NaN. Load the model in fp32"
+                " (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true'). Frozen weights may"
+                " stay fp16: with PEFT leave autocast_adapter_dtype=True."
             )
 
     def _warn_about_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -83,8 +83,9 @@ class TrainedWeights:
         rank_zero_warn(
             f"{self._plugin} trains fp32 weights, but {len(trained)} trainable parameters are bf16:"
             f" {self._listed([parameter for parameter, _ in trained])}. A step is rounded away in {lost:,} of"
-            f" {elements:,} elements. Load the model in fp32 (from_pretrained(..., dtype=torch.float32), or"
-            " module.float()), or use MasterWeightsPrecision('bf16-true')."
+            f" {elements:,} elements. Load the model in fp32 (from_pretrained(..., dtype=torch.float32)), or use"
+            " MasterWeightsPrecision('bf16-true'). Frozen weights may stay bf16: with PEFT leave"
+            " autocast_adapter_dtype=True."
         )
 
 

@@ -139,7 +139,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
         if plan.scaler is not None and private_api.has_stepped(plan.scaler, plan.optimizer):
             raise RuntimeError(
                 "step() has already been called since the last update(): scaler.step was called by a hook that runs"
-                " before the optimizer's step. Leave it out; the step is made after the hooks."
+                " before the optimizer's step. Leave it out; the step is taken after the hooks."
             )
         if clips_by_itself(model) or (step._gradients_may_have_changed and not epilogue.is_checked):
             epilogue.check_again()

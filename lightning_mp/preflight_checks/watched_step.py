@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
+from lightning_mp.core.messages import place_of
 from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.modules.names import parameter_names
@@ -131,8 +132,9 @@ class WatchedStep:
             except ValueError as error:
                 if type(error.__cause__).__name__ in _WANTS_NUMBERS:
                     raise ValueError(
-                        f"it reads values of tensors ({error.__cause__}), for instance by .item(), an `if` on a tensor"
-                        " or indexing with a mask, and was tried on fake tensors, which have none."
+                        f"{place_of(error.__cause__ or error)} reads values of tensors, for instance by .item(), an"
+                        " `if` on a tensor or indexing with a mask, and the step was tried on fake tensors, which have"
+                        " none."
                     ) from error
                 # A step that makes its backwards itself returns nothing to differentiate.
                 if self._module.automatic_optimization or not self._has_run:

@@ -90,7 +90,7 @@ def split_sequence_of_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
         if not blocks.training:
             if torch.is_grad_enabled():
                 rank_zero_warn(
-                    "FSDP2Strategy: the blocks whose sequence is to be split are in evaluation mode, so it is not. Call"
+                    "FSDP2Strategy: the blocks whose sequence would be split are in evaluation mode, so it is not. Call"
                     " model.train() before the fit; transformers' from_pretrained leaves models in evaluation mode."
                 )
             return None

@@ -215,7 +215,7 @@ class Reads(nn.Module):
         ({"optimizer": "adamx"}, "`optimizer` 'adamx' is not known. Use one of adadelta, "),
         ({"optimizer": lambda parameters: 3}, "`optimizer` must make a torch.optim.Optimizer, got int"),
         ({"optimizer": "adafactor"}, "cannot step Adafactor on fake tensors"),
-        ({"step": lambda module, batch: Reads()(module(batch))}, "by .item(), an `if` on a tensor"),
+        ({"step": lambda module, batch: Reads()(module(batch))}, " in forward reads a value, for instance by .item()"),
         ({"step": lambda module, batch: module(batch).detach()}, "found nothing to differentiate"),
     ],
 )

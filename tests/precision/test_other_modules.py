@@ -213,7 +213,7 @@ def test_evaluation_in_fp32_says_what_stays_in_16_bit(base: torch.dtype, loop: s
     module = Adapted(base)
     trainer = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed", eval_precision="32-true")])
     loaders = [loader(regression_batches(1))] * (2 if loop == "fit" else 1)
-    text = r"eval_precision='32-true'\): base.weight, base.bias are stored in 16 bit.*load them in fp32"
+    text = r"eval_precision='32-true'\): base.weight, base.bias are stored in 16 bit.*evaluate a copy loaded in fp32"
     with warned(text if base != torch.float32 else None):
         getattr(trainer, loop)(module, *loaders)
     assert module.dtype_of_base == base

@@ -146,7 +146,8 @@ def test_what_cannot_be_looked_at_is_said_and_the_rest_is_checked() -> None:
     assert [finding.name for finding in report.findings] == ["scheduler_length"]
     [(what, reason)] = report.not_checked
     assert what == "training step"
-    assert "reads values of tensors" in reason
+    assert "test_preflight_report.py:" in reason
+    assert " in training_step reads values of tensors" in reason
     assert f"not checked: {reason}"[:60] in str(report)
 
 

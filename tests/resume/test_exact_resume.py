@@ -20,7 +20,7 @@ from exact_runs import (
     Memory,
     run,
 )
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from restarts import Interruption
 from small_models import quiet_trainer
@@ -251,6 +251,31 @@ def test_a_run_that_had_ended_goes_on(tmp_path: Path) -> None:
     begun = fit(BATCHES + 2)
     assert begun | fit(BATCHES + 5, tmp_path / f"{BATCHES + 2}True.ckpt") == straight
     assert main(["bits", *(str(tmp_path / f"{BATCHES + 5}{name}.ckpt") for name in (True, False))]) == 0
+
+
+def test_a_run_that_was_stopped_has_no_trace_of_its_last_validation(tmp_path: Path) -> None:
+    """Lightning validates once more when a run stops, and `save_last=True` writes after it."""
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            trainer.should_stop = trainer.global_step == 3
+
+    def fit(*stop: Callback, ckpt_path: Path | None = None) -> Any:
+        pl.seed_everything(0 if ckpt_path is None else 5, verbose=False)
+        checkpoint = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=100)
+        trainer = quiet_trainer(
+            callbacks=[ExactResume(), checkpoint, *stop], enable_checkpointing=True, max_epochs=1, val_check_interval=5
+        )
+        module = Dropped()
+        trainer.fit(module, LOADERS["shuffle"](), ckpt_path=ckpt_path)
+        return len(module.steps), [parameter.tolist() for parameter in module.parameters()], torch.rand(()).item()
+
+    steps, *_ = fit(Stop())
+    rest, *resumed = fit(ckpt_path=tmp_path / "last.ckpt")
+    straight_steps, *straight = fit()
+    assert steps == 3
+    assert steps + rest == straight_steps
+    assert resumed == straight
 
 
 class Operations(TorchDispatchMode):

@@ -80,7 +80,7 @@ class DecoderConfig:
         heads = self.heads or max(1, self.width // _HEAD_WIDTH)
         if self.heads and self.width % heads and not (self.head_width or self.latent_attention):
             raise ValueError(
-                f"`width` ({self.width}) must be a multiple of `heads`, got {heads}, or tell `head_width`."
+                f"`width` ({self.width}) must be a multiple of `heads`, got {heads}, or give `head_width`."
             )
         set_ = object.__setattr__
         set_(self, "heads", heads)

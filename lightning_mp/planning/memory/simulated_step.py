@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mp.core import private_api
+from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
@@ -164,7 +165,7 @@ def _readable_errors() -> Iterator[None]:
         if type(error).__name__ not in ("DataDependentOutputException", "DynamicOutputShapeException"):
             raise
         raise ValueError(
-            "estimate_memory() runs the step on fake tensors, which have no data, and the step reads a value"
-            f" ({error}), for instance by .item(), an `if` on a tensor, or indexing with a mask. Pass step= with a"
-            " function that does not."
+            "estimate_memory() runs the step on fake tensors, which have no data, and"
+            f" {place_of(error)} reads a value, for instance by .item(), an `if` on a tensor, or indexing with a mask."
+            " Pass step= with a function that does not."
         ) from error

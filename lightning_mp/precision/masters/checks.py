@@ -85,7 +85,7 @@ def check_fit(trainer: "pl.Trainer", module: nn.Module) -> None:
         isinstance(c, ModelPruning) and private_loop_api.rewinds_weights(c) for c in private_api.callbacks_of(trainer)
     ):
         raise MisconfigurationException(
-            "ModelPruning puts weights back to what they were before the fit (use_lottery_ticket_hypothesis=True, its"
+            "ModelPruning restores the weights from before the fit (use_lottery_ticket_hypothesis=True, its"
             " default): to fp32 tensors, where MasterWeightsPrecision has 16-bit weights. Give it"
             " use_lottery_ticket_hypothesis=False, or use AutocastPrecision."
         )
