@@ -24,8 +24,8 @@ class Preflight(SettingsRepr, Callback):
 
     It runs :func:`~lightning_mp.preflight` once per fit; every rank ends with the same error, from the report of rank
     0. The results of the run are unchanged, and callbacks that watch the first micro-batch do not see its trial step:
-       it puts itself first among the callbacks. By then a strategy may have changed the module, which hides part of it
-       (``report.not_checked``); called before the fit, ``preflight(trainer, module, data)`` sees more.
+    it puts itself first among the callbacks. By then a strategy may have changed the module, which hides part of it
+    (``report.not_checked``); called before the fit, ``preflight(trainer, module, data)`` sees more.
 
     Args:
         raise_on: end the run if a finding is at least this severe. Other errors and warnings are logged as warnings,

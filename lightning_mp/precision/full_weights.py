@@ -67,8 +67,8 @@ class TrainedWeights:
             raise MisconfigurationException(
                 f"{self._plugin} trains fp32 weights, but {len(parameters)} of {trained} trainable parameters are"
                 f" fp16: {self._listed(parameters)}. Adam would produce NaN. Load the model in fp32"
-                " (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true'). Frozen weights may"
-                " stay fp16: with PEFT leave autocast_adapter_dtype=True."
+                " (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true'). Frozen weights"
+                " may stay fp16: with PEFT leave autocast_adapter_dtype=True."
             )
 
     def _warn_about_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:

@@ -123,9 +123,10 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
     if finding.verdict == "scale" and finding.finite_scale is not None:
         halvings = round(math.log2(loss_scale / finding.finite_scale))
         return (
-            f"Verdict: the loss scale was too high; at {finding.finite_scale:g}, {halvings} halvings below, the"
-            " micro-batch is finite. A dynamic scale corrects this by itself. If it happens more than once in a few"
-            " hundred steps, use bf16, or LossScaler with a max_scale."
+            f"Verdict: the loss scale was too high; at {finding.finite_scale:g}, {halvings}"
+            f" {'halving' if halvings == 1 else 'halvings'} below, the micro-batch is finite. A dynamic scale corrects"
+            " this by itself. If it happens more than once in a few hundred steps, use bf16, or LossScaler with a"
+            " max_scale."
         )
     if finding.verdict == "range":
         return (

@@ -24,7 +24,7 @@ RECIPES = get_args(Float8Recipe)
 def require_torchao() -> None:
     """Asks for torchao, the optional package that holds the fp8 layers."""
     if importlib.util.find_spec("torchao") is None:
-        raise ModuleNotFoundError("fp8 needs torchao, which is not installed: pip install 'lightning-mp[fp8]'.")
+        raise ModuleNotFoundError("fp8 needs torchao, which is not installed: pip install torchao.")
 
 
 def float8_config(recipe: str, *, emulate: bool = False) -> "Float8LinearConfig":
