@@ -48,7 +48,7 @@ def unbiased_estimates(
 
 @dataclass(frozen=True)
 class NoiseScale:
-    r"""An estimate of :math:`B_{simple}`, in samples.
+    r"""An estimate of the gradient noise scale, :math:`B_{simple}`, in samples.
 
     Attributes:
         samples: the estimate.

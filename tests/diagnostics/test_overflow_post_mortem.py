@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
 from planted_overflows import (
     Attention,
@@ -25,7 +26,7 @@ from planted_overflows import (
 from small_models import adamw, fused_adamw, loader, quiet_trainer
 from torch import nn
 
-from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem
+from lightning_mp import AutocastPrecision, LossScaler, MicroBatchOnOOM, OverflowMonitor, OverflowPostMortem
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALE = 1024.0
@@ -434,3 +435,20 @@ def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
     assert not module.is_finite(batch, report.loss_scale)
     assert module.is_finite(batch, finding.finite_scale)
     assert not module.is_finite(batch, 2 * finding.finite_scale)
+
+
+def test_a_step_that_runs_its_backwards_itself_is_replayed_at_the_scale_that_is_tried() -> None:
+    """`MicroBatchOnOOM` runs backwards inside of the training step, at the run's own scale."""
+
+    class Large(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch).float().mean() * 8
+
+    post_mortem = OverflowPostMortem(replay=True)
+    trainer = quiet_trainer(
+        plugins=[AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=2.0**20))],
+        callbacks=[OverflowMonitor(), post_mortem, MicroBatchOnOOM()],
+        max_steps=2,
+    )
+    trainer.fit(Large(), loader([torch.ones(2, 32)] * 4))
+    assert {finding.verdict for report in post_mortem.reports for finding in report.findings} == {"scale"}
