@@ -224,13 +224,15 @@ def test_nothing_is_left_on_one_device(part, end):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_is_left_on_two_ranks(strategy):
+    """Each part to its end, and in one of the other ways; all of them are on one device."""
+
     def on_rank(_rank: int) -> dict[str, list[str]]:
         import warnings
 
         warnings.simplefilter("ignore")
         left = {}
-        for part in PARTS:
-            for end in ENDS:
+        for number, part in enumerate(PARTS):
+            for end in (ENDS[0], ENDS[1 + number % (len(ENDS) - 1)]):
                 if part == "MicroBatchOnOOM" and strategy == "fsdp2":
                     continue  # refused
                 left[f"{part}, {end}"] = run(part, end, STRATEGIES[strategy](), 2)
