@@ -209,6 +209,7 @@ class _Child:
 class _Call:
     """A connection to the server, for as long as which the processes may live."""
 
+    server: subprocess.Popen[bytes]
     connection: socket.socket
     children: list[_Child]
 
@@ -236,12 +237,12 @@ class _Call:
                 socket.send_fds(control, [pickle.dumps(tuple(imports))], files)
             for its_control in controls:
                 its_control.close()
+            call = cls(process, ours, children)
             try:
-                yield cls(ours, children)
+                yield call
             finally:
                 with contextlib.suppress(OSError, RuntimeError):  # without the server they are gone, too
                     ours.shutdown(socket.SHUT_WR)
-                    call = cls(ours, children)
                     while not all(child.gone for child in children):
                         call._hear()
 
@@ -297,7 +298,7 @@ class _Call:
         """A rank of which there is news, and whether its function has ended."""
         message = self.connection.recv(1 << 12)
         if not message:
-            raise RuntimeError(f"the server of the ranks has ended with {_server()[0].wait()}; see its standard error")
+            raise RuntimeError(f"the server of the ranks has ended with {self.server.wait()}; see its standard error")
         rank, *exit_code = pickle.loads(message)
         child = self.children[rank]
         if not exit_code:
