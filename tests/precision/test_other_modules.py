@@ -234,7 +234,7 @@ def test_evaluation_in_fp32_says_what_fsdp2_gathers_in_16_bit() -> None:
             devices=1,
             plugins=[AutocastPrecision("bf16-mixed", eval_precision="32-true")],
         )
-        with warned(r"\): base are gathered by fully_shard in 16 bit.*give fully_shard no param_dtype"):
+        with warned(r"\): base are gathered by fully_shard in 16 bit.*Give fully_shard no param_dtype"):
             trainer.validate(module, loader(regression_batches(1)), verbose=False)
 
     run_ranks(run, 1)
