@@ -1,8 +1,8 @@
 """The accumulation controller: which micro-batches make one optimizer step, what each weighs, and when the run ends."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +19,7 @@ from lightning_mp.accumulation.boundary import (
     refuse_repeated_losses,
     repeated_losses,
 )
-from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter, inspect_first_loss
+from lightning_mp.accumulation.micro_batch_meter import FirstLoss, MicroBatchMeter, inspect_first_loss
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
 from lightning_mp.accumulation.schedule import Progress
 from lightning_mp.accumulation.settings import AccumulationSettings
@@ -35,8 +35,16 @@ from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
 
-if TYPE_CHECKING:
-    from lightning_mp.tokens.loss_average import CountCheck, LossAverage
+
+@dataclass
+class _Fit:
+    """What one fit has settled, and what is under way in it."""
+
+    meter: MicroBatchMeter | None = None  # from the first batch on, if micro-batches are counted or weighed
+    loss: "FirstLoss | None" = None  # from the first loss on
+    boundary: AccumulationBoundary | None = None
+    before_steps: list[Callable[[], None]] = field(default_factory=list)
+    is_in_backward: bool = False
 
 
 class AccumulationController(Callback):
@@ -70,14 +78,8 @@ class AccumulationController(Callback):
         self.settings = AccumulationSettings(micro_batches)
         self.state = AccumulationState()
         self.counter = TokenCounter()
-        # Of this fit, once its first batch was seen.
-        self._meter: MicroBatchMeter | None = None
-        self._loss_average: LossAverage | None = None
-        self._count_check: CountCheck | None = None
-        self._has_inspected = self._weighs = self._is_plugins = False
-        self._boundary: AccumulationBoundary | None = None
-        self._is_in_backward = False
-        self._before_steps: list[Callable[[], None]] = []
+        self._fit = _Fit()
+        self._is_plugins = False
         # Of a checkpoint, until training starts.
         self._saved_window: PartialAccumulation | None = None
 
@@ -132,12 +134,13 @@ class AccumulationController(Callback):
     @property
     def weighting(self) -> Weighting | None:
         """How micro-batches are measured, settled by the first batch; None where they are not weighted."""
-        return self.settings.weighting if self._meter is None else self._meter.weighting
+        meter = self._fit.meter
+        return self.settings.weighting if meter is None else meter.weighting
 
     @property
     def weight_by(self) -> WeightBy | None:
         """What micro-batches weigh; None where they are not weighted."""
-        if self._loss_average is not None:
+        if self._fit.loss is not None and self._fit.loss.average is not None:
             return "token"
         return self.weighting.weight_by if self.weighting is not None else None
 
@@ -156,7 +159,7 @@ class AccumulationController(Callback):
 
         The step's window is closed and counted by then. It may be called more than once for a step.
         """
-        self._before_steps.append(function)
+        self._fit.before_steps.append(function)
 
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class AccumulationController(Callback):
         ):
             self.settings.weighting = None  # its own evaluations would be weighed as well
         if self.settings.weighting is not None and not self.settings.follows_trainer:
-            self._boundary = AccumulationBoundary(
+            self._fit.boundary = AccumulationBoundary(
                 trainer,
                 pl_module,
                 self.settings.sync,
@@ -185,11 +188,12 @@ class AccumulationController(Callback):
         self.settings.freeze()
         if self.settings.follows_trainer:
             self.state = self.state.in_layout(DataLayout.of(trainer))
-        if self._boundary is None:
+        boundary = self._fit.boundary
+        if boundary is None:
             return
-        self._boundary.start()
-        if self._boundary.before_step is not None:
-            self.before_each_step(self._boundary.before_step)
+        boundary.start()
+        if boundary.before_step is not None:
+            self.before_each_step(boundary.before_step)
         before, layout = self.state.layout, DataLayout.of(trainer)
         growth = layout.ratio_to(before) if before not in (None, layout) else None
         self.state = self.state.in_layout(layout)
@@ -217,8 +221,8 @@ class AccumulationController(Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Settles the counter."""
-        if self._meter is not None:
-            self._meter.restore_labels()
+        if self._fit.meter is not None:
+            self._fit.meter.restore_labels()
         self.counter.flush_pending()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -235,14 +239,11 @@ class AccumulationController(Callback):
         """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
         if not self.settings.follows_trainer:
             trainer.accumulate_grad_batches = self.settings.idle_value()
-        if self._meter is not None:
-            self._meter.restore_labels()
+        if self._fit.meter is not None:
+            self._fit.meter.restore_labels()
         self.settings = AccumulationSettings(self.settings.constant)
-        self._meter = self._boundary = None
-        self._loss_average, self._count_check, self._has_inspected = None, None, False
-        self._before_steps = []
+        self._fit = _Fit()
         self.state = replace(windows.close_early(self.state), micro_batch=None)
-        self._is_in_backward = False
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
@@ -250,19 +251,19 @@ class AccumulationController(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
-        settings = self.settings
+        settings, fit = self.settings, self._fit
         if settings.weighting is None:
             return
-        if self._meter is not None and self._meter.has_trimmed:
-            self._meter.restore_labels()
+        if fit.meter is not None and fit.meter.has_trimmed:
+            fit.meter.restore_labels()
         if settings.follows_trainer:
             if not pl_module.automatic_optimization:
                 return
             if batch_idx % int(trainer.accumulate_grad_batches) == 0:
                 self.state = windows.close_early(self.state)
-        if self._meter is None and (settings.weighting.weight_by is not None or not settings.follows_trainer):
-            self._meter = self._inspect_first_batch(trainer, pl_module, batch)
-        meter, opens, ends_run = self._meter, not self.state.window.is_open, False
+        if fit.meter is None and (settings.weighting.weight_by is not None or not settings.follows_trainer):
+            fit.meter = self._inspect_first_batch(trainer, pl_module, batch)
+        meter, opens, ends_run = fit.meter, not self.state.window.is_open, False
         if meter is None:
             measure = Measure(1, 0, 0, divisor=batch_tokens.declared_divisor(batch))
         else:
@@ -282,8 +283,8 @@ class AccumulationController(Callback):
         if settings.follows_trainer:
             return
         window = self.state.window
-        if self._boundary is not None:
-            self._boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
+        if fit.boundary is not None:
+            fit.boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
         trainer.accumulate_grad_batches = AccumulateGradBatches(
             window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=settings.total_steps
         )
@@ -302,7 +303,7 @@ class AccumulationController(Callback):
             # Once per run, so the wait does not matter.
             reference = float(trainer.strategy.broadcast(float(self.measure.items) or 1.0))
             self.state = replace(self.state, reference_items=reference)
-        if self._weighs and not windows.is_single_micro_batch_step(self.state):
+        if self.weight_by is not None and not windows.is_single_micro_batch_step(self.state):
             factor = windows.loss_factor(self.state)
             if isinstance(factor, Tensor):
                 loss.mul_(factor.to(loss.device))
@@ -310,7 +311,7 @@ class AccumulationController(Callback):
                 loss.mul_(factor)
         assert self.state.reference_items is not None
         self.state = windows.add_micro_batch(self.state, self.state.reference_items)
-        self._is_in_backward = True
+        self._fit.is_in_backward = True
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -336,9 +337,9 @@ class AccumulationController(Callback):
         if self.settings.weighting is None:
             return
         self.state = windows.end_micro_batch(self.state)
-        self._is_in_backward = False
-        if self._boundary is not None and self._boundary.acts_at_ends:
-            self._boundary.end()
+        self._fit.is_in_backward = False
+        if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
+            self._fit.boundary.end()
         assert self.state.micro_batch is not None
         if self.state.micro_batch.ends_run and self._is_spent():
             self.state = replace(self.state, budget_reached=True)
@@ -346,18 +347,16 @@ class AccumulationController(Callback):
 
     def _measure_loss(self, trainer: "pl.Trainer", loss: Tensor) -> None:
         """Takes for the items of the micro-batch at hand what its loss averages over, if that is to be seen."""
-        micro_batch = self.state.micro_batch
+        micro_batch, fit = self.state.micro_batch, self._fit
         assert micro_batch is not None
-        measure, average = micro_batch.measure, self._loss_average
-        if not self._has_inspected:
-            self._has_inspected = True
-            average, self._count_check = inspect_first_loss(trainer, self.settings, self.weighting, measure, loss)
-            self._loss_average = average
-            if average is None and self._meter is not None:
-                self._meter.weighs_rows()
-            self._weighs = self.weight_by is not None
-        if self._count_check is not None:
-            self._count_check.check(loss, measure.items)
+        measure = micro_batch.measure
+        if fit.loss is None:
+            fit.loss = inspect_first_loss(trainer, self.settings, self.weighting, measure, loss)
+            if fit.loss.average is None and fit.meter is not None:
+                fit.meter.weighs_rows()
+        average, check = fit.loss
+        if check is not None:
+            check.check(loss, measure.items)
         if average is not None:
             count = average.count(loss)
             targets = average.targets(loss) if measure.divisor is not None else None
@@ -369,7 +368,7 @@ class AccumulationController(Callback):
                 items=count if targets is None else targets,
                 divisor=None if targets is None else count,
             )
-        elif self.settings.follows_trainer and self._meter is None:
+        elif self.settings.follows_trainer and fit.meter is None:
             measure = replace(measure, divisor=None)
         self.state = replace(self.state, micro_batch=replace(micro_batch, measure=measure))
 
@@ -398,7 +397,7 @@ class AccumulationController(Callback):
             self.state = windows.take_totals(self.state)
             is_repeated = micro_batch is not None and micro_batch.is_repeated
             self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
-        for function in self._before_steps:
+        for function in self._fit.before_steps:
             function()
         return factor
 
@@ -422,8 +421,8 @@ class AccumulationController(Callback):
         """Whether the budget is spent for good: if skipped tokens are to be made up for, the last step must count."""
         if self.budget is None or not self.budget.makes_up_for_skips:
             return True
-        if self._boundary is not None:
-            self._boundary.flush_outcome()
+        if self._fit.boundary is not None:
+            self._fit.boundary.flush_outcome()
         before = self.counter.skipped_tokens
         self.counter.flush_pending()
         return self.counter.skipped_tokens == before
@@ -438,7 +437,7 @@ class AccumulationController(Callback):
         if not window.is_open or window.totals is None or self.settings.follows_trainer:
             return
         # A micro-batch that is interrupted after its loss is done again, and may have added to the gradient already.
-        if self.settings.saves_partial_gradients and not self._is_in_backward:
+        if self.settings.saves_partial_gradients and not self._fit.is_in_backward:
             totals = window.totals.tensor(pl_module.device)
             PartialAccumulation.of(trainer, pl_module, window.planned, window.position, totals).save(checkpoint)
             return
@@ -459,8 +458,8 @@ class AccumulationController(Callback):
         """The token counter and how far the run is; nothing where a plugin alone has it weigh, which saves that."""
         if self._is_plugins:
             return {}
-        if self._boundary is not None:
-            self._boundary.flush_outcome()
+        if self._fit.boundary is not None:
+            self._fit.boundary.flush_outcome()
         return {"counter": self.counter.state_dict()} | self.state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """What the first batch and the first loss of a fit settle: how micro-batches are measured, and what they weigh."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -86,13 +86,20 @@ class MicroBatchMeter:
         self._limiter.restore_labels()
 
 
+class FirstLoss(NamedTuple):
+    """What the first loss has settled for a fit."""
+
+    average: "LossAverage | None" = None  # what losses average over, if that decides what micro-batches weigh
+    check: "CountCheck | None" = None  # that it is what micro-batches are weighed by
+
+
 def inspect_first_loss(
     trainer: "pl.Trainer",
     settings: AccumulationSettings,
     weighting: Weighting | None,
     measure: Measure,
     loss: Tensor,
-) -> "tuple[LossAverage | None, CountCheck | None]":
+) -> FirstLoss:
     """Decides with the first loss what micro-batches weigh, on all ranks alike, and reports it."""
     from lightning_mp.tokens.loss_average import CountCheck, LossAverage
 
@@ -105,14 +112,14 @@ def inspect_first_loss(
                 "Micro-batches of one step are weighted by their number of"
                 f" {weighting.weight_by}s: the stages of a pipeline do not see what the loss averages over."
             )
-        return None, None
+        return FirstLoss()
     if asked.weight_by is None and not settings.weighs_by_loss:
-        return None, None
+        return FirstLoss()
     found = [average for average in LossAverage.of(loss) if average.count(loss) is not None]
     if asked.weight_by is not None and (asked.weight_by != "auto" or asked.count is not None):
         if len(found) == 1 and found[0].is_over_targets and weighting.weight_by == "token":
-            return None, CountCheck(found[0], "their target tokens" if asked.count is None else "count=")
-        return None, None
+            return FirstLoss(check=CountCheck(found[0], "their target tokens" if asked.count is None else "count="))
+        return FirstLoss()
     shows = bool(trainer.strategy.reduce_boolean_decision(len(found) == 1, all=True))
     by_default = f"are weighted by their number of {weighting.weight_by}s" if asked.weight_by else "weigh the same"
     if len(found) > 1:
@@ -132,4 +139,4 @@ def inspect_first_loss(
             f"Gradient accumulation: micro-batches {by_default}, because the loss does not show what it averages over"
             " (it is a sum, or compiled). To weight them by your own count, use AccumulationScheduler(count=...)."
         )
-    return found[0] if shows else None, None
+    return FirstLoss(found[0] if shows else None)
