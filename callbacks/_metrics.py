@@ -56,6 +56,7 @@ class CallbackMetrics(Callback):
         if metrics is None:
             metrics = cls()
             run.place_callback(metrics, "before checkpoints")
+            Patches.of(trainer).at_end(lambda: run.remove_callback(metrics))
         return metrics
 
     def add(self, metrics: Metrics, on_bar: Metrics | None = None) -> None:
@@ -102,22 +103,11 @@ class CallbackMetrics(Callback):
         """Logs the end; by now callbacks have read what was on its way."""
         self._log_the_end(trainer)
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Leaves the Trainer."""
-        self._detach(trainer)
-
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Logs the last numbers that the host has, and leaves the Trainer."""
+        """Logs the last numbers that the host has."""
         # A logger that fails now must not hide why the run ended.
         with suppress(Exception):
             self._log_the_end(trainer)
-        self._detach(trainer)
-
-    def _detach(self, trainer: "pl.Trainer") -> None:
-        self._sources.clear()
-        self._published, self._logged, self._on_bar = {}, {}, {}
-        self._has_run = False
-        RunState.of(trainer).remove_callback(self)
 
     def _skip_inherited_hooks(self, trainer: "pl.Trainer") -> None:
         """Has Lightning pass over hooks that callbacks of the pack inherit from ``Callback``, which do nothing.

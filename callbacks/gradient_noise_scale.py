@@ -1,6 +1,7 @@
 """Monitor of the gradient noise scale, from norms that accumulation and data parallelism give almost for free."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,6 +46,31 @@ from lightning_mp.tokens.ragged_batches import RaggedBatches
 
 _COUNT = "Pass count=, a function from a batch to its number of samples."
 _OPEN_WINDOW = "lightning_mp_noise_window"
+
+
+@dataclass
+class _Fit:
+    """What is found out about one fit, and what is under way in it."""
+
+    trainer: "pl.Trainer"
+    reports_norms: bool  # the precision plugin is of this package
+    is_sharded: bool
+    window: NoiseWindow | None = None
+    closed: dict[int, ClosedNoiseWindow] = field(default_factory=dict)  # by step
+    big_squares: dict[int, float] = field(default_factory=dict)  # by step, as its outcome has the norm
+    handles: list[RemovableHandle] = field(default_factory=list)
+    norms_in_backward: bool = False
+    shifts_labels: bool | None = None  # None before the first batch
+    tokens_are_samples: bool | None = None  # the same
+    samples: int | None = 0  # of the micro-batch at hand; None if they cannot be counted
+    tokens: float | Tensor = 0.0
+    has_reported: bool = False  # why there is no estimate
+
+    def disarm(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
 
 class GradientNoiseScale(SettingsRepr, Callback):
@@ -96,19 +122,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
             raise ValueError(f"GradientNoiseScale(count={count!r}): it must be a function from a batch to its samples.")
         self.count = count
         self.average = NoiseScaleAverage(average_steps)
-        self._window: NoiseWindow | None = None
-        self._closed: dict[int, ClosedNoiseWindow] = {}
-        self._big_squares: dict[int, float] = {}
-        self._handles: list[RemovableHandle] = []
-        self._norms_in_backward = False
-        self._trainer: pl.Trainer | None = None
-        self._ours = False
-        self._sharded = False
-        self._shifted: bool | None = None
-        self._tokens_are_samples: bool | None = None
-        self._samples: int | None = 0
-        self._tokens: float | Tensor = 0.0
-        self._told = False
+        self._fit: _Fit | None = None
         self._ragged = RaggedBatches("GradientNoiseScale counts in them, which may be wrong.", _COUNT)
         self._carried: list[float] | None = None
 
@@ -150,13 +164,13 @@ class GradientNoiseScale(SettingsRepr, Callback):
             )
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Determines where gradients and outcomes come from."""
-        self._trainer = trainer
-        Patches.of(trainer).at_end(self._forget)
-        self._ours = isinstance(trainer.precision_plugin, GradientStepPrecision)
-        self._sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
-        self._shifted = self._tokens_are_samples = None
-        self._told = False
+        """Finds out where gradients and outcomes come from."""
+        self._fit = _Fit(
+            trainer,
+            reports_norms=isinstance(trainer.precision_plugin, GradientStepPrecision),
+            is_sharded=any(isinstance(parameter, DTensor) for parameter in pl_module.parameters()),
+        )
+        Patches.of(trainer).at_end(self._end)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Logs the estimate."""
@@ -164,11 +178,10 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if self.average.windows:
             rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
 
-    def _forget(self) -> None:
-        self._disarm()
-        self._window = self._trainer = None
-        self._closed.clear()
-        self._big_squares.clear()
+    def _end(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.disarm()
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
@@ -176,10 +189,11 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Counts its samples and tokens."""
-        self._samples = self._count_samples(trainer, batch)
-        self._tokens = self._count_tokens(trainer, pl_module, batch)
+        assert self._fit is not None
+        self._fit.samples = self._count_samples(self._fit, batch)
+        self._fit.tokens = self._count_tokens(self._fit, pl_module, batch)
 
-    def _count_samples(self, trainer: "pl.Trainer", batch: Any) -> int | None:
+    def _count_samples(self, fit: _Fit, batch: Any) -> int | None:
         if self.count is not None:
             return int(self.count(batch))
         try:
@@ -188,98 +202,73 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 self._ragged.look(batch)
             return samples
         except ValueError as error:
-            controller = AccumulationController.of(trainer)
+            controller = AccumulationController.of(fit.trainer)
             if controller is not None and controller.measure is not None and controller.measure.input_tokens:
                 return controller.measure.input_tokens  # by a user's function, as there is no tensor
-            self._report(str(error))
+            _report(fit, str(error))
             return None
 
-    def _count_tokens(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> float | Tensor:
-        controller = AccumulationController.of(trainer)
+    def _count_tokens(self, fit: _Fit, pl_module: "pl.LightningModule", batch: Any) -> float | Tensor:
+        controller = AccumulationController.of(fit.trainer)
         if controller is not None and controller.measure is not None:
-            if self._tokens_are_samples is None:
+            if fit.tokens_are_samples is None:
                 is_counted = controller.weighting is not None and controller.weighting.count is not None
-                self._tokens_are_samples = is_counted and controller.measure.input_tokens == self._samples
-            return 0.0 if self._tokens_are_samples else controller.measure.tokens
+                fit.tokens_are_samples = is_counted and controller.measure.input_tokens == fit.samples
+            return 0.0 if fit.tokens_are_samples else controller.measure.tokens
         labels = batch_tokens.find_labels(batch)
         if labels is None:
             return 0.0
-        if self._shifted is None:
-            self._shifted = batch_tokens.shifts_labels_inside(pl_module, batch)
-        return batch_tokens.loss_bearing(labels, shifted=self._shifted).sum()
+        if fit.shifts_labels is None:
+            fit.shifts_labels = batch_tokens.shifts_labels_inside(pl_module, batch)
+        return batch_tokens.loss_bearing(labels, shifted=fit.shifts_labels).sum()
 
     def on_before_zero_grad(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer) -> None:
         """A window opens."""
-        self._window = NoiseWindow(trainer.global_step)
+        assert self._fit is not None
+        self._fit.window = NoiseWindow(trainer.global_step)
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Records the micro-batch; in the first one of a window its gradients will be read."""
-        window = self._window
-        if window is None or self._samples == 0:
+        fit = self._fit
+        assert fit is not None
+        window = fit.window
+        if window is None or fit.samples == 0:
             return
-        window.is_countable &= self._samples is not None
-        if not window.micro_batches and window.small_square is None and self._is_available(trainer):
+        window.is_countable &= fit.samples is not None
+        if not window.micro_batches and window.small_square is None and _is_available(fit):
             stepped = _stepped(trainer)
-            is_own_afterwards = self._sharded or _accumulates_locally(trainer)
-            self._norms_in_backward = not is_own_afterwards or any(p.grad is not None for p in stepped)
-            if self._norms_in_backward:
-                self._handles = [p.register_hook(window.add_norm) for p in stepped if p.requires_grad]
-        window.add(self._samples or 1, self._tokens, _weight(trainer))
+            is_own_afterwards = fit.is_sharded or _accumulates_locally(trainer)
+            fit.norms_in_backward = not is_own_afterwards or any(p.grad is not None for p in stepped)
+            if fit.norms_in_backward:
+                fit.handles = [p.register_hook(window.add_norm) for p in stepped if p.requires_grad]
+        window.add(fit.samples or 1, fit.tokens, _weight(trainer))
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the small norm."""
-        self._disarm()
-        window = self._window
-        if window is None or window.micro_batches != 1 or window.small_square is not None:
-            return
-        if not self._is_available(trainer):
+        fit = self._fit
+        assert fit is not None
+        fit.disarm()
+        window = fit.window
+        if window is None or window.micro_batches != 1 or window.small_square is not None or not _is_available(fit):
             return
         seen = [parameter for parameter in _stepped(trainer) if parameter.grad is not None]
-        if self._sharded and not seen:
-            self._report(
+        if fit.is_sharded and not seen:
+            _report(
+                fit,
                 "sharded gradients are reduced at the end of a window only, so there is no gradient of the first"
-                " micro-batch alone. Use AccumulationScheduler(..., sync='micro_batch')."
+                " micro-batch alone. Use AccumulationScheduler(..., sync='micro_batch').",
             )
-        if self._norms_in_backward:
+        if fit.norms_in_backward:
             square = window.take_norms()
         else:
-            ranks = gradient_replication(trainer) if self._sharded else GradientReplication(None, 1, 1)
+            ranks = gradient_replication(trainer) if fit.is_sharded else GradientReplication(None, 1, 1)
             square = square_share(seen, ranks) if seen else None
         if square is None:
             return
         # The loss was divided by the planned length of the window and multiplied by the loss scale.
         window.small_square = square * float(trainer.accumulate_grad_batches) ** 2 / _square_scale(trainer, square)
-        if not self._sharded:
+        if not fit.is_sharded:
             window.small_square = window.small_square / on_device_of(square, window.first_weight).square()
-
-    def _disarm(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _is_available(self, trainer: "pl.Trainer") -> bool:
-        """Whether this window can have a small gradient; says once why not."""
-        reason = ""
-        if isinstance(trainer.strategy, FSDPStrategy):
-            reason = (
-                "FSDP1 does not expose gradients of single micro-batches. Use ModelParallelStrategy (FSDP2) or DDP."
-            )
-        elif int(trainer.accumulate_grad_batches) == 1 and (self._sharded or trainer.world_size == 1):
-            where = "are sharded" if self._sharded else "come from one process"
-            reason = (
-                f"a step is one micro-batch and its gradients {where}, so there are no two batch sizes to compare. Use"
-                " two or more micro-batches per step: AccumulationScheduler({0: 2}) or"
-                " Trainer(accumulate_grad_batches=2), with smaller batches. The estimate starts with the"
-                " first longer window."
-            )
-        if reason:
-            self._report(reason)
-        return not reason
-
-    def _report(self, reason: str) -> None:
-        if not self._told:
-            self._told = True
-            rank_zero_warn(f"GradientNoiseScale has no estimate for now: {reason}")
 
     # -- the end of a window -------------------------------------------------------------------------------------------
 
@@ -291,8 +280,9 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
         """With a stock precision plugin: takes the large norm here."""
-        window = self._window
-        if self._ours or window is None or window.small_square is None:
+        assert self._fit is not None
+        window = self._fit.window
+        if self._fit.reports_norms or window is None or window.small_square is None:
             return
         square = square_share(gradient_ops.parameters_with_gradient(optimizer), gradient_replication(trainer))
         # Lightning has unscaled gradients here, unless the optimizer does it in its own kernel.
@@ -301,23 +291,26 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """With our precision plugins: the large norm comes from the outcome. A skipped step has no norm."""
-        if self._ours:
+        """With our precision plugins: the large norm comes from the outcome. A skipped step has none."""
+        fit = self._fit
+        if fit is not None and fit.reports_norms:
             known = outcome.stepped and outcome.grad_norm is not None
-            self._big_squares[outcome.step_index] = (outcome.grad_norm or 0.0) ** 2 if known else torch.nan
+            fit.big_squares[outcome.step_index] = (outcome.grad_norm or 0.0) ** 2 if known else torch.nan
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Closes a window whose step was taken, and reads earlier ones."""
-        window = self._window
+        """Closes a window whose step was made, and reads those before."""
+        fit = self._fit
+        assert fit is not None
+        window = fit.window
         if window is None or trainer.global_step <= window.step_index:
             return
-        self._window = None
-        self._read()
+        fit.window = None
+        self._read(fit)
         if window.small_square is not None:
-            self._close(trainer, window)
-        self._big_squares = {index: big for index, big in self._big_squares.items() if index >= window.step_index}
+            fit.closed[window.step_index] = _closed(fit, window)
+        fit.big_squares = {index: big for index, big in fit.big_squares.items() if index >= window.step_index}
 
     def _metrics(self) -> dict[str, float]:
         estimate = self.estimate
@@ -326,31 +319,18 @@ class GradientNoiseScale(SettingsRepr, Callback):
         tokens = {"mp/noise_scale_tokens": estimate.tokens} if estimate.tokens else {}
         return {"mp/noise_scale": estimate.samples, **tokens}
 
-    def _close(self, trainer: "pl.Trainer", window: NoiseWindow) -> None:
-        controller = AccumulationController.of(trainer)
-        weight_by = controller.weight_by if controller is not None else None
-        sampler: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
-        self._closed[window.step_index] = ClosedNoiseWindow(
-            HostCopy(gradient_ops.sum_over_ranks_(window.numbers(trainer.strategy.root_device))),
-            # Lightning divides by the planned length also where a window is shorter; the controller puts that right.
-            big_factor=1.0 if weight_by else (int(trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
-            alike=weight_by in (None, "batch"),
-            sharded=self._sharded,
-            data_ranks=sampler.get("num_replicas", 1) if window.carried is None else None,
-        )
-
-    def _read(self) -> None:
+    def _read(self, fit: _Fit) -> None:
         """Adds the windows whose numbers are all there."""
-        for step_index in [index for index in self._closed if not self._ours or index in self._big_squares]:
-            numbers = self._closed.pop(step_index).read(self._big_squares.pop(step_index, None))
+        for step_index in [index for index in fit.closed if not fit.reports_norms or index in fit.big_squares]:
+            numbers = fit.closed.pop(step_index).read(fit.big_squares.pop(step_index, None))
             if numbers is not None:
                 *inputs, tokens_per_sample = numbers
                 self.average.add(*inputs, tokens_per_sample=tokens_per_sample)
 
     def _flush_pending(self) -> None:
-        if self._trainer is not None:
-            RunState.of(self._trainer).flush()
-            self._read()
+        if self._fit is not None:
+            RunState.of(self._fit.trainer).flush()
+            self._read(self._fit)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -358,7 +338,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Saves what an open window has measured, if its gradient is saved as well."""
-        controller, window = AccumulationController.of(trainer), self._window
+        controller, window = AccumulationController.of(trainer), self._fit.window if self._fit is not None else None
         if controller is None or window is None or window.small_square is None:
             return
         if controller.is_open and controller.settings.saves_partial_gradients:
@@ -376,8 +356,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues inside a window that was saved open."""
         carried, self._carried = self._carried, None
-        if carried is not None:
-            self._window = NoiseWindow.resumed(
+        if carried is not None and self._fit is not None:
+            self._fit.window = NoiseWindow.resumed(
                 trainer.global_step, carried, pl_module.device, is_global_zero=trainer.is_global_zero
             )
 
@@ -389,6 +369,43 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from saved averages."""
         self.average.load_state_dict(state_dict)
+
+
+def _is_available(fit: _Fit) -> bool:
+    """Whether this window can have a small gradient; says once why not."""
+    trainer, reason = fit.trainer, ""
+    if isinstance(trainer.strategy, FSDPStrategy):
+        reason = "FSDP1 does not expose gradients of single micro-batches. Use ModelParallelStrategy (FSDP2) or DDP."
+    elif int(trainer.accumulate_grad_batches) == 1 and (fit.is_sharded or trainer.world_size == 1):
+        where = "are sharded" if fit.is_sharded else "come from one process"
+        reason = (
+            f"a step is one micro-batch and its gradients {where}, so there are no two batch sizes to compare. Use two"
+            " or more micro-batches per step: AccumulationScheduler({0: 2}) or Trainer(accumulate_grad_batches=2), with"
+            " smaller batches. Longer windows are used as they come."
+        )
+    if reason:
+        _report(fit, reason)
+    return not reason
+
+
+def _report(fit: _Fit, reason: str) -> None:
+    if not fit.has_reported:
+        fit.has_reported = True
+        rank_zero_warn(f"GradientNoiseScale has no estimate for now: {reason}")
+
+
+def _closed(fit: _Fit, window: NoiseWindow) -> ClosedNoiseWindow:
+    controller = AccumulationController.of(fit.trainer)
+    weight_by = controller.weight_by if controller is not None else None
+    sampler: dict[str, int] = getattr(fit.trainer.strategy, "distributed_sampler_kwargs", {})
+    return ClosedNoiseWindow(
+        HostCopy(gradient_ops.sum_over_ranks_(window.numbers(fit.trainer.strategy.root_device))),
+        # Lightning divides by the planned length also where a window is shorter; the controller puts that right.
+        big_factor=1.0 if weight_by else (int(fit.trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
+        alike=weight_by in (None, "batch"),
+        sharded=fit.is_sharded,
+        data_ranks=sampler.get("num_replicas", 1) if window.carried is None else None,
+    )
 
 
 def _stepped(trainer: "pl.Trainer") -> list[Tensor]:
