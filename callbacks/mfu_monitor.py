@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -31,6 +32,26 @@ from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.count_unit import CountUnit, counted_unit, samples_of
 from lightning_mp.tokens.counter import TokenCounterDeltas
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
+
+
+@dataclass
+class _Fit:
+    """What is under way in one fit; what was measured is the monitor's."""
+
+    trainer: "pl.Trainer"
+    uncounted_batches: int  # that come before the one whose operations are counted
+    tally: FlopTally | None = None  # while they are
+    is_settled: bool = False  # it is known what a token costs
+    is_count_checked: bool = False
+    is_warm: bool = False  # the first optimizer step is over
+    changes: TokenCounterDeltas | None = None  # from the start of training on
+    validation_began: float | None = None
+
+    def stop_counting(self) -> None:
+        """Leaves the mode that counts operations."""
+        tally, self.tally = self.tally, None
+        if tally is not None:
+            tally.__exit__(None, None, None)
 
 
 class MFUMonitor(SettingsRepr, Callback):
@@ -129,17 +150,10 @@ class MFUMonitor(SettingsRepr, Callback):
         self._window = window
         self.count = count if count is not None or unit != "sample" else samples_of
         self._counted: Literal["token", "sample"] = "sample" if unit == "sample" else "token"
-        self._is_count_checked = False
         self.throughput = Throughput(window)
         self.flop_count: FlopCount | None = None
         self._clock: Callable[[], float] = time.monotonic
-        self._trainer: pl.Trainer | None = None
-        self._tally: FlopTally | None = None
-        self._is_settled = self._is_on_cpu = False
-        self._is_running = self._is_warm = False
-        self._warn_once = 0
-        self._changes: TokenCounterDeltas | None = None
-        self._validation_began: float | None = None
+        self._fit: _Fit | None = None
 
     @property
     def total(self) -> Rates:
@@ -161,12 +175,11 @@ class MFUMonitor(SettingsRepr, Callback):
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses modules that cannot be counted."""
-        Patches.of(trainer).at_end(self._stop)
-        self._is_settled = self._is_warm = self._is_count_checked = False
+        """Refuses what cannot be counted."""
+        Patches.of(trainer).at_end(self._end)
         self._refuse_compiled(pl_module)
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
-        self._warn_once = 1 if is_pipelined(trainer) else 0
+        self._fit = _Fit(trainer, uncounted_batches=1 if is_pipelined(trainer) else 0)
         self.flop_count = None
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
@@ -198,23 +211,21 @@ class MFUMonitor(SettingsRepr, Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues from the counter as it was loaded; the clock starts after the first optimizer step."""
-        self._trainer = trainer
-        self._is_on_cpu = trainer.strategy.root_device.type == "cpu"
-        self._changes = TokenCounterDeltas(self._controller.counter)
-        self._is_running = True
+        assert self._fit is not None
+        self._fit.changes = TokenCounterDeltas(self._controller.counter)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the last reading and prints the rates of the run."""
         self._flush_and_read()
-        self._stop()
+        self._end()
         if self.total.tokens_per_second is not None:
             rank_zero_info(f"MFUMonitor, whole run: {self.total.summary(self._counted)}.")
 
-    def _stop(self) -> None:
-        self._stop_counting()
-        self.throughput.stop_clock()
-        self._is_running = False
-        self._validation_began = self._trainer = None
+    def _end(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.stop_counting()
+            self.throughput.stop_clock()
 
     # -- operations per token ------------------------------------------------------------------------------------------
 
@@ -222,29 +233,25 @@ class MFUMonitor(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Begins to count in the first micro-batch."""
-        if not self._is_count_checked:
+        fit = self._fit
+        assert fit is not None
+        if not fit.is_count_checked:
             assert self._controller.weighting is not None
             measure = self._controller.measure
             self._count_in(self._controller.weighting, measure.input_tokens if measure is not None else 0, batch)
-            self._is_count_checked = measure is not None
-        if self._warn_once == 0 and not self._is_settled and not _is_compiled(pl_module):
-            self._stop_counting()  # of a micro-batch that was declined
-            self._tally = FlopTally().__enter__()
+            fit.is_count_checked = measure is not None
+        if fit.uncounted_batches == 0 and not fit.is_settled and not _is_compiled(pl_module):
+            fit.stop_counting()  # of a micro-batch that was declined
+            fit.tally = FlopTally().__enter__()
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """The first micro-batch is counted."""
-        if self._tally is not None:
-            self.flop_count = self._tally.count
-            self._stop_counting()
-
-    def _stop_counting(self) -> None:
-        tally, self._tally = self._tally, None
-        if tally is not None:
-            tally.__exit__(None, None, None)
+        if self._fit is not None and self._fit.tally is not None:
+            self.flop_count = self._fit.tally.count
+            self._fit.stop_counting()
 
     def _determine_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """What a token costs, over all ranks, and what the devices could do; once per fit, with one wait."""
-        self._is_settled = True
         measure = self._controller.measure
         assert measure is not None
         model, again, counted_model = None, None, None
@@ -306,22 +313,21 @@ class MFUMonitor(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Reads the clock when the totals of an optimizer step are there."""
-        if not self._is_settled:
-            self._end_counting(trainer, pl_module, batch)
+        fit = self._fit
+        assert fit is not None
+        if not fit.is_settled:
+            was_trained_on = fit.tally is None  # without a loss there is no backward
+            fit.stop_counting()
+            if was_trained_on and fit.uncounted_batches == 0:
+                fit.is_settled = True
+                self._determine_work(trainer, pl_module, batch)
+            fit.uncounted_batches = max(0, fit.uncounted_batches - 1)
         if self._controller.is_open:
             return
-        if self._is_on_cpu:
+        if pl_module.device.type == "cpu":
             self._controller.counter.flush_pending()  # nothing to wait for
-        if self._changes is not None and self._changes.any:
-            self._read(self._clock())
-
-    def _end_counting(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
-        """The first micro-batch that was trained on is over."""
-        was_trained_on = self._tally is None  # without a loss there is no backward
-        self._stop_counting()
-        if was_trained_on and self._warn_once == 0:
-            self._determine_work(trainer, pl_module, batch)
-        self._warn_once = max(0, self._warn_once - 1)
+        if fit.changes is not None and fit.changes.any:
+            self._read(fit, fit.changes)
 
     def _metrics(self) -> dict[str, float]:
         return {f"mp/{name}": value for name, value in self.window.by_name(self._counted).items() if value is not None}
@@ -330,39 +336,39 @@ class MFUMonitor(SettingsRepr, Callback):
         return {} if self.window.mfu is None else {"mp/mfu": self.window.mfu}
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Waits for the device and stops the clock."""
-        if self._is_running:
+        """Stops the clock when the device has caught up."""
+        if self._fit is not None and self._fit.changes is not None:
             self._flush_and_read()
-            self._validation_began = self._clock()
+            self._fit.validation_began = self._clock()
             self.throughput.stop_clock()
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the clock again."""
-        began, self._validation_began = self._validation_began, None
-        if began is not None:
+        fit = self._fit
+        if fit is not None and fit.validation_began is not None:
             now = self._clock()
-            self.throughput.validated(now - began)
-            if self._is_warm:
+            self.throughput.validated(now - fit.validation_began)
+            fit.validation_began = None
+            if fit.is_warm:
                 self.throughput.start_clock(now)
 
     def _flush_and_read(self) -> None:
-        if self._is_running:
-            if self._trainer is not None:
-                RunState.of(self._trainer).flush()
+        fit = self._fit
+        if fit is not None and fit.changes is not None:
+            RunState.of(fit.trainer).flush()
             self._controller.counter.flush_pending()
-            self._read(self._clock())
+            self._read(fit, fit.changes)
 
-    def _read(self, now: float) -> None:
-        assert self._changes is not None
-        change = self._changes.take()
+    def _read(self, fit: _Fit, changes: TokenCounterDeltas) -> None:
+        now, change = self._clock(), changes.take()
         self.throughput.read(
             now,
             input_tokens=change.input_tokens,
             nonpad_tokens=change.nonpad_tokens,
             useful_tokens=change.useful_tokens,
         )
-        if not self._is_warm and change.windows:
-            self._is_warm = True
+        if not fit.is_warm and change.windows:
+            fit.is_warm = True
             self.throughput.start_clock(now)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

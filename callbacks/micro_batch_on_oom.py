@@ -1,6 +1,7 @@
 """Micro-batches that are halved when memory runs out, with the same gradient."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,11 +97,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         self.split = function_or_none(split, "split", "MicroBatchOnOOM", "from a batch and a size to a list of batches")
         self.min_size = _positive_integer(min_size)
         self.size: int | None = None
-        self._step: MicrobatchedStep | None = None
-        self._logs: MicrobatchLogs | None = None
-        self._weighting: Weighting | None = None
-        self._pending_size: HostCopy | None = None
-        self._is_running = False
+        self._fit: _Fit | None = None
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
@@ -115,37 +112,23 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         _refuse_module(trainer, pl_module)
         _warn_about_mixing_layers(pl_module)
         original = pl_module.training_step
-        self._step = MicrobatchedStep(trainer, pl_module, original)
-        self._weighting = self._pending_size = None
+        self._fit = fit = _Fit(MicrobatchedStep(trainer, pl_module, original), MicrobatchLogs(pl_module))
 
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             # Others call it too: validation steps, and replays of a step.
-            if self._is_running or not trainer.training or not torch.is_grad_enabled():
+            if fit.logs.keeps or not trainer.training or not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            return self._run(pl_module, *args, **kwargs)
+            return self._run(fit, pl_module, *args, **kwargs)
 
-        self._logs = MicrobatchLogs(pl_module)
         patches = Patches.of(trainer)
         patches.replace(pl_module, "training_step", training_step)
-        patches.at_end(self._release)
+        patches.at_end(self._end)
         if trainer.world_size > 1:
-            self._guard_all_gather(patches, pl_module)
+            _guard_all_gather(patches, pl_module, fit.logs)
 
-    def _guard_all_gather(self, patches: Patches, pl_module: "pl.LightningModule") -> None:
-        def all_gather(*args: Any, **kwargs: Any) -> Any:
-            if self._is_running:
-                raise MisconfigurationException(
-                    "The training step called self.all_gather. MicroBatchOnOOM cannot repeat it on one rank alone: the"
-                    " others would not take part, and wait forever. Gather outside of the training step, or remove the"
-                    " callback."
-                )
-            return method.original(*args, **kwargs)
-
-        method = patches.replace(pl_module, "all_gather", all_gather)
-
-    def _release(self) -> None:
-        self._step = self._logs = self._weighting = self._pending_size = None
+    def _end(self) -> None:
+        self._fit = None
 
     def state_dict(self) -> dict[str, Any]:
         """The size that fits."""
@@ -162,12 +145,13 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """With the first batch: determines how microbatches are weighted, and whether batches can be split at all."""
-        if self._weighting is not None:
+        """With the first batch: finds out how microbatches are weighed, and whether batches can be split at all."""
+        assert self._fit is not None
+        if self._fit.weighting is not None:
             return
         if self.split is None:
             num_samples(batch)
-        self._weighting = weighting_of(
+        self._fit.weighting = weighting_of(
             trainer,
             batch,
             lambda: bool(trainer.strategy.broadcast(batch_tokens.shifts_labels_inside(pl_module, batch))),
@@ -181,46 +165,46 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         if trainer.world_size == 1 or not is_step:
             return
         self._take_over_size()
+        assert self._fit is not None
         device = pl_module.device
         size = float("inf") if self.size is None else float(self.size)
         smallest = torch.full((1,), size, device=device, dtype=gradient_ops.accumulation_dtype(device))
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-        self._pending_size = HostCopy(smallest)
+        self._fit.pending_size = HostCopy(smallest)
 
     def _take_over_size(self) -> None:
-        pending, self._pending_size = self._pending_size, None
-        if pending is None:
+        if self._fit is None or self._fit.pending_size is None:
             return
-        [smallest] = pending.read()
+        [smallest] = self._fit.pending_size.read()
+        self._fit.pending_size = None
         if smallest != float("inf") and (self.size is None or smallest < self.size):
             self.size = int(smallest)
             rank_zero_info(
                 f"MicroBatchOnOOM: out of memory on another rank; from now on at most {self.size} samples at a time."
             )
 
-    def _run(self, pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._logs is not None
-        self._is_running = self._logs.keeps = True
+    def _run(self, fit: "_Fit", pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any) -> Any:
+        fit.logs.keeps = True
         try:
-            output, shares = self._attempt_until_it_fits(self._logs, pl_module, batch, *args, **kwargs)
+            output, shares = self._attempt_until_it_fits(fit, pl_module, batch, *args, **kwargs)
         finally:
-            self._is_running = self._logs.keeps = False
-        self._logs.flush(shares)
+            fit.logs.keeps = False
+        fit.logs.flush(shares)
         return output
 
     def _attempt_until_it_fits(
-        self, logs: MicrobatchLogs, pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any
+        self, fit: "_Fit", pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, list[float]]:
-        assert self._step is not None
         restore_module = keep_module(pl_module)
         random_state = RandomState.capture(pl_module.device)
         sizes_tried: list[int] = []
         while True:
-            logs.clear()
+            fit.logs.clear()
             microbatches = self._split(batch, self.size)
-            shares = self._shares(microbatches)
+            assert fit.weighting is not None
+            shares = [1.0] if len(microbatches) == 1 else microbatch_shares(microbatches, fit.weighting)
             try:
-                return self._step.run(microbatches, shares, logs, *args, **kwargs), shares
+                return fit.step.run(microbatches, shares, fit.logs, *args, **kwargs), shares
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -234,10 +218,6 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         if size is None:
             return [Microbatch(batch, 0)]
         return split_batch(batch, size) if self.split is None else split_by(self.split, batch, size)
-
-    def _shares(self, microbatches: list[Microbatch]) -> list[float]:
-        assert self._weighting is not None
-        return [1.0] if len(microbatches) == 1 else microbatch_shares(microbatches, self._weighting)
 
     def _make_smaller(
         self, microbatches: list[Microbatch], batch: Any, sizes_tried: list[int], error: Exception
@@ -255,6 +235,29 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         rank_zero_info(
             f"MicroBatchOnOOM: out of memory with {samples} samples; from now on at most {smaller} at a time."
         )
+
+
+@dataclass
+class _Fit:
+    """What one fit needs."""
+
+    step: MicrobatchedStep
+    logs: MicrobatchLogs  # keeps values while a training step runs
+    weighting: Weighting | None = None  # of microbatches; from the first batch on
+    pending_size: HostCopy | None = None  # the smallest of all ranks, on its way
+
+
+def _guard_all_gather(patches: Patches, pl_module: "pl.LightningModule", logs: MicrobatchLogs) -> None:
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
+        if logs.keeps:
+            raise MisconfigurationException(
+                "The training step called self.all_gather. MicroBatchOnOOM cannot repeat it on one rank alone: the"
+                " others would not take part, and wait forever. Gather outside of the training step, or remove the"
+                " callback."
+            )
+        return method.original(*args, **kwargs)
+
+    method = patches.replace(pl_module, "all_gather", all_gather)
 
 
 def _positive_integer(value: Any) -> int:

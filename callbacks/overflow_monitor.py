@@ -1,6 +1,7 @@
 """Loss scale and skipped steps: logged, counted, and the end of the run when there are too many."""
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -90,13 +91,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         self.loss_scale: float | None = None
         self.grad_norm: float | None = None
         self.stop_reason: str | None = None
-        self._stop_now = False
-        self._most_skips: int | None = None
-        self._before = (0, 0)
-        self._has_scale = False
-        self._observer: StockPluginObserver | None = None
-        self._limit: RealStepLimit | None = None
-        self._trainer: pl.Trainer | None = None
+        self._fit: _Fit | None = None
 
     @property
     def overflow_rate(self) -> float:
@@ -123,39 +118,44 @@ class OverflowMonitor(SettingsRepr, Callback):
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Watches the steps of a stock precision plugin; those of this package report outcomes themselves."""
-        self._trainer = trainer
         patches = Patches.of(trainer)
-        patches.at_end(self._forget_run)
-        self.stop_reason, self._stop_now = None, False
+        patches.at_end(self._end)
+        self.stop_reason = None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._has_scale = scaler is not None and scaler.is_enabled()
-        self._most_skips = _unhealthy_streak(scaler) if self.stop_after_skips == "auto" else self.stop_after_skips
+        self._fit = fit = _Fit(
+            trainer,
+            has_scale=scaler is not None and scaler.is_enabled(),
+            most_skips=_unhealthy_streak(scaler) if self.stop_after_skips == "auto" else self.stop_after_skips,
+        )
         if StepOutcomeDispatcher.of(trainer) is None:
-            self._observer = StockPluginObserver(trainer, pl_module, guard=self.guard).attach()
+            fit.observer = StockPluginObserver(trainer, pl_module, guard=self.guard).attach()
         if self.count_real_steps:
-            self._limit = RealStepLimit(trainer)
-            patches.at_end(self._limit.detach)
+            fit.limit = RealStepLimit(trainer)
+            patches.at_end(fit.limit.detach)
         self._pass_on_skips()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Continues from the totals of a checkpoint."""
-        self._before = self.attempted_steps, self.skipped_steps
+        """Takes over the totals of a checkpoint."""
+        assert self._fit is not None
+        self._fit.attempted_before, self._fit.skipped_before = self.attempted_steps, self.skipped_steps
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last outcome, so that the totals are final; warns if too many steps were skipped."""
+        fit = self._fit
+        assert fit is not None
         self._flush_pending()
-        attempts, skips = self.attempted_steps - self._before[0], self.skipped_steps - self._before[1]
+        attempts, skips = self.attempted_steps - fit.attempted_before, self.skipped_steps - fit.skipped_before
         many = max(_FEWEST_SKIPS, attempts / 10, min(_SKIPS_OF_A_FALLING_SCALE, attempts / 2))
         if self.stop_reason is None and skips > many:
             rank_zero_warn(
                 f"OverflowMonitor: {skips:,} of {attempts:,} optimizer steps were skipped because gradients were not"
-                f" finite; the weights were trained by the other {attempts - skips:,} alone.{self._advice()}",
+                f" finite; the weights were trained by the other {attempts - skips:,} alone.{self._advice(fit)}",
                 category=RuntimeWarning,
             )
 
-    def _advice(self) -> str:
+    def _advice(self, fit: "_Fit") -> str:
         """What to do about skips."""
-        if not self._has_scale:
+        if not fit.has_scale:
             return (
                 " Without a loss scale, the cause is the loss or the weights: lower the learning rate, clip gradients,"
                 " and look for bad batches and log or division of 0."
@@ -166,8 +166,8 @@ class OverflowMonitor(SettingsRepr, Callback):
             " apart."
         )
 
-    def _forget_run(self) -> None:
-        self._observer = self._limit = self._trainer = None
+    def _end(self) -> None:
+        self._fit = None
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -183,16 +183,19 @@ class OverflowMonitor(SettingsRepr, Callback):
             return
         self.skipped_steps += 1
         self.skip_streak += 1
-        if self._limit is not None:
-            self._limit.allow_for(self.skipped_steps)
-        if self._most_skips is not None and self.skip_streak >= self._most_skips:
-            self._stop_now = True
-            self.stop_reason = self._reason(outcome)
+        fit = self._fit
+        if fit is None:
+            return
+        if fit.limit is not None:
+            fit.limit.allow_for(self.skipped_steps)
+        if fit.most_skips is not None and self.skip_streak >= fit.most_skips:
+            fit.must_stop = True
+            self.stop_reason = self._reason(fit, outcome)
 
-    def _reason(self, outcome: StepOutcome) -> str:
+    def _reason(self, fit: "_Fit", outcome: StepOutcome) -> str:
         names = outcome.nonfinite_parameters()
         where = f" Non-finite gradients, last layer first: {listed(names)}." if names else ""
-        scale = f", at loss scale {outcome.loss_scale:g}" if self._has_scale else ""
+        scale = f", at loss scale {outcome.loss_scale:g}" if fit.has_scale else ""
         return (
             f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}{scale}.{where}"
         )
@@ -201,15 +204,17 @@ class OverflowMonitor(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends the run after too many skipped steps."""
-        if self._limit is not None and self._limit.is_reached():
+        fit = self._fit
+        assert fit is not None
+        if fit.limit is not None and fit.limit.is_reached():
             self._flush_pending()
-        if self._stop_now:
-            self._stop(trainer)
+        if fit.must_stop:
+            self._stop(fit)
 
     def _metrics(self) -> dict[str, float]:
-        if not self.attempted_steps:
+        if not self.attempted_steps or self._fit is None:
             return {}
-        known = {"mp/loss_scale": self.loss_scale if self._has_scale else None, "mp/grad_norm": self.grad_norm}
+        known = {"mp/loss_scale": self.loss_scale if self._fit.has_scale else None, "mp/grad_norm": self.grad_norm}
         return {
             "mp/skipped_steps": self.skipped_steps,
             "mp/skip_streak": self.skip_streak,
@@ -219,10 +224,11 @@ class OverflowMonitor(SettingsRepr, Callback):
 
     def _on_bar(self) -> dict[str, float]:
         shown = {"mp/skipped_steps": float(self.skipped_steps)} if self.skipped_steps else {}
-        return shown | ({"mp/loss_scale": self.loss_scale} if self._has_scale and self.loss_scale is not None else {})
+        has_scale = self._fit is not None and self._fit.has_scale
+        return shown | ({"mp/loss_scale": self.loss_scale} if has_scale and self.loss_scale is not None else {})
 
-    def _stop(self, trainer: "pl.Trainer") -> None:
-        self._stop_now = False
+    def _stop(self, fit: "_Fit") -> None:
+        trainer, fit.must_stop = fit.trainer, False
         # The run that resumes from this checkpoint has its own N skips to go.
         self.skip_streak = 0
         path = report_folder(trainer) / f"stopped_after_skips-step-{trainer.global_step}.ckpt"
@@ -230,13 +236,13 @@ class OverflowMonitor(SettingsRepr, Callback):
         trainer.should_stop = True
         rank_zero_warn(
             f"OverflowMonitor(stop_after_skips={self.stop_after_skips!r}) ends the run: {self.stop_reason} Saved"
-            f" {path}.{self._advice()}",
+            f" {path}.{self._advice(fit)}",
             category=RuntimeWarning,
         )
 
     def _flush_pending(self) -> None:
-        if self._trainer is not None:
-            RunState.of(self._trainer).flush()
+        if self._fit is not None:
+            RunState.of(self._fit.trainer).flush()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -260,10 +266,10 @@ class OverflowMonitor(SettingsRepr, Callback):
         self._pass_on_skips()
 
     def _pass_on_skips(self) -> None:
-        if self._limit is not None:
-            self._limit.allow_for(self.skipped_steps)
-        if self._observer is not None:
-            self._observer.skipped_before(self.skipped_steps)
+        if self._fit is not None and self._fit.limit is not None:
+            self._fit.limit.allow_for(self.skipped_steps)
+        if self._fit is not None and self._fit.observer is not None:
+            self._fit.observer.skipped_before(self.skipped_steps)
 
 
 def _unhealthy_streak(scaler: object) -> int:
@@ -313,6 +319,20 @@ class RealStepLimit:
     def detach(self) -> None:
         """Gives the Trainer the number that the user requested."""
         private_loop_api.set_max_steps(self._trainer, self._asked_max_steps)
+
+
+@dataclass
+class _Fit:
+    """What one fit needs; the totals are the monitor's."""
+
+    trainer: "pl.Trainer"
+    has_scale: bool
+    most_skips: int | None  # in a row, until the run is ended
+    observer: StockPluginObserver | None = None  # of a stock precision plugin
+    limit: RealStepLimit | None = None
+    attempted_before: int = 0  # steps of the runs that it resumes
+    skipped_before: int = 0
+    must_stop: bool = False
 
 
 #: From LossScaler's largest to its smallest scale, by half on each skip.

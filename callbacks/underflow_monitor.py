@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,24 @@ class _Pending:
     names: dict[str, list[str]]
     numbers: HostCopy
     kept_in_fp32: tuple[str, ...]
+
+
+@dataclass
+class _Fit:
+    """What is under way in one fit; what was seen is kept by the monitor."""
+
+    pending: _Pending | None = None
+    hooks: ActivationWatch | None = None  # on the modules, during a micro-batch of an observed step
+    activations: dict[str, ExponentTable] = field(default_factory=dict)  # by kind
+    activations_step: int | None = None  # the step that they are of
+    backwards: BackwardWatch | None = None  # of the micro-batches of an observed step
+    scale_now: Tensor | None = None
+
+    def detach(self) -> None:
+        """Takes the hooks off the modules."""
+        hooks, self.hooks = self.hooks, None
+        if hooks is not None:
+            hooks.detach()
 
 
 class UnderflowMonitor(SettingsRepr, Callback):
@@ -136,21 +154,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._latest: UnderflowObservation | None = None
         self._history: deque[dict[str, UnderflowSummary]] = deque(maxlen=HISTORY_OBSERVATIONS)
         self._logged: dict[str, float] = {}
-        self._hooks: ActivationWatch | None = None
-        self._backwards: BackwardWatch | None = None
         self._warn_once = WarnOnce("UnderflowMonitor")
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drops what is under way; what was seen stays."""
-        self._detach()
-        self._pending: _Pending | None = None
-        self._activations: dict[str, ExponentTable] = {}
-        self._activations_step: int | None = None
-        if self._backwards is not None:
-            self._backwards.detach()
-            self._backwards = None
-        self._scale_now: Tensor | None = None
+        self._fit = _Fit()
 
     # -- what was seen -------------------------------------------------------------------------------------------------
 
@@ -209,7 +214,13 @@ class UnderflowMonitor(SettingsRepr, Callback):
             )
         if stage == "fit":
             CallbackMetrics.attach(trainer).add(lambda: self._logged)
-            Patches.of(trainer).at_end(self._forget)
+            Patches.of(trainer).at_end(self._end)
+
+    def _end(self) -> None:
+        fit, self._fit = self._fit, _Fit()
+        fit.detach()
+        if fit.backwards is not None:
+            fit.backwards.detach()
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
@@ -218,14 +229,14 @@ class UnderflowMonitor(SettingsRepr, Callback):
         kinds = [kind for kind in self.watch if kind != "gradients"]
         if not kinds or trainer.global_step % self.every_n_steps:
             return
-        if self._activations_step != trainer.global_step:
+        if self._fit.activations_step != trainer.global_step:
             names = list(leaf_modules(pl_module))
-            self._activations = {kind: ExponentTable(names, pl_module.device) for kind in kinds}
-            self._activations_step = trainer.global_step
-        self._hooks = ActivationWatch(
+            self._fit.activations = {kind: ExponentTable(names, pl_module.device) for kind in kinds}
+            self._fit.activations_step = trainer.global_step
+        self._fit.hooks = ActivationWatch(
             pl_module,
-            self._activations.get("activations"),
-            self._activations.get("activation_gradients"),
+            self._fit.activations.get("activations"),
+            self._fit.activations.get("activation_gradients"),
             lambda: self._factor(loss_scale_of(trainer), already_scaled=True),
             self._warn_once,
         ).attach()
@@ -233,19 +244,19 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Watches the backward of an observed step; from here on forwards are recomputations."""
         if self.needs_gradients(trainer.global_step):
-            self._backwards = (self._backwards or BackwardWatch(pl_module.device, self._warn_once)).attach(loss)
-        if self._hooks is not None:
-            self._hooks.in_backward = True
+            self._fit.backwards = (self._fit.backwards or BackwardWatch(pl_module.device, self._warn_once)).attach(loss)
+        if self._fit.hooks is not None:
+            self._fit.hooks.in_backward = True
             # The plugin may have changed it before the end of the batch.
-            self._scale_now = self._judged_scale(loss_scale_of(trainer), pl_module.device)
+            self._fit.scale_now = self._judged_scale(loss_scale_of(trainer), pl_module.device)
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation: the device, busy with this backward, finished it long ago."""
-        if self._hooks is not None:
-            self._hooks.in_backward = False
-        if self._backwards is not None:
-            self._backwards.detach()
-        if self._pending is not None and self._pending.step_index < trainer.global_step:
+        if self._fit.hooks is not None:
+            self._fit.hooks.in_backward = False
+        if self._fit.backwards is not None:
+            self._fit.backwards.detach()
+        if self._fit.pending is not None and self._fit.pending.step_index < trainer.global_step:
             self._flush_pending()
 
     def on_before_optimizer_step(
@@ -257,7 +268,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
             return
         loss_scale = loss_scale_of(trainer)
         factor = self._factor(loss_scale, already_scaled=gradients_are_scaled(trainer, optimizer))
-        watch, self._backwards = self._backwards, None
+        watch, self._fit.backwards = self._fit.backwards, None
         table = count_gradients(trainer, pl_module, optimizer, factor, watch)
         # Backward holds gradients times the loss scale, whoever unscales them later.
         held_factor = self._factor(loss_scale, already_scaled=True)
@@ -268,9 +279,9 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Removes the hooks from the modules."""
-        self._detach()
-        begun, scale = self._activations_step, self._scale_now
+        """Takes the hooks off the modules."""
+        self._fit.detach()
+        begun, scale = self._fit.activations_step, self._fit.scale_now
         if begun is not None and scale is not None and trainer.global_step > begun:
             self._send(trainer, {}, scale)  # no gradients were requested, so no hook before the step has
 
@@ -302,19 +313,19 @@ class UnderflowMonitor(SettingsRepr, Callback):
     ) -> None:
         """Starts the one transfer of an observation."""
         self._flush_pending()
-        self._detach()
-        if self._activations_step is not None:
-            tables = tables | self._activations
-            step_index, self._activations_step, self._activations = self._activations_step, None, {}
+        self._fit.detach()
+        if self._fit.activations_step is not None:
+            tables = tables | self._fit.activations
+            step_index, self._fit.activations_step, self._fit.activations = self._fit.activations_step, None, {}
         else:
             step_index = trainer.global_step
         names = {kind: table.names for kind, table in tables.items()}
         numbers = HostCopy(pack_observation(scale, largest, tables.values()))
-        self._pending = _Pending(trainer, step_index, names, numbers, kept_in_fp32)
+        self._fit.pending = _Pending(trainer, step_index, names, numbers, kept_in_fp32)
 
     def _flush_pending(self) -> None:
         """Reads the observation that is on its way, if there is one."""
-        pending, self._pending = self._pending, None
+        pending, self._fit.pending = self._fit.pending, None
         if pending is None:
             return
         self._latest = UnderflowObservation.unpack(
@@ -334,11 +345,6 @@ class UnderflowMonitor(SettingsRepr, Callback):
         recent = list(self._history)[-SUGGESTION_OBSERVATIONS:]
         scales = [summary.suggested_scale for summaries in recent for summary in summaries.values()]
         return min((scale for scale in scales if scale is not None), default=None)
-
-    def _detach(self) -> None:
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.detach()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -330,7 +330,7 @@ def test_after_an_exception_nothing_counts_and_nothing_is_in_the_way() -> None:
     with pytest.raises(RuntimeError, match="planted"):
         fit(Breaks(clock, [1.0]), batches([1]), made)
     torch.ones(2, 2) @ torch.ones(2, 2)
-    assert made._tally is None
+    assert made._fit is None
 
 
 def test_time_between_a_fit_that_failed_and_the_next_is_not_counted() -> None:
