@@ -23,6 +23,7 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_loop_api import set_metric_state
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.core.rank_rng import RankRNG
+from lightning_mp.core.ranks import world_size
 from lightning_mp.core.saved_state import POSITIVE_COUNT, Kind, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
@@ -349,10 +350,9 @@ def _of_positions(states: list[Any]) -> list[Any]:
 
 def _gathered(own: dict[str, Any]) -> list[Any]:
     """The states of all ranks, on rank 0; elsewhere this rank's alone."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size() == 1:
         return [own]
-    is_first = dist.get_rank() == 0
-    ranks: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    ranks: list[Any] | None = [None] * world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, ranks)
     return ranks if ranks is not None else [own]
 

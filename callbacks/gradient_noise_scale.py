@@ -35,6 +35,7 @@ from lightning_mp.diagnostics.noise_scale import (
     on_device_of,
     square_share,
 )
+from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import GradientReplication, gradient_replication
@@ -397,14 +398,13 @@ def _report(fit: _Fit, reason: str) -> None:
 def _closed(fit: _Fit, window: NoiseWindow) -> ClosedNoiseWindow:
     controller = AccumulationController.of(fit.trainer)
     weight_by = controller.weight_by if controller is not None else None
-    sampler: dict[str, int] = getattr(fit.trainer.strategy, "distributed_sampler_kwargs", {})
     return ClosedNoiseWindow(
         HostCopy(gradient_ops.sum_over_ranks_(window.numbers(fit.trainer.strategy.root_device))),
         # Lightning divides by the planned length also where a window is shorter; the controller puts that right.
         big_factor=1.0 if weight_by else (int(fit.trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
         alike=weight_by in (None, "batch"),
         sharded=fit.is_sharded,
-        data_ranks=sampler.get("num_replicas", 1) if window.carried is None else None,
+        data_ranks=num_data_ranks(fit.trainer) if window.carried is None else None,
     )
 
 

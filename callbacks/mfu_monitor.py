@@ -20,6 +20,7 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import format_quantity
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.flops.conventions import CONVENTIONS
 from lightning_mp.flops.flop_counter import FlopCount, FlopTally
 from lightning_mp.flops.hardware import device_peak
@@ -260,8 +261,7 @@ class MFUMonitor(SettingsRepr, Callback):
             numbers = [float(counted.model), float(counted.recompute), float(measure.input_tokens)]
             dtype = gradient_ops.accumulation_dtype(pl_module.device)
             sums = gradient_ops.sum_over_ranks_(torch.tensor(numbers, dtype=dtype, device=pl_module.device)).tolist()
-            sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
-            tokens_once = sums[2] / (trainer.world_size // sampler.get("num_replicas", 1))
+            tokens_once = sums[2] / (trainer.world_size // num_data_ranks(trainer))
             counted_model, again = sums[0] / tokens_once, sums[1] / tokens_once
         if self.flops_per_token == "exact":
             model = counted_model or None

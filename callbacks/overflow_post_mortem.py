@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,6 +19,7 @@ from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_num
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.ranks import all_gathered
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -218,7 +218,8 @@ class OverflowPostMortem(SettingsRepr, Callback):
         report = join_ranks(
             outcome.step_index,
             outcome.loss_scale,
-            _from_all_ranks(trainer, known),
+            # Only what this rank knows, where ranks may not all come here.
+            [known] if _ranks_may_disagree(trainer) else all_gathered(known, gradient_replication(trainer).group),
             _names_as_written(pl_module),
             note,
             expects_finding=self.replay and not note,
@@ -307,16 +308,6 @@ def _nonfinite_buffers(pl_module: "pl.LightningModule") -> list[str]:
     """Buffers with nan or +inf; -inf is what masks are made of."""
     readings = [(name, take_reading(buffer)) for name, buffer in pl_module.named_buffers()]
     return [name for name, reading in readings if reading is not None and bool(reading[:2].any())]
-
-
-def _from_all_ranks(trainer: "pl.Trainer", known: KnownByRank) -> list[KnownByRank]:
-    """What every rank knows, in rank order; only this one's where ranks may not all come here."""
-    if not (dist.is_available() and dist.is_initialized()) or _ranks_may_disagree(trainer):
-        return [known]
-    group = gradient_replication(trainer).group
-    everybody: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, known, group=group)
-    return everybody
 
 
 def _ranks_may_disagree(trainer: "pl.Trainer") -> bool:

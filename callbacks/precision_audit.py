@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.ranks import all_gathered
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
 from lightning_mp.diagnostics.audit.records import AuditReport
@@ -142,8 +142,7 @@ def _of_all_stages(
     report: AuditReport, saw_backward: bool, pl_module: "pl.LightningModule"
 ) -> tuple[AuditReport, bool]:
     """A stage without anything to train may have seen no backward, and comes here all the same."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (report, saw_backward))
+    told = all_gathered((report, saw_backward))
     with full_model(pl_module):
         names = [name for name, _ in named_modules(pl_module)]
     return join_stages([stage for stage, _ in told], names), any(seen for _, seen in told)

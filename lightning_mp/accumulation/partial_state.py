@@ -10,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
+from lightning_mp.core.ranks import world_size
 from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, Kind, checked_state, listed_of, tensor_like
 from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
 from lightning_mp.gradients.gradient_ops import sum_over_ranks_
@@ -41,7 +42,7 @@ class PartialAccumulation:
         used a parameter yet adds nothing to it.
         """
         gradients = mean_over_ranks(module)
-        return cls(planned, position, _num_ranks(), _loss_scale(trainer), sum_over_ranks_(totals).tolist(), gradients)
+        return cls(planned, position, world_size(), _loss_scale(trainer), sum_over_ranks_(totals).tolist(), gradients)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Writes it into a checkpoint."""
@@ -100,7 +101,7 @@ class PartialAccumulation:
 
     def restore_gradients(self, trainer: "pl.Trainer", module: nn.Module) -> None:
         """Puts the gradients back: on other ranks, or at another loss scale, as much as they are worth there."""
-        share = self.num_ranks / _num_ranks() * _loss_scale(trainer) / self.loss_scale
+        share = self.num_ranks / world_size() * _loss_scale(trainer) / self.loss_scale
         parameters = dict(module.named_parameters())
         for name, gradient in self.gradients.items():
             parameter = parameters[name]
@@ -118,7 +119,7 @@ def mean_over_ranks(module: nn.Module) -> dict[str, Tensor]:
     Ranks agree first which parameters have a gradient on any of them; where a rank has none, it adds zeros.
     """
     parameters = dict(module.named_parameters())
-    if _num_ranks() == 1:
+    if world_size() == 1:
         return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
     device = next(iter(parameters.values())).device
     used = torch.tensor([float(p.grad is not None) for p in parameters.values()], device=device)
@@ -153,10 +154,6 @@ def warn_about_lost_gradient(planned: int, position: int) -> None:
         f" its first {position} of {planned} micro-batches. Save at the end of a window, as ModelCheckpoint does, or"
         " use AccumulationScheduler(save_partial_gradients=True)."
     )
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _loss_scale(trainer: "pl.Trainer") -> float:

@@ -60,7 +60,7 @@ class GradientReplication:
     @cached_property
     def is_one_process(self) -> bool:
         """Nobody else steps with this process."""
-        return not (dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1)
+        return world_size(self.group) == 1
 
     @classmethod
     def every_rank(cls, group: ProcessGroup | None = None) -> Self:

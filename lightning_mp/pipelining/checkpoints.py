@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.single_file import refuse_other_groups, refuse_other_names
 from lightning_mp.core.messages import listed
+from lightning_mp.core.ranks import all_gathered
 from lightning_mp.modules.stage_placeholder import StageSplit
 
 
@@ -97,8 +98,7 @@ def gather_on_rank_zero(own: Mapping[str, Any], ranks: Sequence[int], device: to
     rank = dist.get_rank()
     plain = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
     tensors = {name: (value.shape, value.dtype) for name, value in own.items() if isinstance(value, Tensor)}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (plain, tensors))
+    told = all_gathered((plain, tensors))
     gathered: dict[str, Any] = {}
     if rank == 0:
         gathered = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
@@ -155,9 +155,8 @@ def with_added_groups(
     """
     owner = type(optimizer).__name__
     added = optimizer.param_groups[len(parts.groups) :]
-    told: list[tuple[str, list[_Added]]] = [("", [])] * dist.get_world_size()
     mine = [_Added([parts.name_of.get(id(p), "") for p in group["params"]], _options(group)) for group in added]
-    dist.all_gather_object(told, (_what_is_wrong(parts, optimizer), mine))
+    told = all_gathered((_what_is_wrong(parts, optimizer), mine))
     wrong = next((problem for problem, _ in told if problem), "")
     if wrong:
         raise MisconfigurationException(f"PipelineParallelStrategy: {wrong}.{_CURE}")

@@ -4,12 +4,12 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed import ProcessGroup
 
 from lightning_mp.accumulation.batch_split import Microbatch, UnsplittableBatchError, num_samples, split_batch
 from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.core.ranks import all_gathered
 
 ScheduleName = Literal["1f1b", "gpipe"]
 """In which order a stage takes forwards and backwards of microbatches."""
@@ -65,8 +65,7 @@ def batch_digest(batch: Any) -> list[Any]:
 
 def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any]:
     """Compares a batch over the stages of one pipeline, and lets them exchange a value."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (batch_digest(batch), what), group=group)
+    told = all_gathered((batch_digest(batch), what), group)
     digests = [digest for digest, _ in told]
     different = next((index for index, digest in enumerate(digests) if digest != digests[0]), None)
     if different is not None:
