@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.ranks import world_size
-from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.diagnostics.underflow.exponents import ExponentTable
+from lightning_mp.diagnostics.underflow.watch import BackwardWatch
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import gradient_replication

@@ -31,8 +31,6 @@ from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.saved_state import checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.diagnostics.underflow.activation_watch import ActivationWatch, leaf_modules
-from lightning_mp.diagnostics.underflow.backward_watch import BackwardWatch
 from lightning_mp.diagnostics.underflow.exponents import ExponentTable, narrow_format
 from lightning_mp.diagnostics.underflow.observation import (
     STATE_KINDS,
@@ -42,6 +40,7 @@ from lightning_mp.diagnostics.underflow.observation import (
     pack_observation,
 )
 from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_observation
+from lightning_mp.diagnostics.underflow.watch import ActivationWatch, BackwardWatch, leaf_modules
 
 _KINDS = ("gradients", "activations", "activation_gradients")
 #: So many of the last observations the suggested scale has to suit.

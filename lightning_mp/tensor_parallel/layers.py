@@ -16,7 +16,7 @@ from lightning_mp.tensor_parallel.dtensor_edges import local_part, unreduced
 from lightning_mp.tensor_parallel.known_models import Style, class_path
 from lightning_mp.tensor_parallel.vocab_parallel_embedding import look_up_in_parts
 from lightning_mp.tensor_parallel.vocab_parallel_logits import split_logits
-from lightning_mp.tensor_parallel.vocab_parallel_tensor import VocabParallelSplit
+from lightning_mp.tensor_parallel.vocab_parallel_ops import VocabParallelSplit
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 """A linear layer whose weight is ``[inputs, outputs]``."""

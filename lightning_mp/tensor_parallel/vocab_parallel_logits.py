@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from lightning_mp.core import private_api
-from lightning_mp.tensor_parallel.vocab_parallel_ops import run_on_parts
-from lightning_mp.tensor_parallel.vocab_parallel_tensor import InParts, VocabParallelSplit
+from lightning_mp.tensor_parallel.vocab_parallel_ops import InParts, VocabParallelSplit, run_on_parts
 
 
 class VocabParallelLogits(InParts):

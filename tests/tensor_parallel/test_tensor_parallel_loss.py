@@ -17,7 +17,7 @@ from wire_counter import CountsTheStep, PartsCounter
 
 from lightning_mp import AutocastPrecision
 from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, split_logits
-from lightning_mp.tensor_parallel.vocab_parallel_tensor import VocabParallelSplit
+from lightning_mp.tensor_parallel.vocab_parallel_ops import VocabParallelSplit
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
