@@ -33,6 +33,7 @@ from lightning_mp.checkpoints.sharded import load_checkpoint, without_synthetic_
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import true_or_false, whole_number
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.precisions import low_dtype
 from lightning_mp.core.settings_repr import NamespaceHint
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
@@ -44,7 +45,7 @@ from lightning_mp.gradients.ranks_alike import RanksAlike
 from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizers.low_bit_states import refuse_whole_checkpoints
 from lightning_mp.resume.resumable_progress import ResumableProgress
-from lightning_mp.strategies.fsdp2_model import STEPS, ForwardMethods, shard_model
+from lightning_mp.strategies.fsdp2_model import gather_in_steps, shard_model
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,
     refuse_own_parallelism,
@@ -173,8 +174,6 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.unit_names: tuple[str, ...] = ()
         self._collective_timeout = timeout
         self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
-        self._methods: ForwardMethods | None = None
-        self._lets_plugin_clip = False
         self._ranks_alike: RanksAlike | None = None
 
     @classmethod
@@ -224,7 +223,8 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             self._check_earlier_sharding(module)
         else:
             self._shard(module)
-        self._methods = ForwardMethods(module, STEPS)
+        patches = Patches.of(trainer)
+        gather_in_steps(module, patches)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         BufferBroadcast.attach(trainer, self._meshes[0].get_all_groups() if self._meshes is not None else [])
@@ -238,7 +238,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             self._ranks_alike = RanksAlike(trainer, self.optimizers)
         self.setup_precision_plugin()  # after the optimizers, to which master weights attach
         if self.tensor_parallel_size > 1:
-            self._lets_plugin_clip = let_clip_over_meshes(self.precision_plugin)
+            let_clip_over_meshes(self.precision_plugin, patches)
         if trainer.state.fn == TrainerFn.FITTING:  # otherwise they are those of an earlier fit
             convert_optimizer_states(module, self.optimizers)  # after the hooks of the precision plugin
 
@@ -301,14 +301,8 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             )
 
     def teardown(self) -> None:
-        """Removes the wrappers of the step methods; the model stays sharded."""
+        """The model stays sharded."""
         self._ranks_alike = None
-        methods, self._methods = self._methods, None
-        if methods is not None:
-            methods.detach()
-        if self._lets_plugin_clip:
-            del self.precision_plugin.clip_grad_by_norm
-            self._lets_plugin_clip = False
         super().teardown()
 
     def on_train_end(self) -> None:

@@ -1,7 +1,7 @@
 """A LightningModule becomes units of FSDP2, split by tensor parallelism before."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.messages import listed
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.precisions import low_dtype
 from lightning_mp.distributed.materialize import Materialiser, not_initialisable
 from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
@@ -157,29 +158,21 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
     return [ShardingUnit((name,), in_own_dtype) for name in inner_first]
 
 
-class ForwardMethods:
-    """Lets methods of a unit gather and free its weights as its forward does, until :meth:`detach`.
+def gather_in_steps(module: nn.Module, patches: Patches) -> None:
+    """Lets the step methods of a unit gather and free its weights as its forward does, until the run ends.
 
     Inside of them ``self(...)`` gathers nothing again, and leaves the weights for what comes after it.
     """
-
-    def __init__(self, module: nn.Module, methods: Iterable[str]) -> None:
-        self._module = module
-        self._before: dict[str, Any] = {}
-        if isinstance(module, FSDPModule):
-            for name in methods:
-                self._before[name] = vars(module).get(name)
-                setattr(module, name, _with_weights_at_hand(module, getattr(module, name)))
-                register_fsdp_forward_method(module, name)
-
-    def detach(self) -> None:
-        """Gives the module its own methods back."""
-        for name, before in self._before.items():
-            if before is None:
-                vars(self._module).pop(name, None)
-            else:
-                vars(self._module)[name] = before
-        self._before.clear()
+    if not isinstance(module, FSDPModule):
+        return
+    for name in STEPS:
+        own = vars(module)
+        before = {name: own[name]} if name in own else {}
+        setattr(module, name, _with_weights_at_hand(module, getattr(module, name)))
+        register_fsdp_forward_method(module, name)
+        gathering = own.pop(name)
+        own.update(before)
+        patches.replace(module, name, gathering)
 
 
 def _with_weights_at_hand(module: FSDPModule, method: Callable[..., Any]) -> Callable[..., Any]:

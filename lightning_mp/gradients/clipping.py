@@ -4,19 +4,18 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
+from lightning_mp.core.patches import Patches
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
 
 
-def let_clip_over_meshes(plugin: Precision) -> bool:
-    """Lets a plugin clip gradients of layers that are split together with those of layers that are not.
+def let_clip_over_meshes(plugin: Precision, patches: Patches) -> None:
+    """Lets a plugin, for a run, clip gradients of layers that are split together with those of layers that are not.
 
     ``torch.nn.utils.clip_grad_norm_`` refuses DTensors of two meshes. Plugins that clip by norm in their own way stay.
     """
-    if type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm or "clip_grad_by_norm" in vars(plugin):
-        return False
-    plugin.clip_grad_by_norm = clip_norm_  # type: ignore[method-assign]
-    return True
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm and "clip_grad_by_norm" not in vars(plugin):
+        patches.replace(plugin, "clip_grad_by_norm", clip_norm_)
 
 
 def clip_norm_(optimizer: Optimizer, clip_val: int | float) -> None:
