@@ -100,6 +100,25 @@ class Patches:
         self._ends.append(patch.undo)
         return patch
 
+    def around(
+        self,
+        owner: object,
+        name: str,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        """Has functions called before a method, and after it where it raises nothing, until the run ends."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before()
+            result = patch.original(*args, **kwargs)
+            if after is not None:
+                after()
+            return result
+
+        patch = self.replace(owner, name, call)
+
     def at_end(self, function: Callable[[], None]) -> None:
         """Calls ``function`` when the run ends, whatever ends it; for hooks, the ``remove`` of their handles."""
         self._ends.append(function)

@@ -180,9 +180,8 @@ def before_each_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, 
     def before() -> None:
         if always or fetches_ahead(trainer):
             function(loader_states(trainer))
-        patch.original()
 
-    patch = Patches.of(trainer).replace(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
+    Patches.of(trainer).around(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
 
 
 def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None]) -> None:
@@ -192,11 +191,10 @@ def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str,
     """
     loop = trainer.fit_loop
 
-    def load() -> None:
+    def before() -> None:
         function(list(loop._combined_loader_states_to_load) if loop.restarting else [])
-        patch.original()
 
-    patch = Patches.of(trainer).replace(loop, "_load_combined_loader_states", load)
+    Patches.of(trainer).around(loop, "_load_combined_loader_states", before)
 
 
 def ddp_arguments(strategy: DDPStrategy) -> Mapping[str, Any]:
@@ -263,12 +261,7 @@ def load_late_states(trainer: "pl.Trainer") -> None:
 
 def before_each_advance(trainer: "pl.Trainer", function: Callable[[], None]) -> None:
     """Calls ``function`` before each epoch, or the rest of one, when nothing of it was done."""
-
-    def advance() -> None:
-        function()
-        patch.original()
-
-    patch = Patches.of(trainer).replace(trainer.fit_loop, "on_advance_start", advance)
+    Patches.of(trainer).around(trainer.fit_loop, "on_advance_start", function)
 
 
 def is_in_start_of_epoch(trainer: "pl.Trainer") -> bool:
@@ -294,18 +287,12 @@ def is_in_end_of_epoch(trainer: "pl.Trainer") -> bool:
 def around_validation(trainer: "pl.Trainer", before: Callable[[], None], after: Callable[[], None]) -> None:
     """Calls the functions before a validation asks its loaders for anything, and when it is over."""
 
-    def run() -> Any:
-        before()
-        outputs = patch.original()
-        after()
-        return outputs
-
     def count() -> None:
         with random_state_kept(torch.device("cpu")):
             counting.original()
 
     validation = trainer.fit_loop.epoch_loop.val_loop
-    patch = Patches.of(trainer).replace(validation, "run", run)
+    Patches.of(trainer).around(validation, "run", before, after)
     # On a restart where a validation lies behind, Lightning makes the iterators of its loaders for nothing.
     counting = Patches.of(trainer).replace(validation, "increment_progress_to_evaluation_end", count)
 

@@ -72,13 +72,9 @@ class BufferBroadcast(Callback):
             RunState.of(trainer).place_callback(new)
 
     def _patch(self, trainer: "pl.Trainer") -> None:
-        def state_dict() -> Any:
-            self.flush_pending()
-            return of_state_dict.original()
-
         patches = Patches.of(trainer)
         # Callbacks are called for a checkpoint after the state dict is made.
-        of_state_dict = patches.replace(trainer.strategy, "lightning_module_state_dict", state_dict)
+        patches.around(trainer.strategy, "lightning_module_state_dict", self.flush_pending)
         patches.at_end(lambda: RunState.of(trainer).remove_callback(self))
 
     def flush_pending(self) -> None:

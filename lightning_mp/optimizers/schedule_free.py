@@ -1,6 +1,6 @@
 """Optimizers that train one set of weights and evaluate another: schedule-free ones, and others with train and eval."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -62,21 +62,11 @@ class EvaluatedWeights:
 
     def _attach(self, module: "pl.LightningModule") -> None:
         patches, trainer = Patches.of(self._trainer), self._trainer
-
-        def switch(owner: Any, name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                before()
-                result = patch.original(*args, **kwargs)
-                after()
-                return result
-
-            patch = patches.replace(owner, name, call)
-
-        switch(module, "on_train_start", self._begin, _nothing)
-        switch(module, "on_validation_model_eval", self._to_evaluated, _nothing)
-        switch(trainer.strategy, "on_validation_end", _nothing, self._to_trained)  # after all callbacks have saved
-        switch(module, "on_train_end", self._end, _nothing)
-        switch(trainer.strategy, "teardown", self._end, _nothing)  # after an exception
+        patches.around(module, "on_train_start", self._begin)
+        patches.around(module, "on_validation_model_eval", self._to_evaluated)
+        patches.around(trainer.strategy, "on_validation_end", after=self._to_trained)  # when all callbacks have saved
+        patches.around(module, "on_train_end", self._end)
+        patches.around(trainer.strategy, "teardown", self._end)  # after an exception
 
         def save(*args: Any, **kwargs: Any) -> Any:
             was_training = self._is_training
@@ -115,10 +105,6 @@ class EvaluatedWeights:
 
 def _call(mode: str, optimizer: Optimizer) -> None:
     getattr(optimizer, mode)()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _warn_about_batch_norm(module: nn.Module, optimizer: Optimizer) -> None:
