@@ -40,6 +40,7 @@ class _Fit:
     """What is under way in one fit; what was measured is the monitor's."""
 
     trainer: "pl.Trainer"
+    is_on_cpu: bool
     uncounted_batches: int  # that come before the one whose operations are counted
     tally: FlopTally | None = None  # while they are
     is_settled: bool = False  # it is known what a token costs
@@ -180,7 +181,11 @@ class MFUMonitor(SettingsRepr, Callback):
         Patches.of(trainer).at_end(self._end)
         self._refuse_compiled(pl_module)
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
-        self._fit = _Fit(trainer, uncounted_batches=1 if is_pipelined(trainer) else 0)
+        self._fit = _Fit(
+            trainer,
+            is_on_cpu=trainer.strategy.root_device.type == "cpu",
+            uncounted_batches=1 if is_pipelined(trainer) else 0,
+        )
         self.flop_count = None
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
@@ -324,7 +329,7 @@ class MFUMonitor(SettingsRepr, Callback):
             fit.uncounted_batches = max(0, fit.uncounted_batches - 1)
         if self._controller.is_open:
             return
-        if pl_module.device.type == "cpu":
+        if fit.is_on_cpu:
             self._controller.counter.flush_pending()  # nothing to wait for
         if fit.changes is not None and fit.changes.any:
             self._read(fit, fit.changes)
