@@ -165,7 +165,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
             )
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Finds out where gradients and outcomes come from."""
+        """Determines where gradients and outcomes come from."""
         self._fit = _Fit(
             trainer,
             reports_norms=isinstance(trainer.precision_plugin, GradientStepPrecision),
@@ -292,7 +292,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """With our precision plugins: the large norm comes from the outcome. A skipped step has none."""
+        """With our precision plugins: the large norm comes from the outcome. A skipped step has no norm."""
         fit = self._fit
         if fit is not None and fit.reports_norms:
             known = outcome.stepped and outcome.grad_norm is not None
@@ -301,7 +301,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Closes a window whose step was made, and reads those before."""
+        """Closes a window whose step was taken, and reads earlier ones."""
         fit = self._fit
         assert fit is not None
         window = fit.window

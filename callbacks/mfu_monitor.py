@@ -177,7 +177,7 @@ class MFUMonitor(SettingsRepr, Callback):
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses what cannot be counted."""
+        """Refuses modules that cannot be counted."""
         Patches.of(trainer).at_end(self._end)
         self._refuse_compiled(pl_module)
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
@@ -341,7 +341,7 @@ class MFUMonitor(SettingsRepr, Callback):
         return {} if self.window.mfu is None else {"mp/mfu": self.window.mfu}
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Stops the clock when the device has caught up."""
+        """Waits for the device and stops the clock."""
         if self._fit is not None and self._fit.changes is not None:
             self._flush_and_read()
             self._fit.validation_began = self._clock()

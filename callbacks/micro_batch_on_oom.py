@@ -145,7 +145,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """With the first batch: finds out how microbatches are weighed, and whether batches can be split at all."""
+        """With the first batch: determines how microbatches are weighted, and whether batches can be split at all."""
         assert self._fit is not None
         if self._fit.weighting is not None:
             return

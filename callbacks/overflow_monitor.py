@@ -135,7 +135,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         self._pass_on_skips()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Takes over the totals of a checkpoint."""
+        """Continues from the totals of a checkpoint."""
         assert self._fit is not None
         self._fit.attempted_before, self._fit.skipped_before = self.attempted_steps, self.skipped_steps
 

@@ -278,7 +278,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes the hooks off the modules."""
+        """Removes the hooks from the modules."""
         self._fit.detach()
         begun, scale = self._fit.activations_step, self._fit.scale_now
         if begun is not None and scale is not None and trainer.global_step > begun:
