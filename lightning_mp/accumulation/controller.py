@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,7 +25,6 @@ from lightning_mp.accumulation.schedule import Progress
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -389,7 +389,7 @@ class AccumulationController(Callback):
         local, micro_batch = self.state.window.totals, self.state.micro_batch
         if totals is not None:
             assert local is not None
-            num_ranks = world_size()
+            num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             # Ranks that share their data (tensor parallel) have counted it once each.
             totals_once = totals / (num_ranks // self._num_data_ranks)
             if self.weight_by is not None:

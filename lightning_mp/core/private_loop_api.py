@@ -180,8 +180,9 @@ def before_each_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, 
     def before() -> None:
         if always or fetches_ahead(trainer):
             function(loader_states(trainer))
+        patch.original()
 
-    Patches.of(trainer).around(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
+    patch = Patches.of(trainer).replace(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
 
 
 def before_first_fetch(trainer: "pl.Trainer", function: Callable[[list[dict[str, Any]]], None]) -> None:

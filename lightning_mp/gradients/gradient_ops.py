@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.devices import sent_to
-from lightning_mp.core.ranks import world_size
 
 
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
@@ -202,7 +201,7 @@ def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
 
 def sum_over_ranks_(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Adds a small tensor over the ranks of a group, None for all, in place; on one process it returns at once."""
-    if world_size(group) > 1:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)
     return values
 
