@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,6 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_loop_api import set_metric_state
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.core.ranks import world_size
 from lightning_mp.core.saved_state import POSITIVE_COUNT, Kind, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
@@ -39,22 +37,6 @@ from lightning_mp.resume.resumable_progress import (
     repeat_validation,
     saves_on_exception,
 )
-
-
-@dataclass
-class _Fit:
-    """What one fit has kept for its checkpoints; those written after it need its end."""
-
-    positions: list[LoaderPosition | StreamPosition] = field(default_factory=list)
-    positions_are_complete: bool = False
-    resumed: dict[str, Any] | None = None  # what this rank continues from, until it does
-    # random states before the fetch before the last, and before the last, where a batch may be done again
-    before_fetches: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=2))
-    before_epoch: dict[str, Any] | None = None
-    before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None  # random state and metrics, while it runs
-    at_end: dict[str, Any] | None = None  # random state
-    of_cut_epoch: dict[str, Any] | None = None  # metrics of an epoch that the end cuts off, before it forgets them
-    hashes: dict[str, Tensor] = field(default_factory=dict)  # of the micro-batch at hand
 
 
 class ExactResume(SettingsRepr, Callback):
@@ -94,7 +76,21 @@ class ExactResume(SettingsRepr, Callback):
             raise ValueError(f"ExactResume(record={record!r}): give a file named *.jsonl, or None.")
         self.on_unsupported = on_unsupported
         self.record = None if record is None else Path(record)
-        self._fit = _Fit()
+        self._positions: list[LoaderPosition | StreamPosition] = []
+        self._positions_are_complete = False
+        # What this rank continues from, until it does.
+        self._resumed: dict[str, Any] | None = None
+        # Random states before the fetch before the last, and before the last, where a batch may be done again.
+        self._before_fetches: deque[dict[str, Any]] = deque(maxlen=2)
+        self._before_epoch: dict[str, Any] | None = None
+        # Random state and metrics before the validation that runs.
+        self._before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
+        # Random state of the run's end, and metrics of an epoch that it cuts off, before that logs and forgets them.
+        self._at_end: dict[str, Any] | None = None
+        # Random state before a validation that only runs because the run stops.
+        self._before_stop: dict[str, Any] | None = None
+        self._of_cut_epoch: dict[str, Any] | None = None
+        self._hashes: dict[str, Tensor] = {}
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -103,7 +99,10 @@ class ExactResume(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._fit = _Fit()
+        self._positions, self._positions_are_complete = [], False
+        self._resumed = self._before_epoch = self._before_validation = self._at_end = self._of_cut_epoch = None
+        self._before_stop = None
+        self._before_fetches.clear()
         progress = ResumableProgress.attach(trainer)
         progress.when_resumed = lambda: self._restore_metrics(trainer)
 
@@ -113,14 +112,14 @@ class ExactResume(SettingsRepr, Callback):
             return processed
 
         def begin(states: list[dict[str, Any]]) -> None:
-            self._fit.positions_are_complete = True
+            self._positions_are_complete = True
             random = captured(pl_module.device)
-            if self._fit.resumed is not None and self._fit.resumed["random"]["ahead"] is not None:
-                random = self._fit.resumed["random"]["ahead"]
+            if self._resumed is not None and self._resumed["random"]["ahead"] is not None:
+                random = self._resumed["random"]["ahead"]
                 restore(random, pl_module.device)
-                for position in self._fit.positions:
+                for position in self._positions:
                     position.when_made = lambda: restore(random, pl_module.device)
-            self._fit.before_fetches = deque([random], maxlen=2)
+            self._before_fetches = deque([random], maxlen=2)
 
         processing = Patches.of(trainer).replace(trainer.strategy, "process_dataloader", process)
         private_loop_api.before_first_fetch(trainer, begin)
@@ -140,14 +139,14 @@ class ExactResume(SettingsRepr, Callback):
         if reason:
             self._tell_unsupported(reason)
             return
-        if self._fit.positions_are_complete:  # loaders are made anew
-            self._fit.positions, self._fit.positions_are_complete = [], False
+        if self._positions_are_complete:  # loaders are made anew
+            self._positions, self._positions_are_complete = [], False
         assert isinstance(loader, DataLoader)
         if isinstance(loader.dataset, IterableDataset):
-            self._fit.positions.append(StreamPosition(loader, patches))
+            self._positions.append(StreamPosition(loader, patches))
         else:
             ranks = data_rank(trainer), num_data_ranks(trainer)
-            self._fit.positions.append(LoaderPosition(loader, patches, *ranks, self._tell_unsupported))
+            self._positions.append(LoaderPosition(loader, patches, *ranks, self._tell_unsupported))
 
     def _tell_unsupported(self, reason: str) -> None:
         text = f"ExactResume cannot resume the training loader: {reason}. A resumed run repeats samples of its epoch."
@@ -159,25 +158,27 @@ class ExactResume(SettingsRepr, Callback):
 
     def _begin_epoch(self, trainer: "pl.Trainer") -> None:
         device = trainer.lightning_module.device
-        resumed, self._fit.resumed = self._fit.resumed, None
+        resumed, self._resumed = self._resumed, None
         if resumed is not None:
             restore(resumed["random"]["now"], device)
-            for position, state in zip(self._fit.positions, _of_positions(resumed["loaders"]), strict=False):
+            for position, state in zip(self._positions, _of_positions(resumed["loaders"]), strict=False):
                 position.restore_generators(state)
             RankRNG.restore_kept(resumed["random"]["of_ranks"])
-        self._fit.before_epoch = captured(device)
+        self._before_epoch = captured(device)
 
     def _begin_validation(self, trainer: "pl.Trainer") -> None:
         if not trainer.sanity_checking:
             module = trainer.lightning_module
-            self._fit.before_validation = captured(module.device), metric_states(module)
+            self._before_validation = captured(module.device), metric_states(module)
+            if private_loop_api.is_validation_of_the_stop(trainer):
+                self._before_stop = self._before_validation[0]
 
     def _end_validation(self) -> None:
-        self._fit.before_validation = None
+        self._before_validation = None
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """What is written from here on is written after the validation."""
-        self._fit.before_validation = None
+        self._before_validation = None
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps random states before each fetch, where a batch may be repeated."""
@@ -186,17 +187,17 @@ class ExactResume(SettingsRepr, Callback):
             self.record.unlink(missing_ok=True)
 
         def keep(states: list[dict[str, Any]]) -> None:
-            self._fit.before_fetches.append(captured(pl_module.device))
+            self._before_fetches.append(captured(pl_module.device))
 
         private_loop_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the metrics of an epoch that a later run continues."""
-        self._fit.of_cut_epoch = _metrics(trainer) if private_loop_api.is_epoch_cut(trainer) else None
+        self._of_cut_epoch = _metrics(trainer) if private_loop_api.is_epoch_cut(trainer) else None
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the random state of the end, for checkpoints that are written after the run."""
-        self._fit.at_end = captured(pl_module.device)
+        self._at_end = self._before_stop or captured(pl_module.device)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -207,10 +208,10 @@ class ExactResume(SettingsRepr, Callback):
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if progress is None:
             return
-        metrics = self._fit.of_cut_epoch if self._fit.at_end is not None else None
+        metrics = self._of_cut_epoch if self._at_end is not None else None
         metrics = metrics or _metrics(trainer) | {"epoch_ends": private_loop_api.is_in_end_of_epoch(trainer)}
-        if self._fit.before_validation is not None and progress["epoch_loop.batch_progress"]["current"]["completed"]:
-            metrics["states"] = self._fit.before_validation[1]
+        if self._before_validation is not None and progress["epoch_loop.batch_progress"]["current"]["completed"]:
+            metrics["states"] = self._before_validation[1]
             repeat_validation(progress)
         loaders = progress["state_dict"].get("combined_loader", [])
         if is_epoch_over(progress):
@@ -224,18 +225,20 @@ class ExactResume(SettingsRepr, Callback):
         """Where random numbers continue, and where they do for what is fetched ahead."""
         epochs, batches = progress["epoch_progress"]["current"], progress["epoch_loop.batch_progress"]["current"]
         now = captured(trainer.lightning_module.device)
-        if self._fit.at_end is not None:
-            now = self._fit.at_end
-        elif self._fit.before_validation is not None:
-            now = self._fit.before_validation[0]
-        elif private_loop_api.is_in_start_of_epoch(trainer) and self._fit.before_epoch is not None:
-            now = self._fit.before_epoch
+        if self._at_end is not None:
+            now = self._at_end
+        elif self._before_stop is not None:
+            now = self._before_stop
+        elif self._before_validation is not None:
+            now = self._before_validation[0]
+        elif private_loop_api.is_in_start_of_epoch(trainer) and self._before_epoch is not None:
+            now = self._before_epoch
         elif batches["ready"] > batches["processed"] and saves_on_exception(trainer):
-            now = self._fit.before_fetches[-1]
+            now = self._before_fetches[-1]
         ahead = None
         if epochs["ready"] and private_loop_api.fetches_ahead(trainer):
-            again = min(batches_to_do_again(trainer, progress), len(self._fit.before_fetches))
-            ahead = self._fit.before_fetches[-again] if again else None
+            again = min(batches_to_do_again(trainer, progress), len(self._before_fetches))
+            ahead = self._before_fetches[-again] if again else None
         return {"now": now, "ahead": ahead, "of_ranks": RankRNG.kept_states()}
 
     def on_load_checkpoint(
@@ -274,12 +277,12 @@ class ExactResume(SettingsRepr, Callback):
         with random_state_kept(pl_module.device):
             restore(own["random"]["now"], pl_module.device)  # or says that it cannot
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"]
-        self._fit.resumed = own
+        self._resumed = own
 
     def _restore_metrics(self, trainer: "pl.Trainer") -> None:
-        if self._fit.resumed is None:
+        if self._resumed is None:
             return
-        metrics, module = self._fit.resumed["metrics"], trainer.lightning_module
+        metrics, module = self._resumed["metrics"], trainer.lightning_module
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         inside = bool(batches) and not metrics["epoch_ends"]
         private_loop_api.restore_logged_results(trainer, metrics["logged"], inside_epoch=inside)
@@ -303,9 +306,7 @@ class ExactResume(SettingsRepr, Callback):
         """Hashes the batch."""
         if self.record is not None:
             zero = torch.zeros((), dtype=torch.int64, device=pl_module.device)
-            self._fit.hashes = dict.fromkeys(RECORDED_KINDS, zero) | {
-                "batch": bit_hash_of_nested(batch, pl_module.device)
-            }
+            self._hashes = dict.fromkeys(RECORDED_KINDS, zero) | {"batch": bit_hash_of_nested(batch, pl_module.device)}
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -313,7 +314,7 @@ class ExactResume(SettingsRepr, Callback):
         """Hashes the gradients."""
         if self.record is not None:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            self._fit.hashes["gradients"] = bit_hash(gradients, pl_module.device)
+            self._hashes["gradients"] = bit_hash(gradients, pl_module.device)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -322,8 +323,8 @@ class ExactResume(SettingsRepr, Callback):
         if self.record is None:
             return
         device = pl_module.device
-        self._fit.hashes["loss"] = bit_hash_of_nested(outputs, device)
-        self._fit.hashes["weights"] = bit_hash(pl_module.parameters(), device)
+        self._hashes["loss"] = bit_hash_of_nested(outputs, device)
+        self._hashes["weights"] = bit_hash(pl_module.parameters(), device)
         states = [
             value
             for optimizer in trainer.optimizers
@@ -331,8 +332,8 @@ class ExactResume(SettingsRepr, Callback):
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-        self._fit.hashes["state"] = bit_hash([*pl_module.buffers(), *states], device)
-        stacked = torch.stack([self._fit.hashes[kind] for kind in RECORDED_KINDS]) * (2 * trainer.global_rank + 1)
+        self._hashes["state"] = bit_hash([*pl_module.buffers(), *states], device)
+        stacked = torch.stack([self._hashes[kind] for kind in RECORDED_KINDS]) * (2 * trainer.global_rank + 1)
         if trainer.world_size > 1:
             dist.all_reduce(stacked)
         if trainer.is_global_zero:
@@ -348,9 +349,10 @@ def _of_positions(states: list[Any]) -> list[Any]:
 
 def _gathered(own: dict[str, Any]) -> list[Any]:
     """The states of all ranks, on rank 0; elsewhere this rank's alone."""
-    if world_size() == 1:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [own]
-    ranks: list[Any] | None = [None] * world_size() if dist.get_rank() == 0 else None
+    is_first = dist.get_rank() == 0
+    ranks: list[Any] | None = [None] * dist.get_world_size() if is_first else None
     dist.gather_object(own, ranks)
     return ranks if ranks is not None else [own]
 

@@ -382,7 +382,7 @@ def _is_available(fit: _Fit) -> bool:
         reason = (
             f"a step is one micro-batch and its gradients {where}, so there are no two batch sizes to compare. Use two"
             " or more micro-batches per step: AccumulationScheduler({0: 2}) or Trainer(accumulate_grad_batches=2), with"
-            " smaller batches. Longer windows are used as they come."
+            " smaller batches. The estimate starts with the first longer window."
         )
     if reason:
         _report(fit, reason)
