@@ -41,7 +41,8 @@ class _Fit:
     """What one fit has settled, and what is under way in it."""
 
     meter: MicroBatchMeter | None = None  # from the first batch on, if micro-batches are counted or weighed
-    loss: "FirstLoss | None" = None  # from the first loss on
+    loss: FirstLoss | None = None  # from the first loss on
+    weighs: bool = False  # micro-batches have weights, as the first loss has settled
     boundary: AccumulationBoundary | None = None
     before_steps: list[Callable[[], None]] = field(default_factory=list)
     is_in_backward: bool = False
@@ -303,7 +304,7 @@ class AccumulationController(Callback):
             # Once per run, so the wait does not matter.
             reference = float(trainer.strategy.broadcast(float(self.measure.items) or 1.0))
             self.state = replace(self.state, reference_items=reference)
-        if self.weight_by is not None and not windows.is_single_micro_batch_step(self.state):
+        if self._fit.weighs and not windows.is_single_micro_batch_step(self.state):
             factor = windows.loss_factor(self.state)
             if isinstance(factor, Tensor):
                 loss.mul_(factor.to(loss.device))
@@ -354,6 +355,7 @@ class AccumulationController(Callback):
             fit.loss = inspect_first_loss(trainer, self.settings, self.weighting, measure, loss)
             if fit.loss.average is None and fit.meter is not None:
                 fit.meter.weighs_rows()
+            fit.weighs = self.weight_by is not None
         average, check = fit.loss
         if check is not None:
             check.check(loss, measure.items)
