@@ -1,4 +1,10 @@
-"""Floating-point operations of one operation of torch: products, convolutions and attention, two per multiply-add."""
+"""Floating-point operations of one operation of torch: products, convolutions and attention, two per multiply-add.
+
+By torch's own formulas (``torch.utils.flop_counter``, and what was added to it by ``register_flop_formula``), and by
+ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector, fused
+recurrent layers, ``nn.Bilinear``), or multiplies by the number of groups (the gradient of a grouped convolution's
+weight). Products with a sparse matrix are not known: torch's formulas take it for dense.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -9,29 +15,14 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.flops.packed_attention import PACKED_FORMULAS, packed_score_flops
-from lightning_mp.flops.recurrent_flops import RECURRENT_FORMULAS
 
 
 def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """What an operation cost, from the shapes it saw; None where nothing is known of it.
-
-    By torch's own formulas (``torch.utils.flop_counter``, and what was added to it by ``register_flop_formula``), and
-    by ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector,
-    fused recurrent layers, ``nn.Bilinear``), or multiplies by the number of groups (the gradient of a grouped
-    convolution's weight). Products with a sparse matrix are not known: torch's formulas take it for dense.
-    """
-    if _multiplies_integers(packet, args):
+    """What an operation cost, from the shapes it saw; None where nothing is known of it."""
+    formula = _formula_of(packet)
+    if formula is None or _multiplies_integers(packet, args) or _takes_sparse(args):
         return None
-    if _takes_sparse(args):
-        return None
-    formula = (
-        _CORRECTED_FORMULAS.get(packet)
-        or PACKED_FORMULAS.get(str(packet))
-        or flop_registry.get(packet)
-        or _MISSING_FORMULAS.get(packet)
-    )
-    return None if formula is None else int(formula(*args, **kwargs, out_val=result))
+    return int(formula(*args, **kwargs, out_val=result))
 
 
 def multiplies(packet: Any, args: Sequence[Any]) -> bool:
@@ -41,31 +32,38 @@ def multiplies(packet: Any, args: Sequence[Any]) -> bool:
     >>> multiplies(torch.ops.aten._fft_r2c, ()), multiplies(torch.ops.aten.relu, ())
     (True, False)
     """
-    name = _name(packet)
-    return name in _MULTIPLYING or (name in _MULTIPLYING_SPARSE and _takes_sparse(args))
-
-
-def _takes_sparse(args: Sequence[Any]) -> bool:
-    return any(isinstance(value, Tensor) and value.layout in _SPARSE_LAYOUTS for value in args[:3])
+    return _name(packet) in _MULTIPLYING or (_takes_sparse(args) and _formula_of(packet) is not None)
 
 
 def score_flops(packet: Any, args: Sequence[Any]) -> int:
     """Queries times keys once more, in the backward of a fused attention kernel; 0 for all else."""
-    if str(packet) in PACKED_FORMULAS:
-        return packed_score_flops(str(packet), args)
-    if packet not in _FUSED_ATTENTION_BACKWARD:
+    name = _name(packet)
+    if name == _VARLEN_BACKWARD:
+        query: Tensor = args[1]
+        pairs = _packed_pairs(args[6:], args[10], args[13] if len(args) > 13 else None)
+        return 2 * query.shape[-2] * query.shape[-1] * pairs
+    if name not in _FUSED_ATTENTION_BACKWARD:
         return 0
     query, key = args[1], args[2]
-    if query.ndim != 4 or packet in _PACKED_ATTENTION_BACKWARD:
+    if query.ndim != 4 or name in ("_flash_attention_backward", "_efficient_attention_backward"):
         # Sequences of many lengths in one tensor: the score product is one of five alike if the heads are alike.
-        formula = flop_registry.get(packet)
-        assert formula is not None
-        return int(formula(*args)) // 5
+        return int(flop_registry[packet](*args)) // 5
     batch, heads, queries, size = query.shape
     return int(2 * batch * heads * queries * key.shape[-2] * size)
 
 
-_aten = torch.ops.aten
+def _formula_of(packet: Any) -> Callable[..., int] | None:
+    name = _name(packet)
+    return _CORRECTED_FORMULAS.get(name) or flop_registry.get(packet) or _MISSING_FORMULAS.get(name)
+
+
+def _name(packet: Any) -> str:
+    """The name without torch's own namespace: "mm" of ``aten.mm``."""
+    return str(packet).removeprefix("aten.")
+
+
+def _takes_sparse(args: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.layout in _SPARSE_LAYOUTS for value in args[:3])
 
 
 def _multiplies_integers(packet: Any, args: Sequence[Any]) -> bool:
@@ -74,24 +72,11 @@ def _multiplies_integers(packet: Any, args: Sequence[Any]) -> bool:
     return bool(tensors) and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
 
 
-def _name(packet: Any) -> str:
-    """The name without torch's own namespace: "mm" of ``aten.mm``."""
-    return str(packet).removeprefix("aten.")
-
-
-def _overloads(*names: str) -> set[Any]:
-    """Operations by name, as far as this torch has them."""
-    return {getattr(_aten, name) for name in names if hasattr(_aten, name)}
-
-
-_PACKED_ATTENTION_BACKWARD = _overloads("_flash_attention_backward", "_efficient_attention_backward")
-_FUSED_ATTENTION_BACKWARD = _PACKED_ATTENTION_BACKWARD | _overloads(
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "_scaled_dot_product_fused_attention_overrideable_backward",
-)
+# -- attention ---------------------------------------------------------------------------------------------------------
+#
+# With p pairs of query and key per head, size d of a head and d_v of a value, a forward takes 2 p (d + d_v) per head.
+# A fused backward makes the scores again and the gradients of queries and keys, three products over d, and those of the
+# attention weights and of the values, two over d_v. A causal mask is not subtracted.
 
 
 def _attention_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -100,17 +85,132 @@ def _attention_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    # Scores again; gradients of queries and keys: three products over the head size. Gradients of the attention
-    # weights and of the values: two over the size of a value.
     batch, heads, queries, size = query.shape
     return 2 * batch * heads * queries * key.shape[-2] * (3 * size + 2 * value.shape[-1])
 
 
+def _varlen_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """``torch.nn.attention.varlen.varlen_attn`` over packed sequences; torch's formula for it knows no window."""
+    is_causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)
+    window = args[6] if len(args) > 6 else kwargs.get("window_size")
+    return 2 * query.shape[-2] * (query.shape[-1] + value.shape[-1]) * _packed_pairs(args, is_causal, window)
+
+
+def _varlen_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    window = args[9] if len(args) > 9 else kwargs.get("window_size")
+    sizes = 3 * query.shape[-1] + 2 * value.shape[-1]
+    return 2 * query.shape[-2] * sizes * _packed_pairs(args[2:], args[6], window)
+
+
+def _packed_pairs(places: Sequence[Any], is_causal: bool, window: Sequence[int] | None) -> int:
+    """Pairs of query and key that a kernel multiplies, of ``cu_seq_q, cu_seq_k, max_q, max_k``: a window has its width.
+
+    Two sequences of 4 and 100 tokens, and the same where a token sees itself and 9 before it:
+
+    >>> ends = torch.tensor([0, 4, 104])
+    >>> _packed_pairs((ends, None, 100, 100), True, None), _packed_pairs((ends, None, 100, 100), True, (9, 0))
+    (10016, 1016)
+    """
+    ends_q, ends_k, longest_q, longest_k = places[:4]
+    left, right = window if window is not None else (-1, -1)
+    if is_causal and left >= 0:
+        right = 0
+    widest = left + right + 1 if left >= 0 and right >= 0 else None
+    lengths = _lengths(ends_q, longest_q), _lengths(ends_q if ends_k is None else ends_k, longest_k)
+    return sum(
+        queries * (keys if widest is None else min(keys, widest)) for queries, keys in zip(*lengths, strict=True)
+    )
+
+
+def _lengths(ends: Tensor, longest: int) -> list[int]:
+    """From the running sum of lengths; without numbers all are as long as the longest may be."""
+    if ends.is_meta:
+        return [int(longest)] * (len(ends) - 1)
+    lengths: list[int] = ends.diff().tolist()
+    return lengths
+
+
+# -- fused recurrent layers --------------------------------------------------------------------------------------------
+#
+# Where no fused kernel serves (a GRU on the CPU, the meta device), a layer runs as products that are counted one by
+# one. A fused kernel multiplies each weight matrix, of the input, of the hidden state and of the projection, with every
+# token. Its backward takes that twice, for the gradients of weights and of what they are multiplied with, less those
+# that nobody needs: of frozen weights, of an input without gradient, and of the initial hidden state.
+
+
+def _products(matrices: Sequence[Tensor], rows: int) -> int:
+    return 2 * rows * sum(matrix.numel() for matrix in matrices)
+
+
+def _rows(input: Tensor) -> int:
+    """Tokens of a batch, padded ``[time, batch, size]`` or packed ``[tokens, size]``."""
+    return input.numel() // max(input.shape[-1], 1)
+
+
+def _recurrent_backward(
+    input: Tensor,
+    hidden: Tensor,
+    matrices: Sequence[Tensor],
+    from_input: Sequence[Tensor],
+    from_hidden: Sequence[Tensor],
+    asked: tuple[bool, bool, bool],
+) -> int:
+    rows = _rows(input)
+    input_asked, hidden_asked, weights_asked = asked
+    total = _products(matrices, rows) * (1 + weights_asked)
+    total -= 0 if input_asked else _products(from_input, rows)
+    return total - (0 if hidden_asked else _products(from_hidden, hidden.shape[-2]))
+
+
+def _cudnn(input: Tensor, weight: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
+    return _products([part for part in weight if part.ndim == 2], _rows(input))
+
+
+def _cudnn_backward(
+    input: Tensor, weight: Sequence[Tensor], stride: int, buffer: Tensor, hidden: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    # Layer by layer and direction by direction, each with `stride` parts: input, hidden, biases, projection.
+    bidirectional, output_mask = args[-5], args[-1]
+    cells = [weight[first : first + stride] for first in range(0, len(weight), stride)]
+    return _recurrent_backward(
+        input,
+        hidden,
+        [part for part in weight if part.ndim == 2],
+        [cell[0] for cell in cells[: 1 + bidirectional]],
+        [cell[1] for cell in cells],
+        (output_mask[0], output_mask[1], output_mask[3]),
+    )
+
+
+def _mkldnn(input: Tensor, weight_input: Tensor, weight_hidden: Tensor, *args: Any, **kwargs: Any) -> int:
+    return _products([weight_input, weight_hidden], _rows(input))
+
+
+def _mkldnn_backward(
+    input: Tensor,
+    weight_input: Tensor,
+    weight_hidden: Tensor,
+    bias_input: Tensor,
+    bias_hidden: Tensor,
+    hidden: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    # One layer in one direction. The operation has no output mask; what autograd saved knows who needs a gradient.
+    return _recurrent_backward(
+        input,
+        hidden,
+        [weight_input, weight_hidden],
+        [weight_input],
+        [weight_hidden],
+        (input.requires_grad, hidden.requires_grad, weight_input.requires_grad),
+    )
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
 def _matrix_vector(matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _add_matrix_vector(start: Tensor, matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any) -> int:
     return 2 * matrix.numel()
 
 
@@ -132,14 +232,6 @@ def _convolution_backward(grad: Tensor, input: Tensor, weight: Tensor, *args: An
     places = (input if transposed else grad).numel()
     gradients: int = sum(output_mask[:2])
     return 2 * places * (weight.numel() // max(weight.shape[0], 1)) * gradients
-
-
-def _dot(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 2 * left.numel()
-
-
-def _add_batched(start: Tensor, left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 2 * left.numel() * right.shape[-1]
 
 
 def _distances(left: Tensor, right: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
@@ -178,36 +270,45 @@ def _with_ones(tensor: Tensor, expanded: Sequence[int]) -> list[int]:
     return sizes
 
 
-_CORRECTED_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    **dict.fromkeys(_overloads("convolution_backward"), _convolution_backward)
+_VARLEN_BACKWARD = "torch_attn._varlen_attn_backward"
+_FUSED_ATTENTION_BACKWARD = {
+    "_flash_attention_backward",
+    "_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_fused_attention_overrideable_backward",
 }
-_MISSING_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    **dict.fromkeys(_overloads("mv"), _matrix_vector),
-    **dict.fromkeys(_overloads("addmv"), _add_matrix_vector),
-    **dict.fromkeys(_overloads("dot", "vdot"), _dot),
-    **dict.fromkeys(_overloads("addbmm"), _add_batched),
-    **dict.fromkeys(_overloads("_trilinear"), _trilinear),
-    **dict.fromkeys(_overloads("_euclidean_dist"), _distances),
-    **{packet: formula for name, formula in RECURRENT_FORMULAS.items() for packet in _overloads(name)},
-    **dict.fromkeys(_overloads("_grouped_mm", "_scaled_grouped_mm"), _grouped),
-    **dict.fromkeys(
-        _overloads("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
-        _attention_forward,
-    ),
-    **dict.fromkeys(
-        _overloads(
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
-            "_scaled_dot_product_fused_attention_overrideable_backward",
-        ),
-        _attention_backward,
-    ),
+_CORRECTED_FORMULAS: Mapping[str, Callable[..., int]] = {
+    "convolution_backward": _convolution_backward,
+    "torch_attn._varlen_attn": _varlen_forward,
+    _VARLEN_BACKWARD: _varlen_backward,
+}
+_MISSING_FORMULAS: Mapping[str, Callable[..., int]] = {
+    "mv": _matrix_vector,
+    "addmv": lambda start, *args, **kwargs: _matrix_vector(*args),
+    "dot": _matrix_vector,
+    "vdot": _matrix_vector,
+    "addbmm": lambda start, *args, **kwargs: _grouped(*args),
+    "_trilinear": _trilinear,
+    "_euclidean_dist": _distances,
+    "_cudnn_rnn": _cudnn,
+    "_cudnn_rnn_backward": _cudnn_backward,
+    "miopen_rnn": _cudnn,
+    "miopen_rnn_backward": _cudnn_backward,
+    "mkldnn_rnn_layer": _mkldnn,
+    "mkldnn_rnn_layer_backward": _mkldnn_backward,
+    "_grouped_mm": _grouped,
+    "_scaled_grouped_mm": _grouped,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_fused_attention_overrideable": _attention_forward,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
 }
 _SPARSE_LAYOUTS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-_MULTIPLYING_SPARSE = {
-    "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "_sparse_addmm", "_sparse_mm_reduce_impl",
-    "_sparse_mm_reduce_impl_backward", "sparse_sampled_addmm",
-}  # fmt: skip
 _MULTIPLYING = {
+    "_sparse_addmm", "_sparse_mm_reduce_impl", "_sparse_mm_reduce_impl_backward", "sparse_sampled_addmm",
     "_sparse_sparse_matmul", "sspaddmm", "_spsolve", "_cslt_sparse_mm", "_sparse_semi_structured_mm",
     "_sparse_semi_structured_addmm", "_sparse_semi_structured_linear", "_sparse_semi_structured_apply_dense",
     "_compute_linear_combination", "_lstm_mps", "lstm_mps_backward", "quantized_lstm", "quantized_gru",
