@@ -14,8 +14,7 @@ from lightning_mp.cli.memory import add_memory_command
 from lightning_mp.cli.parser import OneLineParser
 from lightning_mp.cli.plan import add_plan_command
 from lightning_mp.comparison.cli import add_compare_command
-from lightning_mp.demo.cli import add_demo_command
-from lightning_mp.demo.compare import DEMO_MODEL
+from lightning_mp.demo.cli import DEMO_MODEL, add_demo_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

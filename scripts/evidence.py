@@ -38,7 +38,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import MasterWeightsPrecision, compare_precisions
-from lightning_mp.demo.compare import short_runs
+from lightning_mp.demo.cli import short_runs
 from lightning_mp.demo.settings import CLIP_NORM
 from lightning_mp.language_model import (
     Corpus,

@@ -15,8 +15,7 @@ from lightning_mp.cli.text import (
 )
 from lightning_mp.core.pictures import check_picture
 from lightning_mp.core.quantities import format_quantity, parse_flops, parse_fraction
-from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
-from lightning_mp.planning.scaling_laws.fit_result import Interval, ScalingLawFit
+from lightning_mp.planning.scaling_laws.fit import Interval, ScalingLawFit, fit_scaling_law
 from lightning_mp.planning.scaling_laws.optimum import warn_far_outside
 
 _DESCRIPTION = """\

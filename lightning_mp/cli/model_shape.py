@@ -21,7 +21,6 @@ SHAPE_OPTIONS = {
 
 _CONTEXT_TOKENS = 4096
 _FEWEST = 1000
-_LEAST_BYTES = 1e6
 
 
 def add_shape(group: "argparse._ArgumentGroup") -> None:
@@ -87,6 +86,6 @@ def memory_of(text: str | None) -> float | None:
     if text is None:
         return None
     size = parse_bytes(text, "memory_bytes")
-    if size < _LEAST_BYTES:
+    if size < 1e6:
         raise ValueError(f"`memory_bytes` of {text!r} is less than a megabyte. Write {text.strip()}GB for gigabytes.")
     return size

@@ -19,15 +19,17 @@ from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_
 from lightning_mp.core.number_formats import number_format
 from lightning_mp.core.precisions import PRECISIONS, find_precision
 from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.flops.hardware import Chip
+from lightning_mp.flops.hardware import Chip, chip_of, dtype_on
 from lightning_mp.planning.layout_choice import choose_chips, choose_layouts, enough_gpus, machine_with
-from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.scaling_laws.device_budget import chip_of, device_budget, dtype_on
-from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware, inference_aware_optimum
-from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal
-from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, LAWS
-from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw
+from lightning_mp.planning.scaling_laws.optimum import (
+    ComputeOptimal,
+    InferenceAware,
+    compute_optimal,
+    device_budget,
+    inference_aware_optimum,
+)
+from lightning_mp.planning.scaling_laws.scaling_law import DEFAULT_LAW, LAWS, ParametricLaw
 from lightning_mp.planning.training_run import TrainingRun, run_time, training_run
 
 _DESCRIPTION = """\
@@ -202,7 +204,7 @@ def _on_machine(
         if all(row.best is None for row in chips):
             enough = enough_gpus(config, gpus, memory_bytes=_USUAL_BYTES, context_tokens=context, precision=precision)
         return replace(answer, chips=chips, enough=enough)
-    memory = memory_of(arguments.memory_bytes) or chip_memory_bytes(chip.name)
+    memory = memory_of(arguments.memory_bytes) or chip.memory_bytes
     step = count_of(arguments.tokens_per_step, "tokens_per_step")
     if arguments.tokens_per_step is None:
         step = ceil(_TOKENS_PER_STEP / (gpus * context)) * gpus * context  # whole sequences on every GPU
@@ -238,12 +240,6 @@ def _sizes(
         return compute_optimal(**given, **extra, unique_tokens=unique, law=law), None
     if "device_hours" in given:
         hours_given = given.pop("device_hours")
-        if arguments.device is None or arguments.mfu is None:
-            missing = "device" if arguments.device is None else "mfu"
-            raise ValueError(
-                f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both; where"
-                " no MFU was measured, 0.3 and 0.5 give the usual range."
-            )
         budget = device_budget(hours_given, device=arguments.device, mfu=arguments.mfu, dtype=dtype)
         given = {**given, "flops": budget.flops}
     return None, training_run(**given, unique_tokens=unique, law=law)

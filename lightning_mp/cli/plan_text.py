@@ -10,8 +10,7 @@ from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import MemoryLayout
 from lightning_mp.planning.memory.live_storages import PARTS
-from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware
-from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal
+from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, InferenceAware
 from lightning_mp.planning.training_run import RunTime, TrainingRun, repetition_note
 
 _TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")

@@ -15,11 +15,9 @@ from torch import nn
 
 from lightning_mp._version import __version__
 from lightning_mp.comparison.paired_difference import PairedDifference
-from lightning_mp.comparison.paired_runs import paired_quality, run_pairs
+from lightning_mp.comparison.paired_runs import FinishedRun, Progress, RunFile, paired_quality, run_pairs
 from lightning_mp.comparison.precisions import PluginFactory, described, plugin_factories
-from lightning_mp.comparison.progress import Progress
 from lightning_mp.comparison.result import PrecisionComparison
-from lightning_mp.comparison.run_file import FinishedRun, RunFile
 from lightning_mp.comparison.step_cost import (
     StepCost,
     TimedRound,
@@ -29,8 +27,7 @@ from lightning_mp.comparison.step_cost import (
     peak_bytes,
     relative_error,
 )
-from lightning_mp.comparison.training_data import TrainingData
-from lightning_mp.comparison.trial import Experiment, Trial
+from lightning_mp.comparison.trial import Experiment, TrainingData, Trial
 from lightning_mp.core.devices import available_device_type, device_name
 from lightning_mp.core.random_state import random_state_kept
 

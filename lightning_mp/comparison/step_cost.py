@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.comparison.training_data import TrainingData
-from lightning_mp.comparison.trial import Experiment, Trial, run_trial
+from lightning_mp.comparison.trial import Experiment, TrainingData, Trial, run_trial
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patch, Patches

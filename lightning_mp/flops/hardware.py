@@ -1,12 +1,13 @@
-"""Peak matmul rates of accelerators: dense, per number format, each with its source.
+"""Peak matmul rates of accelerators, dense and per number format, and their memory, each with its source.
 
 The figures live in ``peak_flops.csv`` beside this file, in TFLOP/s as the datasheet prints them. Datasheets that print
 tensor rates with 2:4 sparsity are halved there and say so. Consumer cards are listed at their rate with fp32
 accumulation, which is what torch uses. Boards with two devices (GB200, MI250X) are listed per device, as torch sees
-them. What a datasheet does not give is left empty, and asking for it is an error: a wrong peak makes a wrong MFU that
-nobody notices.
+them. Memory is in GB, of 10^9 bytes here, in the larger size where a chip is sold in more than one: most vendors mean
+2^30, and ECC, driver and firmware take a part of that. What a datasheet does not give is left empty, and asking for it
+is an error: a wrong peak makes a wrong MFU that nobody notices.
 
-The last column, ``checked``, is the month in which every figure of the row was looked up a second time, in published
+The last column, ``checked``, is the month in which every rate of the row was looked up a second time, in published
 text other than this table; see ``Chip.checked``.
 """
 
@@ -50,6 +51,8 @@ class Chip:
     the tables of other projects. There it stood as here up to rounding, or doubled where the text prints the rate
     with sparsity or with fp16 accumulation. Empty: entered from ``source``, not looked up again.
     """
+    memory_bytes: int = 0
+    """Of the largest version that is sold."""
 
     def matches(self, device_name: str) -> bool:
         """Whether a device name, with or without its vendor prefix, means this chip."""
@@ -93,6 +96,21 @@ def find_chip(device_name: str) -> Chip | None:
     by_device = (chip for chip in known_chips() if chip.matches(device_name))
     by_short_name = (chip for chip in known_chips() if wanted in _spellings(chip.name))
     return next(chain(by_device, by_short_name), None)
+
+
+def chip_of(device: str) -> Chip:
+    """A chip by its name, with or without spaces and "RTX", or the first of a family: "h100" is "H100 SXM".
+
+    >>> chip_of("h100-sxm").name, chip_of("4090").name, chip_of("v100").name
+    ('H100 SXM', 'RTX 4090', 'V100 SXM2')
+    """
+    chip = find_chip(device)
+    if chip is None:
+        raise ValueError(
+            f"No peak FLOP/s are known for the device {device!r}. {similar_chips(device)} For another, give the FLOPs "
+            "themselves."
+        )
+    return chip
 
 
 def similar_chips(device_name: str) -> str:
@@ -150,6 +168,18 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
     if column not in chip.peak_flops:
         raise ValueError(f"No {column} peak is known for {chip.name}. Known for it: {', '.join(chip.peak_flops)}.")
     return chip.peak_flops[column]
+
+
+def dtype_on(chip: Chip, dtype: str | torch.dtype | None) -> str:
+    """The format as given, or "bf16" when None, "fp16" on chips without bf16 units.
+
+    >>> dtype_on(chip_of("h100"), None), dtype_on(chip_of("t4"), None)
+    ('bf16', 'fp16')
+    """
+    if dtype is None:
+        dtype = "bf16" if "bf16" in chip.peak_flops else "fp16"
+    peak_flops(chip.name, dtype)  # raises where none is known
+    return rate_column(dtype)
 
 
 def matmul_format(precision: str, *, tf32: bool = False) -> str | None:
@@ -210,4 +240,5 @@ def rate_column(dtype: str | torch.dtype) -> str:
 
 def _chip_from_row(row: dict[str, str]) -> Chip:
     rates = {column: float(row[column]) * 1e12 for column in _RATE_COLUMNS if row[column]}
-    return Chip(row["chip"], row["device_name_pattern"], MappingProxyType(rates), row["source"], row["checked"])
+    size = int(row.get("gigabytes") or 0) * 10**9
+    return Chip(row["chip"], row["device_name_pattern"], MappingProxyType(rates), row["source"], row["checked"], size)

@@ -9,28 +9,37 @@ from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
 from lightning_mp.planning.advice.device_traits import DeviceTraits
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts
-from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_config import DecoderConfig, LatentAttention
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
 from lightning_mp.planning.memory.estimate import MemoryEstimate
-from lightning_mp.planning.memory.latent_attention import LatentAttention
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
-from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
-from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
+from lightning_mp.planning.parallelism.parallel_plan import (
+    Machine,
+    ParallelPlan,
+    bubble_fraction,
+    find_machine,
+    known_machines,
+    plan_parallelism,
+    usual_layouts,
+)
+from lightning_mp.planning.scaling_laws.fit import ScalingLawFit, fit_scaling_law
 from lightning_mp.planning.scaling_laws.fit_plot import draw_fit
-from lightning_mp.planning.scaling_laws.fit_result import ScalingLawFit
-from lightning_mp.planning.scaling_laws.inference_aware import InferenceAware, inference_aware_optimum
-from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal
-from lightning_mp.planning.scaling_laws.presets import LAWS
-from lightning_mp.planning.scaling_laws.repetition import ExponentialDecay, RepetitionLaw
+from lightning_mp.planning.scaling_laws.optimum import (
+    ComputeOptimal,
+    InferenceAware,
+    compute_optimal,
+    inference_aware_optimum,
+)
 from lightning_mp.planning.scaling_laws.runs import Run, read_runs
 from lightning_mp.planning.scaling_laws.scaling_law import (
+    LAWS,
+    ExponentialDecay,
     Frontier,
     FrontierLaw,
     ParametricLaw,
+    RepetitionLaw,
     ScalingLaw,
     TrainedRange,
 )

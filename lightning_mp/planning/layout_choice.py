@@ -7,13 +7,23 @@ from typing import get_args
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.flops.conventions import flops_per_token
-from lightning_mp.flops.hardware import matmul_format, peak_flops, rate_column
-from lightning_mp.planning.memory.chip_memory import check_memory_bytes, chips_by_memory
+from lightning_mp.flops.hardware import known_chips, matmul_format, peak_flops, rate_column
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
+from lightning_mp.planning.memory.decoder_memory import (
+    DecoderMemory,
+    MemoryLayout,
+    check_memory_bytes,
+    decoder_memory,
+    largest_micro_batch,
+)
 from lightning_mp.planning.parallelism.communication import Precision
-from lightning_mp.planning.parallelism.interconnects import Machine, known_machines
-from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
+from lightning_mp.planning.parallelism.parallel_plan import (
+    Machine,
+    ParallelPlan,
+    known_machines,
+    plan_parallelism,
+    usual_layouts,
+)
 
 _VERDICTS = ("fits", "may fit", "does not fit")
 _GPUS_PER_NODE = 8
@@ -166,8 +176,11 @@ def choose_chips(
         >>> [row.memory_bytes // 10**9 for row in choose_chips(config) if row.best is not None][:2]
         [180, 186]
     """
+    chips_by_memory: dict[int, list[str]] = {}
+    for chip in sorted(known_chips(), key=lambda chip: chip.memory_bytes):
+        chips_by_memory.setdefault(chip.memory_bytes, []).append(chip.name)
     found = []
-    for memory, chips in chips_by_memory().items():
+    for memory, chips in chips_by_memory.items():
         layouts = choose_layouts(config, gpus, memory_bytes=memory, context_tokens=context_tokens, precision=precision)
         fitting = [choice for choice in layouts if choice.verdict == "fits"]
         best = max(fitting, key=lambda it: (it.largest_micro_batch or 0) * it.layout.layout.data_ranks, default=None)

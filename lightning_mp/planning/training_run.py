@@ -7,11 +7,15 @@ from typing import SupportsFloat
 from lightning_mp.core.arguments import whole_quantity
 from lightning_mp.core.quantities import parse_flops, parse_fraction, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
-from lightning_mp.planning.scaling_laws.device_budget import chip_of, dtype_on
+from lightning_mp.flops.hardware import chip_of, dtype_on
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal, warn_far_outside
-from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, find_law
-from lightning_mp.planning.scaling_laws.repetition import MUENNIGHOFF_2023
-from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw, ScalingLaw
+from lightning_mp.planning.scaling_laws.scaling_law import (
+    DEFAULT_LAW,
+    MUENNIGHOFF_2023,
+    ParametricLaw,
+    ScalingLaw,
+    find_law,
+)
 
 _Quantity = str | SupportsFloat
 _SECONDS_PER_HOUR = 3600
@@ -90,8 +94,8 @@ def training_run(
         parameters: N.
         tokens: D.
         flops: C = 6 N D.
-        unique_tokens: number of available tokens; beyond it, tokens are repeated.
-        law: a name of :data:`~lightning_mp.planning.scaling_laws.presets.LAWS`, or a law of your own.
+        unique_tokens: all the tokens there are; beyond them, tokens are repeated.
+        law: a name of :data:`~lightning_mp.planning.scaling_laws.scaling_law.LAWS`, or a law of your own.
 
     Raises:
         ValueError: not exactly two were given, or a number is out of range.

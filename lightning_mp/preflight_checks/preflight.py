@@ -17,26 +17,27 @@ from lightning_mp.core import private_loop_api, private_sharding_api
 from lightning_mp.core.messages import ABOUT_DTYPES
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.random_state import random_state_kept
-from lightning_mp.planning.memory.estimate import reserved_range
+from lightning_mp.planning.memory.estimate import reserved_range, under_ddp, under_fsdp2
 from lightning_mp.planning.memory.live_storages import MemorySample
-from lightning_mp.planning.memory.ranks import under_ddp, under_fsdp2
 from lightning_mp.preflight_checks.checks import check_everything
 from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
 from lightning_mp.preflight_checks.found import Found, FoundBudget, FoundCheckpoint, FoundMemory, FoundRun, FoundStep
-from lightning_mp.preflight_checks.module_facts import layers_of, seen_in_a_step, untied_embeddings, weights_of
 from lightning_mp.preflight_checks.report import PreflightReport
-from lightning_mp.preflight_checks.stand_in_trainer import StandInTrainer
 from lightning_mp.preflight_checks.trainer_facts import (
     available_bytes,
     budget_of,
     data_ranks_of,
     device_of,
     inspect_checkpoint,
+    layers_of,
     precision_of,
     run_of,
+    seen_in_a_step,
     storage_of,
+    untied_embeddings,
+    weights_of,
 )
-from lightning_mp.preflight_checks.watched_step import WatchedStep
+from lightning_mp.preflight_checks.watched_step import StandInTrainer, WatchedStep
 
 
 class TrainerInspection:

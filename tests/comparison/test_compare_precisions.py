@@ -18,10 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mp import AutocastPrecision, compare_precisions
+from lightning_mp.comparison.paired_runs import FinishedRun
 from lightning_mp.comparison.precisions import plugin_factories
-from lightning_mp.comparison.run_file import FinishedRun
-from lightning_mp.comparison.training_data import TrainingData
-from lightning_mp.comparison.trial import Experiment, run_trial
+from lightning_mp.comparison.trial import Experiment, TrainingData, run_trial
 
 PRECISIONS = {
     "fp32": "32-true",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import compare_precisions
-from lightning_mp.comparison.training_data import TrainingData
+from lightning_mp.comparison.trial import TrainingData
 
 
 def loader(count=8, batch_size=4):

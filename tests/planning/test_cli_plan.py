@@ -10,7 +10,7 @@ import pytest
 
 from lightning_mp.__main__ import main
 from lightning_mp.planning.scaling_laws.optimum import compute_optimal
-from lightning_mp.planning.scaling_laws.presets import LAWS
+from lightning_mp.planning.scaling_laws.scaling_law import LAWS
 
 LAW = LAWS["besiroglu"]
 

@@ -22,8 +22,7 @@ from lightning_mp.planning import (
     run_time,
     training_run,
 )
-from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
-from lightning_mp.planning.scaling_laws.presets import LAWS
+from lightning_mp.planning.scaling_laws.scaling_law import LAWS
 
 LLAMA_2_7B = DecoderConfig(layers=32, width=4096, heads=32, ffn_width=11008, vocabulary=32000)
 LLAMA_3_405B = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
@@ -93,7 +92,7 @@ def test_formulas_agree_with_the_measured_step_of_a_module():
 
 
 def test_every_chip_with_a_peak_has_a_memory():
-    assert [chip.name for chip in known_chips() if chip_memory_bytes(chip.name) is None] == []
+    assert [chip.name for chip in known_chips() if not chip.memory_bytes] == []
 
 
 def test_layouts_that_do_not_fit_come_last():

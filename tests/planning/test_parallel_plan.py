@@ -6,9 +6,15 @@ import pytest
 
 from lightning_mp.flops.hardware import find_chip
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.interconnects import Machine, find_machine, known_machines
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism, usual_layouts
+from lightning_mp.planning.parallelism.parallel_plan import (
+    Machine,
+    ParallelPlan,
+    find_machine,
+    known_machines,
+    plan_parallelism,
+    usual_layouts,
+)
 
 SIZE = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
 

@@ -10,10 +10,8 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.interconnects import Machine
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.parallel_plan import plan_parallelism
-from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
+from lightning_mp.planning.parallelism.parallel_plan import Machine, bubble_fraction, plan_parallelism
 
 _SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 _GRID = [(stages, micro_batches) for stages in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 4, 7, 16)]

@@ -4,11 +4,8 @@ import math
 
 import pytest
 
-from lightning_mp.planning.scaling_laws.device_budget import device_budget
-from lightning_mp.planning.scaling_laws.optimum import compute_optimal
-from lightning_mp.planning.scaling_laws.presets import LAWS
-from lightning_mp.planning.scaling_laws.repetition import ExponentialDecay
-from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw
+from lightning_mp.planning.scaling_laws.optimum import compute_optimal, device_budget
+from lightning_mp.planning.scaling_laws.scaling_law import LAWS, ExponentialDecay, ParametricLaw
 
 
 def test_the_targets_agree_with_each_other():

@@ -6,8 +6,7 @@ import warnings
 import pytest
 
 from lightning_mp.planning.scaling_laws.optimum import compute_optimal
-from lightning_mp.planning.scaling_laws.presets import LAWS, find_law
-from lightning_mp.planning.scaling_laws.scaling_law import Frontier, ParametricLaw, TrainedRange
+from lightning_mp.planning.scaling_laws.scaling_law import LAWS, Frontier, ParametricLaw, TrainedRange, find_law
 
 # Hoffmann et al. 2022 (arXiv:2203.15556), Table 3 and Table A3, as printed: N; FLOPs and tokens of Approaches 1, 2, 3.
 TABLE_3 = """

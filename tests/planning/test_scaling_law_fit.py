@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from lightning_mp.planning.scaling_laws import fit as fit_module
-from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
+from lightning_mp.planning.scaling_laws.fit import ScalingLawFit, fit_scaling_law
 from lightning_mp.planning.scaling_laws.fit_plot import build_figure, draw_fit
-from lightning_mp.planning.scaling_laws.fit_result import ScalingLawFit
 from lightning_mp.planning.scaling_laws.huber_fit import DELTA, LogRuns, _Batch, minimise, starts
 from lightning_mp.planning.scaling_laws.optimum import compute_optimal
-from lightning_mp.planning.scaling_laws.presets import LAWS
 from lightning_mp.planning.scaling_laws.runs import Run
+from lightning_mp.planning.scaling_laws.scaling_law import LAWS
 
 TRUTH = LAWS["besiroglu"]
 CONSTANTS = {name: getattr(TRUTH, name) for name in ("E", "A", "B", "alpha", "beta")} | {"a": TRUTH.frontier.exponent}

@@ -15,9 +15,8 @@ from transformers import get_cosine_schedule_with_warmup
 
 from lightning_mp import AccumulationScheduler
 from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
-from lightning_mp.preflight_checks.module_facts import layers_of, untied_embeddings
 from lightning_mp.preflight_checks.scheduler_facts import read_schedulers
-from lightning_mp.preflight_checks.trainer_facts import run_of
+from lightning_mp.preflight_checks.trainer_facts import layers_of, run_of, untied_embeddings
 
 
 @pytest.mark.parametrize(

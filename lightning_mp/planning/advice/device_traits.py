@@ -6,9 +6,7 @@ from typing import Literal
 
 import torch
 
-from lightning_mp.flops.hardware import find_chip, similar_chips
-from lightning_mp.planning.memory.chip_memory import chip_memory_bytes
-from lightning_mp.planning.scaling_laws.device_budget import chip_of
+from lightning_mp.flops.hardware import Chip, find_chip, similar_chips
 
 _FP16 = frozenset({"fp16"})
 _AMPERE = frozenset({"tf32", "bf16", "fp16"})
@@ -68,15 +66,13 @@ def named_device(name: str) -> DeviceTraits:
         return DeviceTraits("CPU", "cpu", "CPU", frozenset(), None)
     if kind == "mps":
         return DeviceTraits("MPS", "mps", "MPS", frozenset(), None)
-    try:
-        chip = chip_of(name)
-    except ValueError:
+    chip = find_chip(name)
+    if chip is None:
         raise ValueError(
             f"`device` {name!r} is not known. {similar_chips(name)} Use cpu, mps or a chip; for the device of this"
             " machine, leave it out."
-        ) from None
-    formats = frozenset(chip.peak_flops) & _ADA
-    return DeviceTraits(chip.name, "cuda", generation_of(chip.name), formats, chip_memory_bytes(chip.name))
+        )
+    return _of_chip(chip, chip.memory_bytes)
 
 
 def find_device() -> DeviceTraits:
@@ -87,13 +83,17 @@ def find_device() -> DeviceTraits:
     chip = find_chip(properties.name)
     memory_bytes = int(properties.total_memory)
     if chip is not None:
-        formats = frozenset(chip.peak_flops) & _ADA
-        return DeviceTraits(chip.name, "cuda", generation_of(chip.name), formats, memory_bytes)
+        return _of_chip(chip, memory_bytes)
     if torch.version.hip is not None:
         # Every AMD device that torch supports multiplies in these two; of fp8 the name alone tells nothing.
         return DeviceTraits(properties.name, "cuda", "AMD Instinct", _FP16 | {"bf16"}, memory_bytes)
     generation, formats = _of_capability((properties.major, properties.minor))
     return DeviceTraits(properties.name, "cuda", generation, formats, memory_bytes)
+
+
+def _of_chip(chip: Chip, memory_bytes: int) -> DeviceTraits:
+    formats = frozenset(chip.peak_flops) & _ADA
+    return DeviceTraits(chip.name, "cuda", generation_of(chip.name), formats, memory_bytes)
 
 
 def generation_of(chip: str) -> str:

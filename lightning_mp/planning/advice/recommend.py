@@ -9,8 +9,8 @@ from lightning_mp.planning.advice.layout_rules import LayoutAdvice, Question, ad
 from lightning_mp.planning.advice.precision_rules import Goal, PrecisionAdvice, advise_precision
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
 from lightning_mp.planning.layout_choice import machine_with
-from lightning_mp.planning.memory.chip_memory import check_memory_bytes
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.decoder_memory import check_memory_bytes
 
 _GPUS_PER_NODE = 8
 

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from lightning_mp.core.arguments import positive_quantity, quantity_from, true_or_false, whole_number, whole_quantity
+from lightning_mp.core.arguments import (
+    positive_number,
+    positive_quantity,
+    quantity_from,
+    true_or_false,
+    whole_number,
+    whole_quantity,
+)
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.estimate import reserved_range
@@ -180,6 +187,20 @@ def largest_micro_batch(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def check_memory_bytes(memory_bytes: float) -> None:
+    """Refuses gigabytes that were given as bytes.
+
+    >>> check_memory_bytes(80)
+    Traceback (most recent call last):
+    ...
+    ValueError: `memory_bytes` of 80 is less than a megabyte. Give 80e9 for 80 GB.
+    """
+    positive_number(memory_bytes, "memory_bytes", unit="bytes")
+    if memory_bytes < 1e6:
+        size = f"{memory_bytes:g}"
+        raise ValueError(f"`memory_bytes` of {size} is less than a megabyte. Give {size}e9 for {size} GB.")
 
 
 def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> float:

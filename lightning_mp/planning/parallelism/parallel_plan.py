@@ -2,9 +2,9 @@
 
 Conventions:
 
-- bytes: sent by one GPU in one optimizer step, see :mod:`~lightning_mp.planning.parallelism.collectives`;
+- bytes: sent by one GPU in one optimizer step, see :mod:`~lightning_mp.planning.parallelism.communication`;
 - compute: the model's FLOPs per token under the "palm" convention, at the dense peak of the chip;
-- bubble: :func:`~lightning_mp.planning.parallelism.pipeline_bubble.bubble_fraction`, of the step's time;
+- bubble: :func:`bubble_fraction`, of the step's time;
 - seconds at least: the larger of the time of the last stage and of each link's bytes at its printed bandwidth. With s
   stages, m micro-batches, c the computing of one of them on a stage with the reductions of tensor parallelism that it
   waits for, and x one send::
@@ -16,22 +16,133 @@ Conventions:
   bound for schedules that divide stages or backwards further (interleaved, zero bubble), nor where the reductions of
   tensor parallelism run beside other products.
 
+``interconnects.csv`` has the links of machines as vendors print them: NVLink in GB/s of one GPU, both directions
+together; network adapters in Gb/s of one direction, of those that are for the cluster. What is requested here is bytes
+per second of one GPU in one direction: half the former, and an eighth of the latter shared out to the GPUs of the node.
+
 Nothing is measured: no kernel reaches the peak, no network its printed rate, latency is left out, and memory is not
 looked at.
 """
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import resources
 
-from lightning_mp.core.arguments import whole_number, whole_quantity
+from lightning_mp.core.arguments import positive_number, whole_number, whole_quantity
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import matmul_format, peak_flops
-from lightning_mp.planning.parallelism.collectives import Transfer
-from lightning_mp.planning.parallelism.communication import Precision, TensorReduceDtype, communication_per_step
+from lightning_mp.planning.parallelism.communication import (
+    Precision,
+    TensorReduceDtype,
+    Transfer,
+    communication_per_step,
+)
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.interconnects import Machine, find_machine
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.pipeline_bubble import bubble_fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Nodes of one kind and the network between them.
+
+    Raises:
+        ValueError: a number is not positive.
+
+    Example:
+        One that is not in the table, with 4 GPUs and one adapter of 100 Gb/s:
+
+        >>> mine = Machine("mine", "L40S", gpus_per_node=4, inside_bytes_per_second=32e9,
+        ...                between_bytes_per_second=100e9 / 8 / 4)
+        >>> mine.between_bytes_per_second / 1e9
+        3.125
+    """
+
+    name: str
+    """What people call it."""
+    chip: str
+    """A short name of :func:`~lightning_mp.flops.hardware.known_chips`."""
+    gpus_per_node: int
+    """How many are behind the inner links."""
+    inside_bytes_per_second: float
+    """Of one GPU to the others of its node, in one direction."""
+    between_bytes_per_second: float
+    """Of one GPU's share of the node's adapters, in one direction."""
+    source: str = "given by the caller"
+    """Where the figures are printed."""
+    checked: str = ""
+    """Month, such as "2026-11", in which they were found in published text. Empty: not looked up."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus_per_node", "inside_bytes_per_second", "between_bytes_per_second"):
+            positive_number(getattr(self, name), name, "Machine")
+
+
+@lru_cache(maxsize=1)
+def known_machines() -> tuple[Machine, ...]:
+    """Every machine of the data file, in its order."""
+    data = resources.files("lightning_mp.planning.parallelism").joinpath("interconnects.csv")
+    text = data.read_text(encoding="utf-8")
+    return tuple(_machine(row) for row in csv.DictReader(text.splitlines()))
+
+
+def find_machine(name: str) -> Machine:
+    """The machine of that name, whatever its capitals.
+
+    Raises:
+        ValueError: it is not in the table.
+
+    Example:
+        >>> machine = find_machine("dgx h100")
+        >>> machine.inside_bytes_per_second / 1e9, machine.between_bytes_per_second / 1e9
+        (450.0, 50.0)
+    """
+    for machine in known_machines() if isinstance(name, str) else ():
+        if machine.name.lower() == name.strip().lower():
+            return machine
+    raise ValueError(
+        f"`machine` {name!r} is not known. Known: {', '.join(machine.name for machine in known_machines())}. For"
+        " another make a lightning_mp.planning.parallelism.parallel_plan.Machine."
+    )
+
+
+def _machine(row: dict[str, str]) -> Machine:
+    gpus = int(row["gpus_per_node"])
+    between = int(row["adapters_per_node"]) * float(row["adapter_gigabits_per_second"]) * 1e9 / 8 / gpus
+    inside = float(row["inside_gigabytes_per_second"]) * 1e9 / 2
+    return Machine(row["machine"], row["chip"], gpus, inside, between, row["source"], row["checked"])
+
+
+def bubble_fraction(stages: int, micro_batches: int) -> float:
+    """Share of the time of a step in which a stage is idle, under GPipe and under 1F1B.
+
+    With f and b the time of one forward and one backward of one micro-batch in one stage, both take (m + s - 1)(f + b),
+    of which a stage works m (f + b). The pipeline drains at the end of every batch: what counts is the micro-batches of
+    one call of the schedule. Megatron-LM divides by the time without a bubble instead: (s - 1) / m.
+
+    Args:
+        stages: s, of equal work.
+        micro_batches: m, into which the schedule splits one batch. Torch's ``Schedule1F1B`` needs at least s.
+
+    Returns:
+        (s - 1) / (m + s - 1), from 0 to below 1; without the time of sending and of the optimizer step.
+
+    Raises:
+        ValueError: an argument is not a positive integer.
+
+    Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
+
+    Example:
+        With 4 micro-batches per stage, a fifth at most:
+
+        >>> bubble_fraction(2, 8), bubble_fraction(4, 13), round(bubble_fraction(64, 256), 3)
+        (0.1111111111111111, 0.1875, 0.197)
+    """
+    for name, value in (("stages", stages), ("micro_batches", micro_batches)):
+        whole_number(value, name)
+    return (stages - 1) / (micro_batches + stages - 1)
+
 
 _PIPELINE_STAGES = 8
 
@@ -108,8 +219,7 @@ def plan_parallelism(
     Args:
         size: the model.
         layout: how the GPUs are divided.
-        machine: a name from :func:`~lightning_mp.planning.parallelism.interconnects.known_machines`, or a
-            :class:`Machine`.
+        machine: a name from :func:`~lightning_mp.planning.parallelism.parallel_plan.known_machines`, or one's own.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
         sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is split over, so that layouts compare

@@ -6,14 +6,65 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
-from lightning_mp.core.quantities import format_quantity, parse_flops, parse_quantity
+from lightning_mp.core.arguments import quantity_from
+from lightning_mp.core.quantities import format_quantity, parse_flops, parse_fraction, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
-from lightning_mp.planning.scaling_laws.device_budget import DeviceBudget, device_budget
-from lightning_mp.planning.scaling_laws.presets import DEFAULT_LAW, LAWS, find_law
-from lightning_mp.planning.scaling_laws.repetition import MUENNIGHOFF_2023, RepetitionLaw
-from lightning_mp.planning.scaling_laws.scaling_law import FAR_OUTSIDE, ParametricLaw, ScalingLaw
+from lightning_mp.flops.hardware import chip_of, dtype_on
+from lightning_mp.planning.scaling_laws.scaling_law import (
+    DEFAULT_LAW,
+    FAR_OUTSIDE,
+    LAWS,
+    MUENNIGHOFF_2023,
+    ParametricLaw,
+    RepetitionLaw,
+    ScalingLaw,
+    find_law,
+)
 
+_SECONDS_PER_HOUR = 3600
 _Quantity = str | SupportsFloat
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """Device hours and what they come to."""
+
+    device_hours: float  # hours times devices
+    device: str  # the chip that was meant
+    dtype: str  # format of the matmul inputs
+    peak_flops_per_second: float  # dense peak of one device
+    mfu: float  # model FLOPs over peak
+
+    @property
+    def flops(self) -> float:
+        """C = hours x 3600 x peak x MFU."""
+        return self.device_hours * _SECONDS_PER_HOUR * self.peak_flops_per_second * self.mfu
+
+
+def device_budget(
+    device_hours: _Quantity, *, device: str | None, mfu: float | str | None, dtype: str | None = None
+) -> DeviceBudget:
+    """Turns device hours into FLOPs.
+
+    >>> budget = device_budget(1000, device="h100", mfu=0.4)
+    >>> budget.device, f"{budget.flops:.3g}"
+    ('H100 SXM', '1.42e+21')
+    """
+    if device is None or mfu is None:
+        missing = "device" if device is None else "mfu"
+        raise ValueError(
+            f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both; where no MFU was measured,"
+            " 0.3 and 0.5 give the usual range."
+        )
+    chip = chip_of(device)
+    dtype = dtype_on(chip, dtype)
+    return DeviceBudget(
+        device_hours=parse_quantity(device_hours, "device_hours"),
+        device=chip.name,
+        dtype=dtype,
+        peak_flops_per_second=chip.peak_flops[dtype],
+        mfu=parse_fraction(mfu, "mfu"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +131,9 @@ def compute_optimal(
         unique_tokens: Number of available tokens, if the run would use more: they are then repeated. Needs a law with a
             loss, and ``flops`` or ``device_hours``.
         repetition: What repeated tokens are worth; None takes
-            :data:`~lightning_mp.planning.scaling_laws.repetition.MUENNIGHOFF_2023`.
-        law: A name of :data:`~lightning_mp.planning.scaling_laws.presets.LAWS` or a law of your own, such as that of a
-            fit.
+            :data:`~lightning_mp.planning.scaling_laws.scaling_law.MUENNIGHOFF_2023`.
+        law: A name of :data:`~lightning_mp.planning.scaling_laws.scaling_law.LAWS` or a law of your own, such as
+            that of a fit.
 
     Raises:
         ValueError: Not exactly one target, an argument that does not belong to it, or a number out of range.
@@ -171,12 +222,6 @@ def _devices(
                 f"`{extra[0]}` belongs to `device_hours`, which is missing. Pass it, or leave `{extra[0]}` out."
             )
         return None
-    if device is None or mfu is None:
-        missing = "device" if device is None else "mfu"
-        raise ValueError(
-            f"`device_hours` needs `device` and `mfu`, got no `{missing}`. Pass both; where no MFU was measured,"
-            " 0.3 and 0.5 give the usual range."
-        )
     return device_budget(hours, device=device, mfu=mfu, dtype=dtype)
 
 
@@ -240,3 +285,85 @@ def _refuse_less_than_one(result: ComputeOptimal) -> None:
                 f"{format_quantity(result.flops)} FLOPs come to {value:.2g} {name}s under {result.law.name!r}. "
                 "Is the unit right? Write 1e21, not 21."
             )
+
+
+_FLOPS_OF_INFERENCE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceAware:
+    """A model of the same loss, and what it costs over its life.
+
+    Attributes:
+        parameters: N.
+        tokens: of training.
+        inference_tokens: read and written over the model's life.
+        lifetime_flops: of training and inference together.
+        lifetime_flops_before: the same for the model that it is compared with.
+    """
+
+    parameters: float
+    tokens: float
+    inference_tokens: float
+    lifetime_flops: float
+    lifetime_flops_before: float
+
+    @property
+    def saving(self) -> float:
+        """Share of the lifetime's operations that is saved."""
+        return 1 - self.lifetime_flops / self.lifetime_flops_before
+
+
+def inference_aware_optimum(
+    law: ParametricLaw, *, parameters: float | str, tokens: float | str, inference_tokens: float | str
+) -> InferenceAware:
+    """Of the models that reach the same loss, the one that costs least over its life.
+
+    Sardana et al. 2024 (arXiv:2401.00448), equation 2: of all N and D that reach a loss, those that minimise
+    6 N D_training + 2 N D_inference; inference of a token costs a forward, 2 N operations. Beyond the models that a law
+    was fitted to, it promises too much of more tokens (their section 5), so a far smaller and longer trained model is a
+    guess.
+
+    Args:
+        law: with a loss.
+        parameters: N of the model to compare with.
+        tokens: it is trained on.
+        inference_tokens: of the lifetime; 0 gives the optimum of training alone.
+
+    Raises:
+        ValueError: a number is not finite, or negative.
+
+    Example:
+        The paper's figure 1: 2 trillion tokens of inference. In place of a 13B model train one of 7B on more data; the
+        paper says 17%, with rounded constants of the law.
+
+        >>> from lightning_mp.planning.scaling_laws.scaling_law import LAWS
+        >>> law = LAWS["hoffmann-3"]
+        >>> _, tokens = law.frontier.optimum(law.frontier.flops_for_parameters(13e9))
+        >>> best = inference_aware_optimum(law, parameters=13e9, tokens=tokens, inference_tokens=2e12)
+        >>> round(best.parameters / 1e9), f"{best.saving:.0%}"
+        (7, '16%')
+    """
+    given, seen = quantity_from(1, parameters, "parameters"), quantity_from(1, tokens, "tokens")
+    asked = quantity_from(0, inference_tokens, "inference_tokens")
+    loss = law.loss(given, seen)
+    # Below this size no number of tokens reaches the loss.
+    smallest = (law.A / (loss - law.E)) ** (1 / law.alpha)
+
+    def tokens_of(size: float) -> float:
+        return float((law.B / (loss - law.E - law.A * size**-law.alpha)) ** (1 / law.beta))
+
+    def cost(log_excess: float) -> float:
+        size = smallest * (1 + math.exp(log_excess))
+        training = FLOPS_PER_PARAMETER_AND_TOKEN * size * tokens_of(size)
+        return math.log(training + _FLOPS_OF_INFERENCE * size * asked)
+
+    best = smallest * (1 + math.exp(minimum(cost, middle=0.0, reach=math.log(1e6))))
+    before = FLOPS_PER_PARAMETER_AND_TOKEN * given * seen + _FLOPS_OF_INFERENCE * given * asked
+    return InferenceAware(
+        parameters=best,
+        tokens=tokens_of(best),
+        inference_tokens=asked,
+        lifetime_flops=FLOPS_PER_PARAMETER_AND_TOKEN * best * tokens_of(best) + _FLOPS_OF_INFERENCE * best * asked,
+        lifetime_flops_before=before,
+    )
