@@ -26,18 +26,14 @@ class DecoderShape:
 class FlopsConvention:
     """One way to count the operations of a training step, recomputation never included."""
 
-    name: str
-    """The name users pass."""
-    formula: str
-    """The formula as one reads it, per token, forward and backward."""
-    parameters: str
-    """Which parameters N counts."""
-    source: str
-    """Where the convention is defined."""
+    name: str  #: The name users pass.
+    formula: str  #: The formula as one reads it, per token, forward and backward.
+    parameters: str  #: Which parameters N counts.
+    source: str  #: Where the convention is defined.
+    #: Operations per token of the attention matmuls, None where the convention leaves them out.
     attention: Callable[[DecoderShape], int] | None
-    """Operations per token of the attention matmuls, None where the convention leaves them out."""
+    #: Whether what a causal mask hides is left out: a token sees half of the others on average.
     halves_causal: bool = False
-    """Whether what a causal mask hides is left out: a token sees half of the others on average."""
 
 
 def _full_attention(shape: DecoderShape) -> int:

@@ -35,24 +35,20 @@ _VENDOR_PREFIX = re.compile(r"^(NVIDIA|Tesla)\s+", re.IGNORECASE)
 class Chip:
     """An accelerator and its dense peaks."""
 
-    name: str
-    """Short name, such as "H100 SXM"."""
+    name: str  #: Short name, such as "H100 SXM".
+    #: Regular expression for the whole of ``torch.cuda.get_device_name()`` without its vendor prefix.
     device_name_pattern: str
-    """Regular expression for the whole of ``torch.cuda.get_device_name()`` without its vendor prefix."""
     peak_flops: Mapping[str, float]
     """Dense peak in FLOP/s by format: fp32, tf32, bf16, fp16, fp8. Absent where unknown.
 
     fp32 is the rate of exact fp32 products: without tensor cores on NVIDIA, with the matrix cores on AMD.
     """
-    source: str
-    """The datasheet or whitepaper of the figures."""
+    source: str  #: The datasheet or whitepaper of the figures.
+    #: Month, such as "2026-11", in which every figure was found again in published text: vendor pages, reviews, or the
+    #: tables of other projects. There it stood as here up to rounding, or doubled where the text prints the rate with
+    #: sparsity or with fp16 accumulation. Empty: entered from ``source``, not looked up again.
     checked: str = ""
-    """Month, such as "2026-11", in which every figure was found again in published text: vendor pages, reviews, or
-    the tables of other projects. There it stood as here up to rounding, or doubled where the text prints the rate
-    with sparsity or with fp16 accumulation. Empty: entered from ``source``, not looked up again.
-    """
-    memory_bytes: int = 0
-    """Of the largest version that is sold."""
+    memory_bytes: int = 0  #: Of the largest version that is sold.
 
     def matches(self, device_name: str) -> bool:
         """Whether a device name, with or without its vendor prefix, means this chip."""

@@ -17,9 +17,9 @@ _LARGEST_DISAGREEMENT = 1.25  # conventions differ by less among themselves
 class MatmulParameters:
     """How many weights take part in matrix products."""
 
+    #: Those that a token uses: all with two dimensions or more but embedding tables; a tied head counts, and of a
+    #: mixture of experts the experts that a token is sent to.
     total: int
-    """Those that a token uses: all with two dimensions or more but embedding tables; a tied head counts, and of a
-    mixture of experts the experts that a token is sent to."""
     frozen: int  # those of them that do not learn
 
 

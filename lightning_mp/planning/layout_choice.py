@@ -32,23 +32,16 @@ _MOST_GPUS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """One layout with its memory and speed.
+    """One layout."""
 
-    Attributes:
-        layout: how GPUs share the model.
-        memory: of the fullest GPU, with one sequence.
-        verdict: "fits", "may fit" where the allocator decides, "does not fit"; None where no memory was given.
-        largest_micro_batch: sequences that fit with the allocator at its worst; None likewise.
-        plan: bytes on the wire and time of a step; None where no machine is known, or for what ``left_out`` says.
-        left_out: why there is no plan.
-    """
-
-    layout: MemoryLayout
-    memory: DecoderMemory
+    layout: MemoryLayout  #: how GPUs share the model.
+    memory: DecoderMemory  #: of the fullest GPU, with one sequence.
+    #: "fits", "may fit" where the allocator decides, "does not fit"; None where no memory was given.
     verdict: str | None
-    largest_micro_batch: int | None
+    largest_micro_batch: int | None  #: sequences that fit with the allocator at its worst; None likewise.
+    #: bytes on the wire and time of a step; None where no machine is known, or for what ``left_out`` says.
     plan: ParallelPlan | None
-    left_out: str | None = None
+    left_out: str | None = None  #: why there is no plan.
 
     @property
     def hides(self) -> bool | None:

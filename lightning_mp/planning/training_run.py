@@ -28,25 +28,15 @@ table 4), and most own code is below."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """A model, its tokens and its compute, whether or not they are the best ones.
+    """A model, its tokens and its compute, whether or not they are the best ones."""
 
-    Attributes:
-        law: of the predicted loss.
-        parameters: N.
-        tokens: D, repeated ones counted each time.
-        flops: C = 6 N D.
-        loss: predicted, in nats per token; None where the law has none.
-        optimum: the best model for the same compute.
-        unique_tokens: to draw from; None where no limit was given.
-    """
-
-    law: ScalingLaw
-    parameters: float
-    tokens: float
-    flops: float
-    loss: float | None
-    optimum: ComputeOptimal
-    unique_tokens: float | None = None
+    law: ScalingLaw  #: of the predicted loss.
+    parameters: float  #: N.
+    tokens: float  #: D, repeated ones counted each time.
+    flops: float  #: C = 6 N D.
+    loss: float | None  #: predicted, in nats per token; None where the law has none.
+    optimum: ComputeOptimal  #: the best model for the same compute.
+    unique_tokens: float | None = None  #: to draw from; None where no limit was given.
 
     @property
     def epochs(self) -> float:
@@ -144,29 +134,17 @@ def training_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
-    """How long a number of FLOPs takes on GPUs; pairs are from the best to the worst utilisation.
+    """How long a number of FLOPs takes on GPUs; pairs are from the best to the worst utilisation."""
 
-    Attributes:
-        chip: the chip.
-        gpus: number of GPUs.
-        dtype: format of matrix products.
-        peak_flops_per_second: of one chip in it, dense.
-        mfu: the highest and the lowest utilisation.
-        measured: whether the caller gave it.
-        hours: from start to end.
-        gpu_hours: times GPUs.
-        cost: at the price, None without one.
-    """
-
-    chip: str
-    gpus: int
-    dtype: str
-    peak_flops_per_second: float
-    mfu: tuple[float, float]
-    measured: bool
-    hours: tuple[float, float]
-    gpu_hours: tuple[float, float]
-    cost: tuple[float, float] | None
+    chip: str  #: the chip.
+    gpus: int  #: how many.
+    dtype: str  #: format of matrix products.
+    peak_flops_per_second: float  #: of one chip in it, dense.
+    mfu: tuple[float, float]  #: the highest and the lowest utilisation.
+    measured: bool  #: whether the caller gave it.
+    hours: tuple[float, float]  #: from start to end.
+    gpu_hours: tuple[float, float]  #: times GPUs.
+    cost: tuple[float, float] | None  #: at the price, None without one.
 
 
 def run_time(

@@ -36,22 +36,15 @@ _CAPABILITIES: tuple[tuple[tuple[int, int], str, frozenset[str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """What one device supports.
+    """One device."""
 
-    Attributes:
-        name: short name of a known chip, "CPU", "MPS", or what torch calls the device.
-        accelerator: for ``Trainer(accelerator=...)``; "cuda" on AMD as well.
-        generation: such as "Turing" or "Hopper"; of a CPU and of MPS their name.
-        formats: of "tf32", "bf16", "fp16" and "fp8" those that its matrix units multiply in; empty where that is not
-            known (CPU, MPS) or nothing (before Volta).
-        memory_bytes: of the device; None where it shares that of the host.
-    """
-
-    name: str
-    accelerator: Literal["cuda", "mps", "cpu"]
-    generation: str
+    name: str  #: short name of a known chip, "CPU", "MPS", or what torch calls the device.
+    accelerator: Literal["cuda", "mps", "cpu"]  #: for ``Trainer(accelerator=...)``; "cuda" on AMD as well.
+    generation: str  #: such as "Turing" or "Hopper"; of a CPU and of MPS their name.
+    #: of "tf32", "bf16", "fp16" and "fp8" those that its matrix units multiply in; empty where that is not known (CPU,
+    #: MPS) or nothing (before Volta).
     formats: frozenset[str]
-    memory_bytes: int | None
+    memory_bytes: int | None  #: of the device; None where it shares that of the host.
 
 
 def named_device(name: str) -> DeviceTraits:

@@ -14,21 +14,13 @@ the model, and only a run on the machine itself can tell."""
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One thing that was decided.
+    """One thing that was decided."""
 
-    Attributes:
-        what: is chosen, such as "precision" or "strategy".
-        value: what was taken.
-        reason: why, in a sentence or two.
-        source: where the reason is documented or published; "calculated" for a calculation of this package.
-        sure: "certain", "likely" or "measure it".
-    """
-
-    what: str
-    value: str
-    reason: str
-    source: str
-    sure: Sure
+    what: str  #: is chosen, such as "precision" or "strategy".
+    value: str  #: what was taken.
+    reason: str  #: why, in a sentence or two.
+    source: str  #: where the reason is documented or published; "calculated" for a calculation of this package.
+    sure: Sure  #: "certain", "likely" or "measure it".
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +58,18 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What to use, why, and the code.
+    """What to use, why, and the code."""
 
-    Attributes:
-        device: that it is for.
-        gpus: how many devices.
-        goal: as it was given.
-        choices: every choice, with its reason, source and how sure it is.
-        trainer: keyword arguments of the Trainer, plugins and callbacks left out.
-        plugins: for ``Trainer(plugins=[...])``.
-        callbacks: for ``Trainer(callbacks=[...])``.
-        fits: whether the device's memory suffices with one sequence in a micro-batch; None where that was not
-            calculated or only the allocator decides.
-    """
-
-    device: DeviceTraits
-    gpus: int
-    goal: str
-    choices: tuple[Choice, ...]
+    device: DeviceTraits  #: that it is for.
+    gpus: int  #: how many devices.
+    goal: str  #: as it was given.
+    choices: tuple[Choice, ...]  #: every choice, with its reason, source and how sure it is.
+    #: keyword arguments of the Trainer, plugins and callbacks left out.
     trainer: tuple[tuple[str, "str | int | bool | Component"], ...]
-    plugins: tuple[Component, ...] = ()
-    callbacks: tuple[Component, ...] = ()
+    plugins: tuple[Component, ...] = ()  #: for ``Trainer(plugins=[...])``.
+    callbacks: tuple[Component, ...] = ()  #: for ``Trainer(callbacks=[...])``.
+    #: whether the device's memory suffices with one sequence in a micro-batch; None where that was not calculated or
+    #: only the allocator decides.
     fits: bool | None = None
 
     def choice(self, what: str) -> Choice:

@@ -15,13 +15,6 @@ from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 class LatentAttention:
     """Sizes of multi-head latent attention, under the names of a Hugging Face configuration.
 
-    Attributes:
-        kv_lora_rank: of the vector that keys and values are made from.
-        qk_nope_head_dim: of the part of a query and a key without rotary positions.
-        qk_rope_head_dim: of the part with them; that of a key is the same for all heads.
-        v_head_dim: of a value.
-        q_lora_rank: of the vector that queries are made from; 0 makes them from the residual stream.
-
     Raises:
         ValueError: a number is no count.
 
@@ -37,11 +30,11 @@ class LatentAttention:
         187105280
     """
 
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int = 0
+    kv_lora_rank: int  #: of the vector that keys and values are made from.
+    qk_nope_head_dim: int  #: of the part of a query and a key without rotary positions.
+    qk_rope_head_dim: int  #: of the part with them; that of a key is the same for all heads.
+    v_head_dim: int  #: of a value.
+    q_lora_rank: int = 0  #: of the vector that queries are made from; 0 makes them from the residual stream.
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -87,27 +80,6 @@ _MAY_BE_0 = (
 class DecoderConfig:
     """The shape of a decoder-only transformer. Sizes that are left out are derived as in most models.
 
-    Attributes:
-        layers: blocks.
-        width: of the residual stream.
-        vocabulary: token ids.
-        heads: of queries; one per 128 of width when 0.
-        kv_heads: of keys and values; as many as queries when 0.
-        head_width: of one head; width over heads when 0.
-        ffn_width: between the two or three matrices of an MLP, of one expert in a mixture; 4 widths when 0, or 8/3
-            with gates.
-        gated: the MLP has three matrices.
-        experts: MLPs of a mixture; 0 is one dense MLP.
-        active_experts: that one token is routed to.
-        shared_ffn_width: of the MLP that every token uses beside its experts.
-        dense_layers: blocks that have a dense MLP in place of a mixture.
-        dense_ffn_width: of the MLP in these.
-        latent_attention: sizes of multi-head latent attention; None is attention with a key and a value per head.
-        tied_head: the output layer is the token table.
-        biases: of linear layers and norms.
-        positions: number of learned positions.
-        dropout: masks are saved.
-
     Raises:
         ValueError: a number is negative, or sizes do not divide each other.
 
@@ -117,24 +89,26 @@ class DecoderConfig:
         8030261248
     """
 
-    layers: int
-    width: int
-    vocabulary: int
-    heads: int = 0
-    kv_heads: int = 0
-    head_width: int = 0
+    layers: int  #: blocks.
+    width: int  #: of the residual stream.
+    vocabulary: int  #: token ids.
+    heads: int = 0  #: of queries; one per 128 of width when 0.
+    kv_heads: int = 0  #: of keys and values; as many as queries when 0.
+    head_width: int = 0  #: of one head; width over heads when 0.
+    #: between the two or three matrices of an MLP, of one expert in a mixture; 4 widths when 0, or 8/3 with gates.
     ffn_width: int = 0
-    gated: bool = True
-    experts: int = 0
-    active_experts: int = 0
-    shared_ffn_width: int = 0
-    dense_layers: int = 0
-    dense_ffn_width: int = 0
+    gated: bool = True  #: the MLP has three matrices.
+    experts: int = 0  #: MLPs of a mixture; 0 is one dense MLP.
+    active_experts: int = 0  #: that one token is routed to.
+    shared_ffn_width: int = 0  #: of the MLP that every token uses beside its experts.
+    dense_layers: int = 0  #: blocks that have a dense MLP in place of a mixture.
+    dense_ffn_width: int = 0  #: of the MLP in these.
+    #: sizes of multi-head latent attention; None is attention with a key and a value per head.
     latent_attention: LatentAttention | None = None
-    tied_head: bool = False
-    biases: bool = False
-    positions: int = 0
-    dropout: bool = False
+    tied_head: bool = False  #: the output layer is the token table.
+    biases: bool = False  #: of linear layers and norms.
+    positions: int = 0  #: learned ones.
+    dropout: bool = False  #: masks are saved.
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "vocabulary"):

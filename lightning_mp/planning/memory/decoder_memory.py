@@ -33,16 +33,12 @@ _UNITS_AT_ONCE = 2
 class MemoryLayout:
     """How GPUs share a model, as far as memory is concerned.
 
-    Attributes:
-        layout: over how many ranks, and how.
-        checkpointed: every block keeps only its input and runs again in backward.
-
     Raises:
         ValueError: an argument is of another type.
     """
 
-    layout: ParallelLayout = field(default_factory=ParallelLayout)
-    checkpointed: bool = False
+    layout: ParallelLayout = field(default_factory=ParallelLayout)  #: over how many ranks, and how.
+    checkpointed: bool = False  #: every block keeps only its input and runs again in backward.
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, ParallelLayout):
@@ -57,13 +53,9 @@ class MemoryLayout:
 
 @dataclass(frozen=True, slots=True)
 class DecoderMemory:
-    """Bytes of the fullest GPU, at the end of a forward.
+    """Bytes of the fullest GPU, at the end of a forward."""
 
-    Attributes:
-        bytes_by_part: as in :data:`~lightning_mp.planning.memory.live_storages.PARTS`.
-    """
-
-    bytes_by_part: Mapping[Part, int]
+    bytes_by_part: Mapping[Part, int]  #: as in :data:`~lightning_mp.planning.memory.live_storages.PARTS`.
 
     @property
     def total_bytes(self) -> int:

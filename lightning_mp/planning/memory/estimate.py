@@ -42,21 +42,13 @@ def reserved_range(live_bytes: float) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Live bytes of one rank over one training step.
+    """Live bytes of one rank over one training step."""
 
-    Attributes:
-        samples: what is alive after each operation of the step that changes it.
-        precision: name of a row of :data:`~lightning_mp.core.precisions.PRECISIONS`.
-        strategy: how the ranks share the model.
-        ranks: how many there are.
-        device_type: the device that it is an estimate for.
-    """
-
-    samples: tuple[MemorySample, ...]
-    precision: str
-    strategy: MemoryStrategy
-    ranks: int
-    device_type: str
+    samples: tuple[MemorySample, ...]  #: what is alive after each operation of the step that changes it.
+    precision: str  #: name of a row of :data:`~lightning_mp.core.precisions.PRECISIONS`.
+    strategy: MemoryStrategy  #: how the ranks share the model.
+    ranks: int  #: how many there are.
+    device_type: str  #: the device that it is an estimate for.
 
     @property
     def peak(self) -> MemorySample:

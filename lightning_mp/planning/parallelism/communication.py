@@ -54,14 +54,14 @@ class Transfer:
 
     what: str  # what is sent, for people
     collective: Collective  # the operation
+    #: S of one operation: the tensor that all ranks have after an all-gather, before a reduce-scatter, and otherwise
+    #: always.
     payload_bytes: int
-    """S of one operation: the tensor that all ranks have after an all-gather, before a reduce-scatter, and otherwise
-    always."""
     ranks: int  # n: how many take part; 2 for a send
     count: int = 1  # how many such operations one rank takes part in per optimizer step
     stride: int = 1  # how far apart the ranks are: 1 for neighbours
+    #: Whether what is computed next needs it, as activations do; gradients and weights can go beside the computing.
     awaited: bool = False
-    """Whether what is computed next needs it, as activations do; gradients and weights can go beside the computing."""
 
     @property
     def bytes_sent(self) -> float:

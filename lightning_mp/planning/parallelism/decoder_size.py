@@ -20,22 +20,14 @@ class DecoderSize:
         (True, 4096, 6738415616)
     """
 
-    layers: int
-    """Number of blocks."""
-    width: int
-    """Size of the residual stream."""
-    vocabulary: int
-    """Number of token ids."""
-    block_matmul_weights: int
-    """Of one block: those in matrix products."""
-    block_norm_weights: int
-    """Of one block: those of its norms."""
-    table_weights: int
-    """The token table; the output layer as well if it is tied to it."""
-    head_weights: int = 0
-    """The output layer, if it is not tied."""
-    other_weights: int = 0
-    """Outside of the blocks: last norm, positions."""
+    layers: int  #: Number of blocks.
+    width: int  #: Size of the residual stream.
+    vocabulary: int  #: Number of token ids.
+    block_matmul_weights: int  #: Of one block: those in matrix products.
+    block_norm_weights: int  #: Of one block: those of its norms.
+    table_weights: int  #: The token table; the output layer as well if it is tied to it.
+    head_weights: int = 0  #: The output layer, if it is not tied.
+    other_weights: int = 0  #: Outside of the blocks: last norm, positions.
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -20,15 +20,12 @@ class ParallelLayout:
         (32, 'FSDP 16 x TP 8')
     """
 
+    #: Of the model, or of its shards: ranks that hold the same weights and see other data. DDP; the outer part of
+    #: hybrid sharding.
     copies: int = 1
-    """Of the model, or of its shards: ranks that hold the same weights and see other data. DDP; the outer part of
-    hybrid sharding."""
-    shards: int = 1
-    """Over how many ranks weights, gradients and optimizer states are sharded (FSDP)."""
-    tensor: int = 1
-    """Over how many ranks each layer is split (TP)."""
-    stages: int = 1
-    """Of a pipeline (PP)."""
+    shards: int = 1  #: Over how many ranks weights, gradients and optimizer states are sharded (FSDP).
+    tensor: int = 1  #: Over how many ranks each layer is split (TP).
+    stages: int = 1  #: Of a pipeline (PP).
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -59,20 +59,13 @@ class Machine:
         3.125
     """
 
-    name: str
-    """What people call it."""
-    chip: str
-    """A short name of :func:`~lightning_mp.flops.hardware.known_chips`."""
-    gpus_per_node: int
-    """How many are behind the inner links."""
-    inside_bytes_per_second: float
-    """Of one GPU to the others of its node, in one direction."""
-    between_bytes_per_second: float
-    """Of one GPU's share of the node's adapters, in one direction."""
-    source: str = "given by the caller"
-    """Where the figures are printed."""
-    checked: str = ""
-    """Month, such as "2026-11", in which they were found in published text. Empty: not looked up."""
+    name: str  #: What people call it.
+    chip: str  #: A short name of :func:`~lightning_mp.flops.hardware.known_chips`.
+    gpus_per_node: int  #: How many are behind the inner links.
+    inside_bytes_per_second: float  #: Of one GPU to the others of its node, in one direction.
+    between_bytes_per_second: float  #: Of one GPU's share of the node's adapters, in one direction.
+    source: str = "given by the caller"  #: Where the figures are printed.
+    checked: str = ""  #: Month, such as "2026-11", in which they were found in published text. Empty: not looked up.
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "inside_bytes_per_second", "between_bytes_per_second"):
@@ -151,28 +144,19 @@ _PIPELINE_STAGES = 8
 class ParallelPlan:
     """One layout of one training step."""
 
-    layout: ParallelLayout
-    """How the GPUs are divided."""
-    micro_batches: int
-    """Per data rank and optimizer step."""
-    transfers: tuple[Transfer, ...]
-    """Everything that one rank sends."""
-    inside_bytes: float
-    """Sent by one GPU to others of its node."""
-    between_bytes: float
-    """Sent by one GPU to other nodes."""
-    inside_seconds: float
-    """Of these bytes at the printed bandwidth."""
-    between_seconds: float
-    """The same between nodes."""
+    layout: ParallelLayout  #: How the GPUs are divided.
+    micro_batches: int  #: Per data rank and optimizer step.
+    transfers: tuple[Transfer, ...]  #: Everything that one rank sends.
+    inside_bytes: float  #: Sent by one GPU to others of its node.
+    between_bytes: float  #: Sent by one GPU to other nodes.
+    inside_seconds: float  #: Of these bytes at the printed bandwidth.
+    between_seconds: float  #: The same between nodes.
+    #: Of both, of the transfers inside of a stage that computing waits for: the reductions of tensor parallelism.
     awaited_seconds: float
-    """Of both, of the transfers inside of a stage that computing waits for: the reductions of tensor parallelism."""
-    compute_seconds: float
-    """At the chip's peak."""
-    bubble: float
-    """Share of the step's time that a stage is idle."""
+    compute_seconds: float  #: At the chip's peak.
+    bubble: float  #: Share of the step's time that a stage is idle.
+    #: Of the sends that the first micro-batch needs to reach the last stage, and the last gradient to come back.
     fill_and_drain_seconds: float = 0.0
-    """Of the sends that the first micro-batch needs to reach the last stage, and the last gradient to come back."""
 
     @property
     def operations(self) -> int:

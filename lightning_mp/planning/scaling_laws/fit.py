@@ -78,22 +78,17 @@ class HeldOut:
 class ScalingLawFit:
     """A fitted law and its evidence."""
 
+    #: The fitted law: pass it to :func:`~lightning_mp.planning.scaling_laws.optimum.compute_optimal` as ``law=``.
     law: ParametricLaw
-    """The fitted law: pass it to :func:`~lightning_mp.planning.scaling_laws.optimum.compute_optimal` as ``law=``."""
     runs: tuple[Run, ...]
     certificate: Certificate
-    noise: float
-    """Robust standard deviation of log(loss / predicted) over the runs."""
-    confidence: float
-    """Share of the bootstrap inside an interval."""
-    samples: Tensor
-    """log A, log B, log E, alpha, beta of every bootstrap sample: shape (samples, 5), float64."""
-    unconverged_samples: int
-    """Bootstrap samples that did not converge. They are among the samples."""
+    noise: float  #: Robust standard deviation of log(loss / predicted) over the runs.
+    confidence: float  #: Share of the bootstrap inside an interval.
+    samples: Tensor  #: log A, log B, log E, alpha, beta of every bootstrap sample: shape (samples, 5), float64.
+    unconverged_samples: int  #: Bootstrap samples that did not converge. They are among the samples.
+    #: Runs more than five robust standard deviations off the law. None is left out of the fit.
     outliers: tuple[Outlier, ...]
-    """Runs more than five robust standard deviations off the law. None is left out of the fit."""
-    held_out: HeldOut | None
-    """None when the runs are too few to leave any out."""
+    held_out: HeldOut | None  #: None when the runs are too few to leave any out.
 
     @property
     def intervals(self) -> Mapping[str, Interval]:

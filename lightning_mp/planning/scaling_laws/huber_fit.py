@@ -43,8 +43,8 @@ class Solutions:
 
     theta: Tensor  # log A, log B, log E, alpha, beta: shape (problems, 5)
     objective: Tensor  # weighted sum of the Huber losses: shape (problems,)
+    #: Largest component of the gradient as a share of the sum of absolute terms in it: no unit, 0 at a minimum.
     gradient: Tensor
-    """Largest component of the gradient as a share of the sum of absolute terms in it: no unit, 0 at a minimum."""
     converged: Tensor  # whether the gradient is below its tolerance, or the fit is exact
     bound: Tensor  # whether the minimum lies on a bound of E, alpha or beta: the runs do not determine all constants
 
@@ -105,8 +105,8 @@ class _State:
     objective: Tensor
     slope: Tensor
     hessian: Tensor
+    #: Gauss-Newton matrix of the quadratic that touches the Huber loss from above: positive, of the right units.
     majorant: Tensor
-    """Gauss-Newton matrix of the quadratic that touches the Huber loss from above: positive, of the right units."""
     gradient: Tensor
     residual: Tensor
     free: Tensor

@@ -71,22 +71,15 @@ def device_budget(
 class ComputeOptimal:
     """One answer: a model, its tokens, its compute, and the answers of the other laws."""
 
-    law: ScalingLaw
-    """The law of this answer."""
-    parameters: float
-    """N, in what ``law.counts`` says."""
-    tokens: float
-    """D."""
-    flops: float
-    """C = 6 N D."""
-    loss: float | None
-    """Predicted loss in nats per token; None where the law has none."""
-    unique_tokens: float | None = None
-    """Tokens to draw from, None where no limit was given."""
-    devices: DeviceBudget | None = None
-    """The device hours that were asked about, if they were."""
+    law: ScalingLaw  #: The law of this answer.
+    parameters: float  #: N, in what ``law.counts`` says.
+    tokens: float  #: D.
+    flops: float  #: C = 6 N D.
+    loss: float | None  #: Predicted loss in nats per token; None where the law has none.
+    unique_tokens: float | None = None  #: Tokens to draw from, None where no limit was given.
+    devices: DeviceBudget | None = None  #: The device hours that were asked about, if they were.
+    #: The same question under every preset, in their order. The presets differ: read this before you spend.
     spread: tuple["ComputeOptimal", ...] = ()
-    """The same question under every preset, in their order. The presets differ: read this before you spend."""
 
     @property
     def tokens_per_parameter(self) -> float:
@@ -292,21 +285,13 @@ _FLOPS_OF_INFERENCE = 2
 
 @dataclass(frozen=True, slots=True)
 class InferenceAware:
-    """A model of the same loss, and what it costs over its life.
+    """A model of the same loss, and what it costs over its life."""
 
-    Attributes:
-        parameters: N.
-        tokens: of training.
-        inference_tokens: read and written over the model's life.
-        lifetime_flops: of training and inference together.
-        lifetime_flops_before: the same for the model that it is compared with.
-    """
-
-    parameters: float
-    tokens: float
-    inference_tokens: float
-    lifetime_flops: float
-    lifetime_flops_before: float
+    parameters: float  #: N.
+    tokens: float  #: of training.
+    inference_tokens: float  #: read and written over the model's life.
+    lifetime_flops: float  #: of training and inference together.
+    lifetime_flops_before: float  #: the same for the model that it is compared with.
 
     @property
     def saving(self) -> float:

@@ -35,12 +35,9 @@ class Run:
         5.88e+23
     """
 
-    parameters: float
-    """N."""
-    tokens: float
-    """D, each counted as often as it was trained on."""
-    loss: float
-    """Final loss, in nats per token."""
+    parameters: float  #: N.
+    tokens: float  #: D, each counted as often as it was trained on.
+    loss: float  #: Final loss, in nats per token.
 
     def __post_init__(self) -> None:
         for name in ("parameters", "tokens", "loss"):

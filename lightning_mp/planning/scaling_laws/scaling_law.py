@@ -29,10 +29,8 @@ FAR_OUTSIDE = 10.0
 class TrainedRange:
     """The models that a law was fitted to. Beyond them it extrapolates."""
 
-    parameters: tuple[float, float]
-    """Smallest and largest model."""
-    tokens: tuple[float, float]
-    """Shortest and longest run."""
+    parameters: tuple[float, float]  #: Smallest and largest model.
+    tokens: tuple[float, float]  #: Shortest and longest run.
 
     def times_outside(self, parameters: float, tokens: float) -> float:
         """How many times beyond the nearest trained model, in parameters or tokens: 1 inside.
@@ -95,8 +93,7 @@ class ParametricLaw:
     alpha: float
     beta: float
     source: str
-    counts: str
-    """Which parameters N counts."""
+    counts: str  #: Which parameters N counts.
     trained: TrainedRange
 
     def __post_init__(self) -> None:
@@ -123,8 +120,7 @@ class FrontierLaw:
     name: str
     frontier: Frontier
     source: str
-    counts: str
-    """Which parameters N counts."""
+    counts: str  #: Which parameters N counts.
     trained: TrainedRange
 
 
@@ -270,10 +266,9 @@ class ExponentialDecay:
         (3.73, 16.36)
     """
 
+    #: R_D*, repetitions after which a token has lost 1 - 1/e of its worth. Appendix A of the paper.
     tokens_decay: float = 15.387756
-    """R_D*, repetitions after which a token has lost 1 - 1/e of its worth. Appendix A of the paper."""
-    parameters_decay: float = 5.309743
-    """R_N*, the same for excess parameters."""
+    parameters_decay: float = 5.309743  #: R_N*, the same for excess parameters.
 
     def __post_init__(self) -> None:
         for name in ("tokens_decay", "parameters_decay"):
