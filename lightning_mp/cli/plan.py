@@ -25,6 +25,7 @@ from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.scaling_laws.optimum import (
     ComputeOptimal,
     InferenceAware,
+    PlannedRun,
     compute_optimal,
     device_budget,
     inference_aware_optimum,
@@ -184,7 +185,7 @@ def _formats(precision: str | None, dtype: str | None, chip: Chip | None) -> tup
     return precision, dtype_on(chip, dtype or number_format(row.compute_dtype).name)
 
 
-def _assumed_shape(size: TrainingRun | ComputeOptimal) -> DecoderConfig | None:
+def _assumed_shape(size: PlannedRun) -> DecoderConfig | None:
     try:
         return DecoderConfig.of_parameters(size.parameters)
     except ValueError:
@@ -245,7 +246,7 @@ def _sizes(
     return None, training_run(**given, unique_tokens=unique, law=law)
 
 
-def _inference(size: TrainingRun | ComputeOptimal, inference_tokens: str) -> InferenceAware:
+def _inference(size: PlannedRun, inference_tokens: str) -> InferenceAware:
     if not isinstance(size.law, ParametricLaw):
         with_loss = ", ".join(name for name, row in LAWS.items() if isinstance(row, ParametricLaw))
         raise ValueError(

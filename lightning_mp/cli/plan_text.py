@@ -11,7 +11,7 @@ from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import MemoryLayout
 from lightning_mp.planning.memory.live_storages import PARTS
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, InferenceAware
-from lightning_mp.planning.training_run import RunTime, TrainingRun, repetition_note
+from lightning_mp.planning.training_run import RunTime, TrainingRun
 
 _TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")
 _NAMES_WIDTH = 40
@@ -51,13 +51,10 @@ def print_answer(answer: Answer, *, wide: bool = False) -> None:
     assert size is not None
     if answer.optimum is not None:
         _print_plan(answer.optimum, _of_all(answer.config))
-        note = repetition_note(answer.optimum.tokens, answer.optimum.unique_tokens)
-    else:
-        assert answer.run is not None
+    elif answer.run is not None:
         _print_run(answer.run, _of_all(answer.config))
-        note = answer.run.repetition_note
-    if note is not None:
-        print_paragraph(f"\nRepeated data (Muennighoff et al. 2023): {note}")
+    if size.repetition_note is not None:
+        print_paragraph(f"\nRepeated data (Muennighoff et al. 2023): {size.repetition_note}")
     if answer.time is not None:
         _print_time(answer.time)
     if answer.inference is not None:
@@ -81,7 +78,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
             "source": run.law.source,
             "parameters": run.parameters,
             "tokens": run.tokens,
-            "tokens_per_parameter": run.tokens / run.parameters,
+            "tokens_per_parameter": run.tokens_per_parameter,
             "flops": run.flops,
             "loss_nats_per_token": run.loss,
             "optimum": _as_json(run.optimum),
@@ -145,7 +142,7 @@ def _print_run(run: TrainingRun, of_all: str) -> None:
         ("tokens D", format_quantity(run.tokens), format_quantity(best.tokens)),
         (
             "tokens per parameter",
-            format_quantity(run.tokens / run.parameters),
+            format_quantity(run.tokens_per_parameter),
             format_quantity(best.tokens_per_parameter),
         ),
         ("FLOPs 6 N D", _flops(run.flops), _flops(best.flops)),

@@ -282,7 +282,6 @@ def run_trial(
     callbacks: Sequence[Callback] = (),
     monitor: str | None = None,
     data: TrainingData | None = None,
-    make_module: ModuleFactory | None = None,
 ) -> Trial:
     """Trains for some optimizer steps.
 
@@ -290,7 +289,7 @@ def run_trial(
     set anew. A precision that draws more random numbers than another one sees the same data nevertheless.
     """
     set_seed(seed)
-    module = (make_module or experiment.make_module)()
+    module = experiment.make_module()
     digest = weights_digest(module)
     recorder = Recorder(seed)
     options = {**copy.deepcopy(dict(experiment.trainer_options))}

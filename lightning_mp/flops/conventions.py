@@ -3,23 +3,15 @@
 Conventions differ by 10 to 30% on one model, so a figure without its convention means nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 
 from lightning_mp.core.arguments import positive_quantity, quantity_from, whole_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 
 _FLOPS_OF_WEIGHT_GRADIENT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """What a convention may need to know about a decoder besides its parameter count."""
-
-    layers: int  # number of blocks L
-    width: int  # attention width: heads times head size, H Q in the PaLM paper. The model width in most models.
-    context_tokens: int  # tokens that attend to each other, T
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +22,9 @@ class FlopsConvention:
     formula: str  #: The formula as one reads it, per token, forward and backward.
     parameters: str  #: Which parameters N counts.
     source: str  #: Where the convention is defined.
-    #: Operations per token of the attention matmuls, None where the convention leaves them out.
-    attention: Callable[[DecoderShape], int] | None
-    #: Whether what a causal mask hides is left out: a token sees half of the others on average.
-    halves_causal: bool = False
-
-
-def _full_attention(shape: DecoderShape) -> int:
-    # QK^T and AV are 2 matmuls of 2 T width operations per token and layer; backward doubles each.
-    return 12 * shape.layers * shape.width * shape.context_tokens
-
-
-def _causal_attention(shape: DecoderShape) -> int:
-    # A token sees T / 2 others on average.
-    return 6 * shape.layers * shape.width * shape.context_tokens
+    #: Operations of the attention matmuls, in units of L H Q T. QK^T and AV take 2 each, and backward twice that: 12; 6
+    #: where the half that a causal mask leaves is counted, 0 where attention is left out.
+    attention: int
 
 
 CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
@@ -56,7 +37,7 @@ CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
                 parameters="all but embedding and position tables (Kaplan et al.); with a tied head the shared table "
                 "is a matmul weight and counts once",
                 source="Kaplan et al. 2020, arXiv:2001.08361, section 2.1",
-                attention=None,
+                attention=0,
             ),
             FlopsConvention(
                 name="palm",
@@ -66,7 +47,7 @@ CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
                 source="Chowdhery et al. 2022, arXiv:2204.02311, appendix B; the same as "
                 "72 B L s h^2 (1 + s/6h + v/12hL) of Korthikanti et al. 2022, arXiv:2205.05198, and as Narayanan et "
                 "al. 2021, arXiv:2104.04473, without its recomputation",
-                attention=_full_attention,
+                attention=12,
             ),
             FlopsConvention(
                 name="megatron",
@@ -75,8 +56,7 @@ CONVENTIONS: Mapping[str, FlopsConvention] = MappingProxyType(
                 "those that one token uses",
                 source="num_floating_point_operations in Megatron-LM, which halves the attention of "
                 "Korthikanti et al. 2022, arXiv:2205.05198, for the causal mask",
-                attention=_causal_attention,
-                halves_causal=True,
+                attention=6,
             ),
         )
     }
@@ -143,14 +123,10 @@ def flops_per_token(
         if frozen > counted:
             raise ValueError(f"`frozen_parameters` ({frozen}) cannot be more than `parameters` ({counted}).")
         flops -= _FLOPS_OF_WEIGHT_GRADIENT * frozen
-    if row.attention is None:
+    if not row.attention:
         return flops
-    shape = DecoderShape(
-        layers=_positive_integer("layers", layers, row),
-        width=_positive_integer("width", width, row),
-        context_tokens=_positive_integer("context_tokens", context_tokens, row),
-    )
-    return flops + row.attention(shape)
+    given = {"layers": layers, "width": width, "context_tokens": context_tokens}
+    return flops + row.attention * prod(_positive_integer(name, value, row) for name, value in given.items())
 
 
 def model_flops_utilization(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mp.flops.conventions import CONVENTIONS, DecoderShape, flops_per_token
+from lightning_mp.flops.conventions import CONVENTIONS, flops_per_token
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.modules.whole_parameters import WholeParameter, whole_parameters
 
@@ -91,11 +91,11 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
     weights = matmul_parameters(module)
     products = flops_per_token(weights.total, convention="6N", frozen_parameters=weights.frozen)
     attention = CONVENTIONS[convention].attention
-    if attention is None:
+    if not attention:
         return products
     config, width = _configuration_and_width(module, convention)
-    pairs = _attended_pairs(config, context_tokens, is_halved=CONVENTIONS[convention].halves_causal)
-    return products + sum(attention(DecoderShape(1, width, each)) for each in pairs) // context_tokens
+    pairs = _attended_pairs(config, context_tokens, is_halved=attention == 6)
+    return products + sum(attention * width * each for each in pairs) // context_tokens
 
 
 def far_above_count(convention: str, flops_per_token: float, counted_flops_per_token: float) -> str | None:

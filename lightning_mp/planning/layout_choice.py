@@ -1,13 +1,11 @@
 """The usual layouts of a decoder on n GPUs, with what each keeps and sends: those that fit first."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import get_args
+from dataclasses import dataclass
 
 from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.precisions import PrecisionSpec, find_precision
-from lightning_mp.flops.conventions import flops_per_token
-from lightning_mp.flops.hardware import known_chips, matmul_format, peak_flops, rate_column
+from lightning_mp.core.precisions import find_precision
+from lightning_mp.flops.hardware import known_chips, rate_column
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import (
     DecoderMemory,
@@ -16,7 +14,6 @@ from lightning_mp.planning.memory.decoder_memory import (
     decoder_memory,
     largest_micro_batch,
 )
-from lightning_mp.planning.parallelism.communication import Precision
 from lightning_mp.planning.parallelism.parallel_plan import (
     Machine,
     ParallelPlan,
@@ -108,7 +105,16 @@ def choose_layouts(
             plan, left_out = None, None
             if machine is not None:
                 try:
-                    plan = _plan(config, layout, machine, tokens_per_step, context_tokens, row, dtype)
+                    plan = plan_parallelism(
+                        config.size,
+                        base,
+                        machine,
+                        tokens_per_step=tokens_per_step,
+                        context_tokens=context_tokens,
+                        precision=row,
+                        recomputed=again,
+                        dtype=dtype,
+                    )
                 except ValueError as error:
                     left_out = str(error)
             memory = decoder_memory(config, layout, context_tokens=context_tokens, precision=row)
@@ -210,47 +216,3 @@ def _rank(choice: LayoutChoice) -> tuple[float, ...]:
     seconds = choice.plan.seconds_at_least if choice.plan is not None else float("inf")
     ranks = choice.layout.layout
     return verdict, seconds, ranks.tensor * ranks.stages > 1, choice.layout.checkpointed
-
-
-def _plan(
-    config: DecoderConfig,
-    layout: MemoryLayout,
-    machine: Machine,
-    step: int,
-    context_tokens: int,
-    row: PrecisionSpec,
-    dtype: str | None,
-) -> ParallelPlan:
-    precision = _on_the_wire(row.name)
-    plan = plan_parallelism(
-        config.size,
-        layout.layout,
-        machine,
-        tokens_per_step=step,
-        context_tokens=context_tokens,
-        precision=precision,
-        recomputed=layout.checkpointed,
-    )
-    planned = peak_flops(machine.chip, matmul_format(precision) or row.compute_dtype)
-    taken = peak_flops(machine.chip, dtype or ("fp8" if row.fp8 else row.compute_dtype))
-    share = _active_share(config, context_tokens)
-    return replace(plan, compute_seconds=plan.compute_seconds * share * planned / taken)
-
-
-def _active_share(config: DecoderConfig, context_tokens: int) -> float:
-    """Of the operations that a plan assumes, those without the experts that a token is not routed to."""
-    all_weights = config.size.matmul_weights
-    met, planned = (
-        flops_per_token(
-            weights, layers=config.layers, width=config.width, context_tokens=context_tokens, convention="palm"
-        )
-        for weights in (all_weights - (config.parameters - config.active_parameters), all_weights)
-    )
-    return met / planned
-
-
-def _on_the_wire(name: str) -> Precision:
-    """The precision that sends the same: masters stay where they are, and fp8 gathers in bf16."""
-    low = "16" if name.startswith("16") else "bf16"
-    wanted = name if name in get_args(Precision) else f"{low}-mixed" if name.startswith("fp8") else f"{low}-true"
-    return next(known for known in get_args(Precision) if known == wanted)

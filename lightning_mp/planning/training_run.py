@@ -8,7 +8,7 @@ from lightning_mp.core.arguments import whole_quantity
 from lightning_mp.core.quantities import parse_flops, parse_fraction, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.flops.hardware import chip_of, dtype_on
-from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, compute_optimal, warn_far_outside
+from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, PlannedRun, compute_optimal, warn_far_outside
 from lightning_mp.planning.scaling_laws.scaling_law import (
     DEFAULT_LAW,
     MUENNIGHOFF_2023,
@@ -19,7 +19,6 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
 
 _Quantity = str | SupportsFloat
 _SECONDS_PER_HOUR = 3600
-_WORTHLESS = 0.1
 
 USUAL_MFU = (0.3, 0.5)
 """Where none is measured: PaLM reports 46% (Chowdhery et al. 2022, table 3), Llama 3 405B 38 to 43% (Dubey et al. 2024,
@@ -27,47 +26,10 @@ table 4), and most own code is below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRun:
+class TrainingRun(PlannedRun):
     """A model, its tokens and its compute, whether or not they are the best ones."""
 
-    law: ScalingLaw  #: of the predicted loss.
-    parameters: float  #: N.
-    tokens: float  #: D, repeated ones counted each time.
-    flops: float  #: C = 6 N D.
-    loss: float | None  #: predicted, in nats per token; None where the law has none.
     optimum: ComputeOptimal  #: the best model for the same compute.
-    unique_tokens: float | None = None  #: to draw from; None where no limit was given.
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the unique tokens."""
-        return 1.0 if self.unique_tokens is None else max(1.0, self.tokens / self.unique_tokens)
-
-    @property
-    def repetition_note(self) -> str | None:
-        """What repeated tokens are worth, and whether further epochs still help; None if nothing is repeated."""
-        return repetition_note(self.tokens, self.unique_tokens)
-
-
-def repetition_note(tokens: float, unique_tokens: float | None) -> str | None:
-    """What repeating tokens is worth, by Muennighoff et al. 2023; None where nothing is repeated.
-
-    >>> repetition_note(3.05e12, 1e10)
-    '305 epochs: they are worth 16.4 epochs of new tokens. Further epochs stopped paying after 36: a token then adds
-    less than 10% of a new one.'
-    """
-    if unique_tokens is None or tokens <= unique_tokens:
-        return None
-    epochs, law = tokens / unique_tokens, MUENNIGHOFF_2023
-    worth = law.effective_tokens(tokens, unique_tokens) / unique_tokens
-    said = f"{epochs:.3g} epochs: they are worth {worth:.3g} epochs of new tokens."
-    last, end = law.value_of_next_token(tokens, unique_tokens), law.epochs_until_worth(_WORTHLESS)
-    if last < _WORTHLESS:
-        return (
-            f"{said} Further epochs stopped paying after {end:.0f}: a token then adds less than {_WORTHLESS:.0%} of a"
-            " new one."
-        )
-    return f"{said} The next token adds {last:.0%} of a new one; after {end:.0f} epochs it adds {_WORTHLESS:.0%}."
 
 
 def training_run(

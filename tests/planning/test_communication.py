@@ -360,7 +360,7 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="Transfer.ranks must be at least 1, got 0"):
         Transfer("", "send", 8, 0)
     two = ParallelLayout(shards=2)
-    with pytest.raises(ValueError, match="Unknown `precision` 'fp8'. Use one of 32-true"):
+    with pytest.raises(ValueError, match="`precision` 'fp8' is not known. Use one of 32-true"):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, precision="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Unknown `gradient_sync` 'step'. Use one of window, micro_batch"):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, gradient_sync="step")  # type: ignore[arg-type]

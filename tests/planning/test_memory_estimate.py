@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision, estimate_memory
 from lightning_mp.activation_checkpointing.cost import StepCost
 from lightning_mp.core import private_api
-from lightning_mp.planning.memory.stand_in_kernels import workspace_bytes
+from lightning_mp.planning.memory.live_storages import workspace_bytes
 
 # torch's, once in a process: a norm with fp32 weights takes 16-bit inputs under autocast on the CPU.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")

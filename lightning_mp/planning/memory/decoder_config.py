@@ -253,6 +253,7 @@ class DecoderConfig:
             table_weights=self.vocabulary * self.width,
             head_weights=0 if self.tied_head else self.vocabulary * self.width,
             other_weights=self.width * (2 if self.biases else 1) + self.positions * self.width + rest,
+            unrouted_weights=mixtures * max(0, self.experts - self.active_experts) * self.expert_weights,
         )
 
     @property
@@ -263,8 +264,7 @@ class DecoderConfig:
     @property
     def active_parameters(self) -> int:
         """Those that one token is routed to: N of 6 N D."""
-        unused = max(0, self.experts - self.active_experts)
-        return self.parameters - (self.layers - self.dense_layers) * unused * self.expert_weights
+        return self.parameters - self.size.unrouted_weights
 
     def saved_bytes_per_token(
         self, element_bytes: int, residual_bytes: int, *, tensor: int = 1, sequence_parallel: bool = False

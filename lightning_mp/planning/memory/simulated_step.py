@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import place_of
@@ -20,7 +21,6 @@ from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
 from lightning_mp.planning.memory.live_storages import PARTS, LiveStorages, MemorySample, Part
-from lightning_mp.planning.memory.stand_in_kernels import StandInKernels
 from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
@@ -164,6 +164,77 @@ def _rounded(tensor: Tensor) -> Tensor:
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(*left.shape[:-1], right.shape[-1], dtype=dtype, device=left.device)
+
+
+class StandInKernels(TorchFunctionMode):
+    """While this is entered, an LSTM and grouped products run on fake tensors as they do on real ones.
+
+    torch takes oneDNN's LSTM on the CPU for every input, and for fake ones only where the input needs no gradient.
+    Grouped products of fake tensors are refused in other formats than bf16. For a GPU an LSTM is taken step by step;
+    what cuDNN keeps was not measured.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._on_cpu = device_type == "cpu"
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "lstm" and not isinstance(args[1], Tensor):
+            with _one_dnn(enabled=self._on_cpu):
+                if not (self._on_cpu and args[0].requires_grad):
+                    return func(*args, **(kwargs or {}))
+                output, *states = func(args[0].detach(), *args[1:], **(kwargs or {}))
+                depends: Callable[..., Tensor] = _DependsOn.apply
+                return (depends(output, args[0]), *states)
+        if name in ("grouped_mm", "_grouped_mm") and args[0].ndim == 2 and args[1].ndim == 3:
+            product: Callable[..., Tensor] = _GroupedProduct.apply
+            return product(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _one_dnn(*, enabled: bool) -> Iterator[None]:
+    set_flags: Callable[..., Sequence[Any]] = torch.backends.mkldnn.set_flags
+    before = set_flags(_enabled=enabled and torch.backends.mkldnn.is_available(), _fp32_precision=None)[0]
+    try:
+        yield
+    finally:
+        set_flags(_enabled=before, _fp32_precision=None)
+
+
+class _DependsOn(torch.autograd.Function):
+    """An output whose input was detached: the input gets a gradient nevertheless."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, source: Tensor) -> Tensor:
+        ctx.like = source.shape, source.dtype, source.device
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.like
+        return gradient, torch.empty(shape, dtype=dtype, device=device)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows times the matrix of their group."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights)
 
 
 StepFunction = Callable[[nn.Module, Any], Any]

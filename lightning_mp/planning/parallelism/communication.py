@@ -42,6 +42,7 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.precisions import find_precision
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
@@ -95,7 +96,6 @@ class Transfer:
 
 
 TensorReduceDtype = Literal["fp32", "16bit"]
-Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 _BYTES_OF_LOSS = (4, 8)  # per token: the largest logit, then the sum of exponentials and the logit of the target
 
 
@@ -105,7 +105,7 @@ def communication_per_step(
     *,
     tokens_per_micro_batch: int,
     micro_batches: int = 1,
-    precision: Precision = "bf16-mixed",
+    precision: object = "bf16-mixed",
     gradient_sync: Literal["window", "micro_batch"] = "window",
     reshard_after_forward: bool = True,
     reduced_gradients: bool = False,
@@ -120,7 +120,8 @@ def communication_per_step(
         layout: how the GPUs are divided.
         tokens_per_micro_batch: t, of one data rank.
         micro_batches: M, of one data rank per optimizer step; in a pipeline those of one call of the schedule.
-        precision: as in the Trainer.
+        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`; masters stay where they are, and fp8
+            gathers in bf16.
         gradient_sync: under FSDP, reduce once per window or at every micro-batch, as
             ``AccumulationScheduler(sync=...)`` says. Without the scheduler FSDP does the latter.
         reshard_after_forward: under FSDP, free weights between forward and backward and gather them again.
@@ -145,9 +146,9 @@ def communication_per_step(
         weights: matrix products of blocks, 2 all_gather of 1.0 GB
         gradients: matrix products of blocks, 1 reduce_scatter of 2.0 GB
     """
-    _check(size, layout, precision, gradient_sync, tensor_reduce_dtype, tokens_per_micro_batch, micro_batches)
-    low = 4 if precision.startswith("32") else 2
-    wide = 2 if precision.endswith("-true") and low == 2 else 4
+    _check(size, layout, gradient_sync, tensor_reduce_dtype, tokens_per_micro_batch, micro_batches)
+    row = find_precision(precision)
+    low, wide = row.activation_bytes, row.weight_bytes
     found: list[Transfer] = []
     syncs = 1 if gradient_sync == "window" else micro_batches
     if layout.shards > 1:
@@ -251,11 +252,8 @@ def _between_stages(layout: ParallelLayout, payload_bytes: int, micro_batches: i
     return Transfer("activations between stages", "send", payload_bytes, 2, per_rank, far, awaited=True)
 
 
-def _check(
-    size: DecoderSize, layout: ParallelLayout, precision: str, sync: str, reduce: str, tokens: int, micro_batches: int
-) -> None:
+def _check(size: DecoderSize, layout: ParallelLayout, sync: str, reduce: str, tokens: int, micro_batches: int) -> None:
     for name, value, allowed in (
-        ("precision", precision, get_args(Precision)),
         ("gradient_sync", sync, ("window", "micro_batch")),
         ("tensor_reduce_dtype", reduce, get_args(TensorReduceDtype)),
     ):

@@ -28,6 +28,7 @@ class DecoderSize:
     table_weights: int  #: The token table; the output layer as well if it is tied to it.
     head_weights: int = 0  #: The output layer, if it is not tied.
     other_weights: int = 0  #: Outside of the blocks: last norm, positions.
+    unrouted_weights: int = 0  #: Of all blocks: those of experts that a token is not routed to.
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -64,5 +65,6 @@ class DecoderSize:
 
     @property
     def matmul_weights(self) -> int:
-        """Those that the FLOPs conventions call N: blocks and output layer."""
-        return self.layers * self.block_matmul_weights + (self.head_weights or self.table_weights)
+        """Those that the FLOPs conventions call N: blocks and output layer, of a mixture what a token is routed to."""
+        head = self.head_weights or self.table_weights
+        return self.layers * self.block_matmul_weights + head - self.unrouted_weights

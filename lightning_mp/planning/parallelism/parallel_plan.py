@@ -31,10 +31,10 @@ from functools import lru_cache
 from importlib import resources
 
 from lightning_mp.core.arguments import positive_number, whole_number, whole_quantity
+from lightning_mp.core.precisions import find_precision
 from lightning_mp.flops.conventions import flops_per_token
-from lightning_mp.flops.hardware import matmul_format, peak_flops
+from lightning_mp.flops.hardware import peak_flops
 from lightning_mp.planning.parallelism.communication import (
-    Precision,
     TensorReduceDtype,
     Transfer,
     communication_per_step,
@@ -194,9 +194,10 @@ def plan_parallelism(
     tokens_per_step: int,
     context_tokens: int,
     sequences_per_gpu: int = 1,
-    precision: Precision = "bf16-mixed",
+    precision: object = "bf16-mixed",
     tensor_reduce_dtype: TensorReduceDtype = "fp32",
     recomputed: bool = False,
+    dtype: str | None = None,
 ) -> ParallelPlan:
     """Lower bounds for the traffic and time of one optimizer step of a decoder, under one layout.
 
@@ -208,9 +209,10 @@ def plan_parallelism(
         context_tokens: length of a sequence.
         sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is split over, so that layouts compare
             at equal activations.
-        precision: as in the Trainer.
+        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
         tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`.
         recomputed: every block runs again in backward, a third more computing.
+        dtype: format of matrix products, for the peak; None is that of ``precision``, fp32 without TF32 in "32-true".
 
     Raises:
         ValueError: sizes do not divide each other, or a name or a peak is unknown.
@@ -240,7 +242,8 @@ def plan_parallelism(
     flops = flops_per_token(
         size.matmul_weights, layers=size.layers, width=size.width, context_tokens=context_tokens, convention="palm"
     )
-    peak = peak_flops(machine.chip, matmul_format(precision) or "bf16")
+    row = find_precision(precision)
+    peak = peak_flops(machine.chip, dtype or ("fp8" if row.fp8 else row.compute_dtype))
     inside, between = _bytes(transfers, machine)
     awaited = [part for part in transfers if part.awaited and part.collective != "send"]
     fill_and_drain = [replace(part, count=2 * (layout.stages - 1)) for part in transfers if part.collective == "send"]

@@ -22,6 +22,7 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
 )
 
 _SECONDS_PER_HOUR = 3600
+_WORTHLESS = 0.1
 _Quantity = str | SupportsFloat
 
 
@@ -68,18 +69,15 @@ def device_budget(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeOptimal:
-    """One answer: a model, its tokens, its compute, and the answers of the other laws."""
+class PlannedRun:
+    """A model, its tokens and its compute, under a law."""
 
     law: ScalingLaw  #: The law of this answer.
     parameters: float  #: N, in what ``law.counts`` says.
-    tokens: float  #: D.
+    tokens: float  #: D, repeated ones counted each time.
     flops: float  #: C = 6 N D.
     loss: float | None  #: Predicted loss in nats per token; None where the law has none.
     unique_tokens: float | None = None  #: Tokens to draw from, None where no limit was given.
-    devices: DeviceBudget | None = None  #: The device hours that were asked about, if they were.
-    #: The same question under every preset, in their order. The presets differ: read this before you spend.
-    spread: tuple["ComputeOptimal", ...] = ()
 
     @property
     def tokens_per_parameter(self) -> float:
@@ -95,6 +93,31 @@ class ComputeOptimal:
     def times_outside(self) -> float:
         """How many times beyond the models that the law was fitted to: 1 inside."""
         return self.law.trained.times_outside(self.parameters, self.tokens)
+
+    @property
+    def repetition_note(self) -> str | None:
+        """What repeating tokens is worth, and whether further epochs still pay; None where nothing is repeated."""
+        if self.unique_tokens is None or self.tokens <= self.unique_tokens:
+            return None
+        law = MUENNIGHOFF_2023
+        worth = law.effective_tokens(self.tokens, self.unique_tokens) / self.unique_tokens
+        said = f"{self.epochs:.3g} epochs: they are worth {worth:.3g} epochs of new tokens."
+        last, end = law.value_of_next_token(self.tokens, self.unique_tokens), law.epochs_until_worth(_WORTHLESS)
+        if last < _WORTHLESS:
+            return (
+                f"{said} Further epochs stopped paying after {end:.0f}: a token then adds less than {_WORTHLESS:.0%} of"
+                " a new one."
+            )
+        return f"{said} The next token adds {last:.0%} of a new one; after {end:.0f} epochs it adds {_WORTHLESS:.0%}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptimal(PlannedRun):
+    """One answer: a model, its tokens, its compute, and the answers of the other laws."""
+
+    devices: DeviceBudget | None = None  #: The device hours that were asked about, if they were.
+    #: The same question under every preset, in their order. The presets differ: read this before you spend.
+    spread: tuple["ComputeOptimal", ...] = ()
 
 
 def compute_optimal(
