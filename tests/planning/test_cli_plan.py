@@ -201,60 +201,6 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
     assert "times outside the models that 'fit' was fitted to" in printed.err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("plan", "pass one of --flops, --params, --tokens, --device-hours and --cost, or two of model"),
-        ("plan --flops 1e21 --tokens 1B --params 1B", "got --flops and --params and --tokens"),
-        ("plan --flops -1e21", "--flops must be a positive finite number, got '-1e21'"),
-        ("plan --flops 0", "--flops must be a positive finite number, got '0'"),
-        ("plan --flops nan", "--flops must be a positive finite number, got 'nan'"),
-        ("plan --params -5", "--params must be a positive finite number, got '-5'"),
-        (
-            "plan --tokens 20billions",
-            "--tokens cannot be read, got '20billions'. Write digits, optionally with K, M, B or T",
-        ),
-        ("plan --flops 21", "21 FLOPs come to 0.23 parameters"),
-        ("plan --flops 1e21 --law gopher", "argument --law: invalid choice: 'gopher' (choose from"),
-        ("plan --flops 1e21 --law besirolu", "invalid choice: 'besirolu'. Did you mean besiroglu? See"),
-        ("plna", "argument COMMAND: invalid choice: 'plna'. Did you mean plan? See lightning-mp --help."),
-        (
-            "plan --flops 1e21 --device h10",
-            "device 'h10'. Similar: H100 SXM, H100 PCIe, H100 NVL. For another, give the FLOPs themselves. See",
-        ),
-        ("plan --device-hours 10", "--device-hours needs --device and --mfu, got no --device"),
-        ("plan --device-hours 10 --device h100 --mfu 40", "got '40'. For 40%, write 0.4"),
-        ("plan --device-hours 10 --device h900 --mfu 0.4", "no peak FLOP/s are known for the device 'h900'"),
-        ("plan --flops 1e21 --mfu 0.4", "--mfu needs a chip. Pass --device, such as h100, or leave --mfu out"),
-        ("plan --tokens 1B --unique-tokens 1B", "--unique-tokens needs a compute budget, got --tokens"),
-        ("fit", "the following arguments are required: RUNS.CSV"),
-        ("fit missing.csv", "missing.csv cannot be read or written (No such file or directory)"),
-        ("fit .", ". cannot be read or written (Is a directory)"),
-        ("fit few.csv", "a law of 5 constants needs at least 6 runs, got 1"),
-        ("fit bad.csv", "bad.csv, line 2: `loss` must be a positive finite number, got '-3'"),
-        ("fit few.csv --samples 5", "--samples must be a whole number, 100 or more, got 5"),
-        (
-            "fit few.csv --confidence 95",
-            "--confidence is a fraction of the whole, over 0 and at most 1, got '95'. For 95%, write 0.95",
-        ),
-        ("fit few.csv --plot fit.doc", "--plot fit.doc cannot be drawn: its name must end with one of .png, .pdf"),
-        ("fit few.csv --plot no/fit.png", "--plot no/fit.png: there is no folder no"),
-        ("fit few.csv --flops x", "--flops cannot be read, got 'x'"),
-    ],
-)
-def test_wrong_input_is_refused_in_one_line(capsys, words, message):
-    Path("few.csv").write_text("N,D,loss\n1e8,2e9,3\n")
-    Path("bad.csv").write_text("N,D,loss\n1e8,2e9,-3\n")
-    with pytest.raises(SystemExit) as exit_info:
-        main(words.split())
-    assert exit_info.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert message in printed.err
-    assert sorted(path.name for path in Path.cwd().iterdir()) == ["bad.csv", "few.csv"], "nothing may be written"
-
-
 def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, csv):
     monkeypatch.setattr("lightning_mp.core.pictures.find_spec", lambda name: None)
     with pytest.raises(SystemExit):

@@ -1,15 +1,20 @@
-"""``lightning-mp plan`` with a run of one's own, a machine and a shape, and ``lightning-mp memory``."""
+"""``lightning-mp plan`` with a run of one's own, a machine and a shape; ``memory``, ``advise`` and ``formats``."""
 
 import argparse
+import ast
 import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
+from lightning_mp import recommend
 from lightning_mp.__main__ import main
 from lightning_mp.cli.parser import OneLineParser
+from lightning_mp.core.number_formats import FORMATS
 
 SHAPE = "--layers 126 --width 16384 --heads 128 --kv-heads 8 --ffn 53248 --vocab 128256"
 CONFIGS = Path(__file__).resolve().parents[1] / "support" / "published_configs.json"
@@ -306,61 +311,50 @@ def test_every_verb_has_examples_and_json(capsys):
         assert "--json" in printed, verb
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("plan --params 1B --layers 2 --width 8 --vocab 8", "--params follows from the shape of the model"),
-        ("plan --layers 2 --width 8", "got no --vocab"),
-        (
-            "plan --params 7 --tokens 140B",
-            "--params must be single ones, 1,000 or more, got '7'. For billions write 7B",
-        ),
-        (
-            "plan --params 7B --tokens 15",
-            "--tokens must be single ones, 1,000 or more, got '15'. For billions write 15B",
-        ),
-        ("plan --flops 1e21 --unique-tokens 10", "--unique-tokens must be single ones, 1,000 or more, got '10'"),
-        ("plan --flops 1e21 --gpus 8", "--gpus needs a chip. Pass --device"),
-        ("plan --flops 1e21 --device h100 --gpus 1.5", "--gpus must be a whole number, got '1.5'"),
-        (
-            "plan --flops 1e21 --device t4 --precision bf16-mixed",
-            "no bf16 peak is known for T4. Known for it: fp32, fp16",
-        ),
-        ("plan --flops 1e21 --device a100 --precision fp8-mixed", "no fp8 peak is known for A100"),
-        ("plan --flops 5PF/weeks", "--flops cannot be read, got '5PF/weeks'. Write 1e21, 1EFLOP or 5PF-days"),
-        ("plan --flops 1e21 --device h100 --mfu -5%", "--mfu must be a positive finite number, got '-5%'"),
-        ("plan --layers 2 --width 64 --vocab 100 --heads 3", "(64) must be a multiple of --heads, got 3"),
-        ("plan --flops 1e21 --device rtx", "no peak FLOP/s are known for the device 'rtx'"),
-        ("plan --flops 1e21 --memory-bytes 40GB", "--memory-bytes needs a chip. Pass --device"),
-        (
-            "plan --flops 1e21 --device a100 --memory-bytes 40",
-            "--memory-bytes of '40' is less than a megabyte. Write 40GB",
-        ),
-        ("plan --flops 1e21 --device a100 --memory-bytes -1GB", "--memory-bytes must be a positive finite number"),
-        ("plan --cost 1000 --device h100 --mfu 0.4", "--cost needs --price of one GPU for an hour"),
-        ("plan --cost 1K --price 2 --device h100", "got no --mfu"),
-        ("plan --cost 1K --price 2 --device h100 --mfu 0.4 --device-hours 9", "--device-hours follow from --cost"),
-        ("plan --device-hours 9 --device h100", "where no MFU was measured, 0.3 and 0.5 give the usual range"),
-        ("plan --config none.json --tokens 1B", "none.json cannot be read or written (No such file"),
-        ("plan --flops 1e21 --inference-tokens 1T --law kaplan", "--inference-tokens needs a law that predicts a loss"),
-        ("plan --flops 1e21 --device h100 --mfu 140%", "--mfu is a fraction of the whole, over 0 and at most 1"),
-        ("memory", "pass one of --module, --config and the shape"),
-        (
-            "memory --module json:loads --plot step.doc",
-            "--plot step.doc cannot be drawn: its name must end with one of",
-        ),
-        ("memory --module json:loads --plot none/step.png", "--plot none/step.png: there is no folder none"),
-        ("memory --module json", "--module must be written PACKAGE:FUNCTION"),
-        ("memory --module nothing_here:example", "--module nothing_here:example cannot be imported"),
-        ("memory --layers 2 --width 8 --vocab 8 --ranks 2", "--ranks belongs to --module"),
-        ("memory --layers 2 --width 8 --vocab 8 --kv-heads 3 --heads 4", "must be a multiple of --kv-heads"),
-    ],
-)
-def test_wrong_input_is_one_line_and_code_2(capsys, words, message):
-    with pytest.raises(SystemExit) as exit_info:
-        main(words.split())
-    assert exit_info.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert message in printed.err
+def test_the_width_of_a_head_can_be_told(capsys):
+    assert content(capsys, "memory --layers 2 --width 100 --heads 3 --head-width 32 --vocab 10")["total_bytes"] > 0
+
+
+def test_advise_prints_reasons_and_code(capsys):
+    text = output(capsys, "advise --device t4 --params 100M --goal finetune").out
+    assert text.startswith("finetune on 1 x T4 (Turing)\n\n  precision: 16-mixed [certain]\n")
+    assert "    Source: docs/precision.md, fp16 or bf16\n" in text
+    assert text.endswith(recommend("T4", model="100M", goal="finetune").python())
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_advise_in_other_forms(capsys):
+    words = "advise --device a100 --gpus 8 --layers 12 --width 768 --vocab 50257 --tokens-per-step 1M"
+    ast.parse(output(capsys, f"{words} --python").out)
+    trainer = yaml.safe_load(output(capsys, f"{words} --yaml").out)["trainer"]
+    assert (trainer["devices"], trainer["strategy"]) == (8, "ddp")
+    found = content(capsys, words)
+    assert found["fits"] is True
+    assert [row["what"] for row in found["choices"]] == [
+        "precision", "policy", "memory", "strategy", "micro-batch", "accumulation"
+    ]  # fmt: skip
+    assert yaml.safe_load(found["yaml"])["trainer"] == trainer
+
+
+def test_formats_are_those_of_torch(capsys):
+    rows = {row["name"]: row for row in content(capsys, "formats")["formats"]}
+    assert list(rows) == list(FORMATS)
+    for name, row in rows.items():
+        if name != "tf32":
+            info = torch.finfo(FORMATS[name].torch_dtype)
+            told = (row["largest_finite"], row["smallest_normal"], row["epsilon"])
+            assert told == (info.max, info.smallest_normal, info.eps)
+    lines = [line.split() for line in output(capsys, "formats").out.splitlines()]
+    assert [line[0] for line in lines[1:]] == list(FORMATS)
+    fp16 = next(line for line in lines if line[0] == "fp16")
+    assert fp16 == ["fp16", "16", "5+10", "65504", "6.10e-05", "5.96e-08", "3.3", "9.77e-04"]
+
+
+@pytest.mark.parametrize("params", ["10k", "1e4", "10_000", "10000"])
+def test_the_demo_reads_its_size_as_compare_does(capsys, params):
+    """Refused for its budget, after the size was read."""
+    with pytest.raises(SystemExit):
+        main(f"demo --params {params} --tokens-per-parameter 0.01".split())
+    said = capsys.readouterr().err
+    assert "parameters) is smaller than one batch" in said
+    assert "9,264 parameters" in said or "10," in said
