@@ -184,11 +184,7 @@ def final_loss(trial: Trial) -> float:
 def missing_runs(
     precisions: Iterable[str], seeds: Sequence[int], finished: Iterable[FinishedRun]
 ) -> list[tuple[int, str]]:
-    """Seeds and precisions that have not run yet; all precisions of a seed follow each other.
-
-    >>> missing_runs(["32-true", "bf16-mixed"], [0], [])
-    [(0, '32-true'), (0, 'bf16-mixed')]
-    """
+    """Seeds and precisions that have not run yet; all precisions of a seed follow each other."""
     done = {(run.seed, run.precision) for run in finished}
     return [pair for seed in seeds for pair in ((seed, name) for name in precisions) if pair not in done]
 

@@ -66,22 +66,14 @@ def plugin_factories(
 
 
 def make_plugin(name: str, device_type: str) -> Precision:
-    """A new plugin.
-
-    >>> described(make_plugin("lightning:16-mixed", "cpu"))
-    'MixedPrecision(16-mixed)'
-    """
+    """A new plugin."""
     if name not in _BY_NAME:
         raise ValueError(f"`precisions` has {name!r}. Known names are {', '.join(PRECISION_NAMES)}.")
     return _BY_NAME[name](device_type)
 
 
 def described(plugin: Precision) -> str:
-    """A plugin with its settings, in the same words in every process.
-
-    >>> described(HalfPrecision("bf16-true"))
-    'HalfPrecision(bf16-true)'
-    """
+    """A plugin with its settings, in the same words in every process."""
     return repr(plugin) if isinstance(plugin, SettingsRepr) else f"{type(plugin).__name__}({plugin.precision})"
 
 

@@ -105,12 +105,7 @@ class RepeatedBatch:
 
 
 def items_in(batch: Any) -> tuple[int, str]:
-    """Target tokens of a batch, or where it has none its samples; with their name.
-
-    >>> import torch
-    >>> items_in([torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)]), items_in(torch.zeros(5, 3))
-    ((6, 'tokens'), (5, 'samples'))
-    """
+    """Target tokens of a batch, or where it has none its samples; with their name."""
     labels = find_labels(batch)
     if labels is not None:
         return int(loss_bearing(labels, shifted=False).sum()), "tokens"

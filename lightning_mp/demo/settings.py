@@ -31,11 +31,7 @@ def setting(
 
 
 def flag(name: str) -> str:
-    """The option of a setting.
-
-    >>> flag("batch_size")
-    '--batch-size'
-    """
+    """The option of a setting."""
     return "--" + name.replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""Peak matmul rates of accelerators, dense and per number format, and their memory, each with its source.
+"""Accelerators: generation, memory, and peak matmul rates, dense and per number format, each with its source.
 
 The figures live in ``peak_flops.csv`` beside this file, in TFLOP/s as the datasheet prints them. Datasheets that print
 tensor rates with 2:4 sparsity are halved there and say so. Consumer cards are listed at their rate with fp32
@@ -48,6 +48,7 @@ class Chip:
     #: tables of other projects. There it stood as here up to rounding, or doubled where the text prints the rate with
     #: sparsity or with fp16 accumulation. Empty: entered from ``source``, not looked up again.
     checked: str = ""
+    generation: str = ""  #: Of the vendor's designs, such as "Turing" or "Hopper".
     memory_bytes: int = 0  #: Of the largest version that is sold.
 
     def matches(self, device_name: str) -> bool:
@@ -95,11 +96,7 @@ def find_chip(device_name: str) -> Chip | None:
 
 
 def chip_of(device: str) -> Chip:
-    """A chip by its name, with or without spaces and "RTX", or the first of a family: "h100" is "H100 SXM".
-
-    >>> chip_of("h100-sxm").name, chip_of("4090").name, chip_of("v100").name
-    ('H100 SXM', 'RTX 4090', 'V100 SXM2')
-    """
+    """A chip by its name, with or without spaces and "RTX", or the first of a family: "h100" is "H100 SXM"."""
     chip = find_chip(device)
     if chip is None:
         raise ValueError(
@@ -167,11 +164,7 @@ def peak_flops(device_name: str, dtype: str | torch.dtype) -> float:
 
 
 def dtype_on(chip: Chip, dtype: str | torch.dtype | None) -> str:
-    """The format as given, or "bf16" when None, "fp16" on chips without bf16 units.
-
-    >>> dtype_on(chip_of("h100"), None), dtype_on(chip_of("t4"), None)
-    ('bf16', 'fp16')
-    """
+    """The format as given, or "bf16" when None, "fp16" on chips without bf16 units."""
     if dtype is None:
         dtype = "bf16" if "bf16" in chip.peak_flops else "fp16"
     peak_flops(chip.name, dtype)  # raises where none is known
@@ -223,11 +216,7 @@ def device_peak(
 
 
 def rate_column(dtype: str | torch.dtype) -> str:
-    """The name of a format in the table.
-
-    >>> rate_column(torch.bfloat16), rate_column("tf32")
-    ('bf16', 'tf32')
-    """
+    """The name of a format in the table."""
     if isinstance(dtype, str) and dtype in _RATE_COLUMNS:
         return dtype
     row = number_format(dtype)
@@ -236,5 +225,12 @@ def rate_column(dtype: str | torch.dtype) -> str:
 
 def _chip_from_row(row: dict[str, str]) -> Chip:
     rates = {column: float(row[column]) * 1e12 for column in _RATE_COLUMNS if row[column]}
-    size = int(row.get("gigabytes") or 0) * 10**9
-    return Chip(row["chip"], row["device_name_pattern"], MappingProxyType(rates), row["source"], row["checked"], size)
+    return Chip(
+        row["chip"],
+        row["device_name_pattern"],
+        MappingProxyType(rates),
+        row["source"],
+        row["checked"],
+        row.get("generation", ""),
+        int(row.get("gigabytes", 0)) * 10**9,
+    )

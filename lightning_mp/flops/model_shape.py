@@ -99,11 +99,7 @@ def module_flops_per_token(module: nn.Module, convention: str, context_tokens: i
 
 
 def far_above_count(convention: str, flops_per_token: float, counted_flops_per_token: float) -> str | None:
-    """Why not to believe a convention, where it is more than a quarter above what was counted; None where it is not.
-
-    >>> far_above_count("6N", 110.0, 100.0) is None
-    True
-    """
+    """Why not to believe a convention, where it is more than a quarter above what was counted; None where it is not."""
     ratio = flops_per_token / counted_flops_per_token
     if ratio <= _LARGEST_DISAGREEMENT:
         return None

@@ -47,11 +47,7 @@ class LayoutChoice:
 
 
 def machine_with(chip: str) -> Machine | None:
-    """The first machine of the table that is built of a chip.
-
-    >>> machine_with("H100 SXM").name, machine_with("T4")
-    ('DGX H100', None)
-    """
+    """The first machine of the table that is built of a chip."""
     return next((machine for machine in known_machines() if machine.chip == chip), None)
 
 

@@ -24,14 +24,7 @@ _HUGGING_FACE_KEYWORD = "num_training_steps"
 
 
 def schedulers_in(configured: Any) -> Iterator[tuple[Any, str, int]]:
-    """Scheduler, interval and frequency of all that Lightning lets ``configure_optimizers`` return.
-
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    >>> schedule = lr_scheduler.StepLR(optimizer, 5)
-    >>> [(interval, frequency) for _, interval, frequency in schedulers_in(([optimizer], [schedule]))]
-    [('epoch', 1)]
-    """
+    """Scheduler, interval and frequency of all that Lightning lets ``configure_optimizers`` return."""
     if isinstance(configured, Mapping):
         if configured.get("lr_scheduler") is not None:
             yield _entry(configured["lr_scheduler"])

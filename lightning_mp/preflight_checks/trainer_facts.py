@@ -34,13 +34,7 @@ from lightning_mp.tokens.loss_weighting import Weighting
 
 
 def weights_of(module: nn.Module) -> tuple[FoundWeight, ...]:
-    """Every parameter once.
-
-    >>> net = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
-    >>> net[1].weight = net[0].weight
-    >>> [weight.names for weight in weights_of(net)]
-    [('0.weight', '1.weight')]
-    """
+    """Every parameter once."""
     names: dict[Tensor, list[str]] = {}
     for owner, part in named_modules(module):
         for name, parameter in part.named_parameters(recurse=False):
@@ -79,11 +73,7 @@ def seen_in_a_step(
 
 
 def layers_of(module: nn.Module) -> tuple[FoundLayer, ...]:
-    """Layers that multiply matrices, and norms with running statistics.
-
-    >>> [(layer.name, layer.sizes) for layer in layers_of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))]
-    [('0', (('in_channels', 3), ('out_channels', 8)))]
-    """
+    """Layers that multiply matrices, and norms with running statistics."""
     found: dict[int, FoundLayer] = {}
     for name, part in named_modules(module):
         sizes = tuple(_sizes(part))

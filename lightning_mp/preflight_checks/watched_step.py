@@ -31,14 +31,7 @@ from lightning_mp.preflight_checks.scheduler_facts import read_schedulers, sched
 
 
 class StandInTrainer:
-    """Answers like a Trainer, with some answers given in advance, and keeps what is set on it to itself.
-
-    >>> trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=3)
-    >>> stand_in = StandInTrainer(trainer, {"estimated_stepping_batches": 12})
-    >>> stand_in.should_stop = True
-    >>> stand_in.estimated_stepping_batches, stand_in.max_epochs, trainer.should_stop
-    (12, 3, False)
-    """
+    """Answers like a Trainer, with some answers given in advance, and keeps what is set on it to itself."""
 
     def __init__(self, trainer: "pl.Trainer", answers: Mapping[str, Any]) -> None:
         self.optimizers: list[Optimizer] = []

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDS = re.compile(r"[Uu]ntil (torch|Lightning) (\d+)\.(\d+)")
@@ -103,9 +105,26 @@ def unscaling_in_bf16_on_cuda() -> None:
     torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(4, device="cuda").bfloat16()], flag, factor)
 
 
+def grouped_products_of_fake_tensors_in_fp32() -> None:
+    """planning/memory/simulated_step.py makes them itself."""
+    with FakeTensorMode():
+        nn.functional.grouped_mm(torch.ones(4, 8), torch.ones(2, 8, 8), offs=torch.tensor([2, 4], dtype=torch.int32))
+
+
+def flops_of_a_grouped_gradient() -> None:
+    """pytorch#183405; flops/operation_flops.py has a formula of its own."""
+    weight = nn.Conv1d(4, 4, 1, groups=4)
+    with FlopCounterMode(display=False) as counter:
+        weight(torch.ones(1, 4, 8)).sum().backward()
+    if counter.get_total_flops() != 2 * 2 * 4 * 8:
+        raise RuntimeError("a product for every pair of groups")
+
+
 @pytest.mark.parametrize(
     "fails",
     [
+        grouped_products_of_fake_tensors_in_fp32,
+        flops_of_a_grouped_gradient,
         orthogonal_in_16_bit,
         norm_in_16_bit_beside_fp32_statistics,
         lightning_flattens_with_a_deprecated_check,

@@ -13,7 +13,7 @@ import lightning_mp
 from lightning_mp import recommend
 from lightning_mp.flops.hardware import known_chips
 from lightning_mp.planning import DecoderConfig, decoder_memory
-from lightning_mp.planning.advice.device_traits import find_device, generation_of, named_device
+from lightning_mp.planning.advice.device_traits import find_device, named_device
 from lightning_mp.planning.advice.recommendation import Component
 
 LLAMA_8B = DecoderConfig(layers=32, width=4096, vocabulary=128256, heads=32, kv_heads=8, ffn_width=14336)
@@ -218,7 +218,7 @@ def test_accumulation_reaches_the_batch_with_micro_batches_that_fit():
 
 @pytest.mark.parametrize("chip", known_chips(), ids=lambda chip: chip.name)
 def test_generations_agree_with_the_formats_of_the_datasheets(chip):
-    generation, formats = generation_of(chip.name), named_device(chip.name).formats
+    generation, formats = chip.generation, named_device(chip.name).formats
     assert ("bf16" in formats) == (generation not in ("Volta", "Turing"))
     if generation != "AMD Instinct":
         assert ("fp8" in formats) == (generation in ("Ada", "Hopper", "Blackwell", "Blackwell RTX"))

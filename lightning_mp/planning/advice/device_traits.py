@@ -1,6 +1,5 @@
 """What a device can do, as far as the choice of a precision depends on it: named, or found by torch."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,16 +11,6 @@ _FP16 = frozenset({"fp16"})
 _AMPERE = frozenset({"tf32", "bf16", "fp16"})
 _ADA = _AMPERE | {"fp8"}
 
-# The first pattern that matches the short name of a chip. NVIDIA's others with bf16 and without fp8 are Ampere.
-_GENERATIONS = (
-    ("Volta", r"V100"),
-    ("Turing", r"T4$|RTX 20|TITAN RTX|Quadro RTX"),
-    ("Ada", r"L4|RTX 40|RTX 6000 Ada"),
-    ("Hopper", r"G?H\d"),
-    ("Blackwell", r"G?B\d"),
-    ("Blackwell RTX", r"RTX 50|RTX PRO"),
-    ("AMD Instinct", r"MI\d"),
-)
 # NVIDIA, CUDA C++ Programming Guide, table of compute capabilities; the highest that is not above the device's.
 _CAPABILITIES: tuple[tuple[tuple[int, int], str, frozenset[str]], ...] = (
     ((12, 0), "Blackwell RTX", _ADA),
@@ -48,12 +37,7 @@ class DeviceTraits:
 
 
 def named_device(name: str) -> DeviceTraits:
-    """A device by name.
-
-    >>> device = named_device("T4")
-    >>> device.generation, sorted(device.formats), device.memory_bytes
-    ('Turing', ['fp16'], 16000000000)
-    """
+    """A device by name."""
     kind = name.strip().lower()
     if kind == "cpu":
         return DeviceTraits("CPU", "cpu", "CPU", frozenset(), None)
@@ -86,16 +70,7 @@ def find_device() -> DeviceTraits:
 
 def _of_chip(chip: Chip, memory_bytes: int) -> DeviceTraits:
     formats = frozenset(chip.peak_flops) & _ADA
-    return DeviceTraits(chip.name, "cuda", generation_of(chip.name), formats, memory_bytes)
-
-
-def generation_of(chip: str) -> str:
-    """The generation of a known chip, by its short name.
-
-    >>> generation_of("L40S"), generation_of("GH200"), generation_of("A100")
-    ('Ada', 'Hopper', 'Ampere')
-    """
-    return next((name for name, pattern in _GENERATIONS if re.match(pattern, chip)), "Ampere")
+    return DeviceTraits(chip.name, "cuda", chip.generation, formats, memory_bytes)
 
 
 def _of_capability(capability: tuple[int, int]) -> tuple[str, frozenset[str]]:

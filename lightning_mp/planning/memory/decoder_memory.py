@@ -182,13 +182,7 @@ def largest_micro_batch(
 
 
 def check_memory_bytes(memory_bytes: float) -> None:
-    """Refuses gigabytes that were given as bytes.
-
-    >>> check_memory_bytes(80)
-    Traceback (most recent call last):
-    ...
-    ValueError: `memory_bytes` of 80 is less than a megabyte. Give 80e9 for 80 GB.
-    """
+    """Refuses gigabytes that were given as bytes."""
     positive_number(memory_bytes, "memory_bytes", unit="bytes")
     if memory_bytes < 1e6:
         size = f"{memory_bytes:g}"

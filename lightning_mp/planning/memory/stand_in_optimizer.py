@@ -18,11 +18,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None) -> list[Optimizer]:
-    """The optimizers of a module.
-
-    >>> make_optimizers(nn.Linear(2, 2), "sgd")[0].__class__.__name__
-    'SGD'
-    """
+    """The optimizers of a module."""
     configure = getattr(module, "configure_optimizers", None)
     if optimizer is None and callable(configure):
         found = list(optimizers_in(_configured(module, configure)))
