@@ -243,7 +243,7 @@ def plan_parallelism(
         size.matmul_weights, layers=size.layers, width=size.width, context_tokens=context_tokens, convention="palm"
     )
     row = find_precision(precision)
-    peak = peak_flops(machine.chip, dtype or ("fp8" if row.fp8 else row.compute_dtype))
+    peak = peak_flops(machine.chip, dtype if dtype is not None else "fp8" if row.fp8 else row.compute_dtype)
     inside, between = _bytes(transfers, machine)
     awaited = [part for part in transfers if part.awaited and part.collective != "send"]
     fill_and_drain = [replace(part, count=2 * (layout.stages - 1)) for part in transfers if part.collective == "send"]
