@@ -96,7 +96,7 @@ def find_machine(name: str) -> Machine:
             return machine
     raise ValueError(
         f"`machine` {name!r} is not known. Known: {', '.join(machine.name for machine in known_machines())}. For"
-        " another make a lightning_mp.planning.parallelism.parallel_plan.Machine."
+        " another make a lightning_mp.planning.Machine."
     )
 
 
