@@ -29,7 +29,7 @@ _MOST_GPUS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """One layout."""
+    """One layout with its memory and speed."""
 
     layout: MemoryLayout  #: how GPUs share the model.
     memory: DecoderMemory  #: of the fullest GPU, with one sequence.

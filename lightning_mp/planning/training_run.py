@@ -46,7 +46,7 @@ def training_run(
         parameters: N.
         tokens: D.
         flops: C = 6 N D.
-        unique_tokens: all the tokens there are; beyond them, tokens are repeated.
+        unique_tokens: number of available tokens; beyond it, tokens are repeated.
         law: a name of :data:`~lightning_mp.planning.scaling_laws.scaling_law.LAWS`, or a law of your own.
 
     Raises:

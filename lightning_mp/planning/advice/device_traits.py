@@ -25,7 +25,7 @@ _CAPABILITIES: tuple[tuple[tuple[int, int], str, frozenset[str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """One device."""
+    """What one device supports."""
 
     name: str  #: short name of a known chip, "CPU", "MPS", or what torch calls the device.
     accelerator: Literal["cuda", "mps", "cpu"]  #: for ``Trainer(accelerator=...)``; "cuda" on AMD as well.

@@ -107,7 +107,7 @@ class DecoderConfig:
     latent_attention: LatentAttention | None = None
     tied_head: bool = False  #: the output layer is the token table.
     biases: bool = False  #: of linear layers and norms.
-    positions: int = 0  #: learned ones.
+    positions: int = 0  #: number of learned positions.
     dropout: bool = False  #: masks are saved.
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ def known_machines() -> tuple[Machine, ...]:
 
 
 def find_machine(name: str) -> Machine:
-    """The machine of that name, whatever its capitals.
+    """Finds a machine by name, ignoring case.
 
     Raises:
         ValueError: it is not in the table.
@@ -108,7 +108,7 @@ def _machine(row: dict[str, str]) -> Machine:
 
 
 def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """Share of the time of a step in which a stage is idle, under GPipe and under 1F1B.
+    """Share of a step's time in which a stage is idle, under GPipe and 1F1B.
 
     With f and b the time of one forward and one backward of one micro-batch in one stage, both take (m + s - 1)(f + b),
     of which a stage works m (f + b). The pipeline drains at the end of every batch: what counts is the micro-batches of
@@ -204,7 +204,8 @@ def plan_parallelism(
     Args:
         size: the model.
         layout: how the GPUs are divided.
-        machine: a name from :func:`~lightning_mp.planning.parallelism.parallel_plan.known_machines`, or one's own.
+        machine: a name from :func:`~lightning_mp.planning.parallelism.parallel_plan.known_machines`, or a
+            :class:`Machine`.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
         sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is split over, so that layouts compare

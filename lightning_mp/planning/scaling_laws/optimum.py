@@ -91,7 +91,7 @@ class PlannedRun:
 
     @property
     def repetition_note(self) -> str | None:
-        """What repeating tokens is worth, and whether further epochs still pay; None where nothing is repeated."""
+        """What repeated tokens are worth, and whether further epochs still help; None if nothing is repeated."""
         if self.unique_tokens is None or self.tokens <= self.unique_tokens:
             return None
         law = MUENNIGHOFF_2023
@@ -303,7 +303,7 @@ _FLOPS_OF_INFERENCE = 2
 
 @dataclass(frozen=True, slots=True)
 class InferenceAware:
-    """A model of the same loss, and what it costs over its life."""
+    """A model of the same loss, and its cost over its lifetime."""
 
     parameters: float  #: N.
     tokens: float  #: of training.
@@ -320,7 +320,7 @@ class InferenceAware:
 def inference_aware_optimum(
     law: ParametricLaw, *, parameters: float | str, tokens: float | str, inference_tokens: float | str
 ) -> InferenceAware:
-    """Of the models that reach the same loss, the one that costs least over its life.
+    """The cheapest model over its lifetime among those that reach the same loss.
 
     Sardana et al. 2024 (arXiv:2401.00448), equation 2: of all N and D that reach a loss, those that minimise
     6 N D_training + 2 N D_inference; inference of a token costs a forward, 2 N operations. Beyond the models that a law
